@@ -20,7 +20,7 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[diffusers,finetune,plots,parquet,test,demo,dev]'
 	@touch $@
 
-demo: $(READY) ## compile and train a small Wan2.1 model on clips of real videos, on 4 processes
+demo: $(READY) ## train a small Wan2.1 model on clips of real videos, in turns with data parallelism, on 2 processes
 	$(BIN)/python -m examples.demo.run
 
 demo-finetune: $(READY) ## fine-tune a pretrained folder, with LoRA and whole, into files that Diffusers loads

@@ -12,9 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import msgspec
+
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import machines, node_of
+from arachnec.data.batch_source import BatchSource
+from arachnec.data.long_manifest import LongManifest, is_long, read_long_manifest
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
@@ -54,6 +58,7 @@ class Compiled:
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
     limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
     validation: str = ""  # the clips of the validation manifest, as the executable has them
+    long: LongManifest | None = None  # what a run draws from, where ``manifest`` is its first batch only
 
     @property
     def report(self) -> dict[str, Any]:
@@ -77,6 +82,7 @@ class Compiled:
             training=training or self.training,
             load=load,
             validation=self.validation,
+            long=self.long,
             extra={REPORT: json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
 
@@ -144,17 +150,22 @@ def compile(
     """
     from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
     from arachnec.optimizers.recipe import demand_torch_takes
+    from arachnec.sampling.during_training import sampler_and_requests
 
     training = training or Training()
     demand_torch_takes(training)
+    sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
     model_file = load_model_file(Path(model))
-    manifest = _manifest(data, batch, training)
+    manifest, shapes, long = _manifest(data, batch, training)
     machine = parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(manifest.clips, training)
     started = time.perf_counter()
-    trace = trace_file(model_file, manifest, training)
+    trace = trace_file(model_file, shapes, training)
+    if long is not None:
+        tokens = [(*clip.shape, trace.tokens(clip)) for clip in shapes.iterations[-1]]
+        long = msgspec.structs.replace(long, shapes=tuple(tokens))
     traced = front_end(trace, manifest, machine)
     validation = validation_of(trace, held_back)
     tracing_ms = (time.perf_counter() - started) * 1e3
@@ -174,10 +185,25 @@ def compile(
         warnings=trace.warnings,
         limits=(*trace.limits, *trace.unknowns),
         validation=validation,
+        long=long,
     )
 
 
-def _manifest(data: str | Path | None, batch: int | None, training: Training) -> Manifest:
+def _manifest(
+    data: str | Path | None, batch: int | None, training: Training
+) -> tuple[Manifest, Manifest, LongManifest | None]:
+    """The clips that are planned, those that the model is tried with, and the manifest where it is too long to list:
+    then its first batch, and that and a clip of every shape."""
+    if data is not None and not training.mix.manifests and is_long(Path(data)):
+        long, of_shapes = read_long_manifest(Path(data), batch)
+        first = BatchSource(long.drawn(None, stratified=False), long.batch).draw()
+        assert first is not None, "a long manifest has clips"
+        return Manifest((first,), Path(data)), Manifest((first, tuple(of_shapes)), Path(data)), long
+    listed = _listed(data, batch, training)
+    return listed, listed, None
+
+
+def _listed(data: str | Path | None, batch: int | None, training: Training) -> Manifest:
     if not training.mix.manifests:
         if data is None:
             raise UserError(NoClipsGiven(None))
@@ -256,19 +282,13 @@ def compare_requests(
     pipeline can.
     """
     from arachnec.data.requests import read_requests
-    from arachnec.data.switch import parse_switch
-    from arachnec.generation.plan import ordered
+    from arachnec.generation.compiled import asked
     from arachnec.generation.plan import traced as trace_requests
-    from arachnec.generation.run import switch_of
-    from arachnec.models.sampler_file import load_sampler_file
-    from arachnec.sampling.loop import Sampling
 
-    asked = None if switch is None else parse_switch(switch)
-    requests, machine, file = read_requests(data), parse_cluster(cluster), load_sampler_file(sampler)
+    requests, machine = read_requests(data), parse_cluster(cluster)
+    sampling, _ = asked(Path(sampler), switch, None, "carry")
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    names = ordered(file, None)
-    sampling = Sampling(file, names, switch_of(file, names, asked), False)
     return compared(trace_requests(sampling, requests).module(machine), pipelines, instruments)
 
 

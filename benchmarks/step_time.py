@@ -1,10 +1,17 @@
-"""Measured step time of the default pipeline against `data-parallel`, on the demo's clips, interleaved on this machine.
+"""Measured step time of the default pipeline against hand-written loops in plain PyTorch, on gloo ranks of one thread.
 
-    python benchmarks/step_time.py [--ranks 2] [--rounds 3] [--steps 5]
+    python benchmarks/step_time.py [--ranks 2] [--rounds 9] [--mixes one-long,equal] [--no-profile]
 
-Each round runs both executables, one after the other; the first step of every run is left out (allocation, first
-batches). Prints the median step of each, the ratio of every round, and the predicted ratio. Loss per step must agree:
-the plan may change the speed only.
+Four contenders train one model on one batch: our `default` and `data-parallel`, a loop of DistributedDataParallel, and
+one of FSDP2 (`fully_shard`). Both loops deal clips out longest first to the least loaded rank, by the times of this
+machine, and synchronise gradients in the last backward alone. FSDP2's gathers need equal counts on all ranks, so there
+ranks with fewer clips run their shortest again with weight zero; what that costs is shown. All four are ready in the
+same processes and take turns in random order. A step is everything from its samples to the optimizer's update, its
+time that of the slowest rank, a ratio that of two in one round; two rounds warm up. Losses must agree, or nothing is
+printed.
+
+Two mixes: one clip of 2048 tokens beside seven of 64 to 160, and eight equal clips of 512. Takes half a minute to
+profile and compile, then about five seconds a round and mix.
 """
 
 from __future__ import annotations
@@ -17,55 +24,69 @@ import sys
 import tempfile
 from pathlib import Path
 
+from arachnec.launch.local_ranks import launch
+
 DEMO = Path(__file__).parents[1] / "examples" / "demo"
+MODEL = Path(__file__).parent / "models" / "pipeline_model.py"
+WORKER = "benchmarks.models.step_time_rank"
 PIPELINES = ("default", "data-parallel")
+LOOPS = ("ddp", "fsdp2")
+MIXES = {"one-long": (2048, 160, 128, 128, 96, 96, 64, 64), "equal": (512,) * 8}
 
 
 def arachnec(*arguments: str | Path) -> None:
     subprocess.run([sys.executable, "-m", "arachnec", *map(str, arguments)], check=True, stdout=subprocess.DEVNULL)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
-    options = parser.parse_args()
-    cluster = f"{options.ranks}:cpu"
+def write_clips(place: Path, lengths: tuple[int, ...]) -> None:
+    """A manifest of clips with so many tokens each."""
+    rows = [{"id": n, "frames": f, "height": 16, "width": 16, "text_tokens": 0} for n, f in enumerate(lengths)]
+    place.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def measured(mix: str, ranks: int, rounds: int, *, profiled: bool) -> dict[str, list[float]]:
+    """ms of every round, by contender; and of FSDP2 the part that its clips of weight zero took."""
+    cluster = f"{ranks}:cpu"
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         clips, profile = folder / "clips.jsonl", folder / "profile.json"
-        subprocess.run([sys.executable, DEMO / "make_clips.py", clips], check=True, stdout=subprocess.DEVNULL)
-        common = (DEMO / "model.py", "--data", clips, "--cluster", cluster)
-        arachnec("profile", *common, "-o", profile)
+        write_clips(clips, MIXES[mix])
+        common = (MODEL, "--data", clips, "--cluster", cluster)
+        if profiled:
+            arachnec("profile", *common, "-o", profile)
         for pipeline in PIPELINES:
-            arachnec("compile", *common, "--profile", profile, "--passes", pipeline, "-o", folder / pipeline)
-        times: dict[str, list[list[float]]] = {pipeline: [] for pipeline in PIPELINES}
-        losses: dict[str, list[float]] = {}
-        for _ in range(options.rounds):
-            for pipeline in PIPELINES:
-                report = folder / f"{pipeline}.json"
-                arachnec("run", folder / pipeline, "--steps", options.steps, "--report", report)
-                steps = json.loads(report.read_text())["steps"]
-                times[pipeline].append([step["step_ms"] for step in steps[1:]])
-                losses[pipeline] = [step["loss"] for step in steps]
-        planned = {p: json.loads((folder / p / "report.json").read_text())["iteration_ms"] for p in PIPELINES}
+            costs = ("--profile", profile) if profiled else ()
+            arachnec("compile", *common, *costs, "--passes", pipeline, "-o", folder / pipeline)
+        launch(ranks, [str(folder), str(rounds)], lambda _: None, worker=WORKER)
+        result: dict[str, list[float]] = json.loads((folder / "times.json").read_text())
+    return result
 
-    print(f"{options.ranks} ranks, {options.rounds} interleaved rounds of {options.steps} steps")
-    for pipeline in PIPELINES:
-        every = sorted(t for run in times[pipeline] for t in run)
-        print(
-            f"  {pipeline:14s} median {statistics.median(every):8.1f} ms   min {every[0]:8.1f}   max {every[-1]:8.1f}"
-            f"   predicted {planned[pipeline]:8.1f}"
+
+def summary(mix: str, times: dict[str, list[float]]) -> str:
+    lines = [f"{mix}: clips of {', '.join(map(str, MIXES[mix]))} tokens"]
+    for name in (*PIPELINES, *LOOPS):
+        own = times[name]
+        lines.append(
+            f"  {name:14s} median {statistics.median(own):8.1f} ms   least {min(own):8.1f}   most {max(own):8.1f}"
         )
-    ratios = [
-        statistics.median(ours) / statistics.median(theirs)
-        for ours, theirs in zip(times["default"], times["data-parallel"], strict=True)
-    ]
-    print(f"  default / data-parallel, measured per round: {', '.join(f'{ratio:.3f}' for ratio in ratios)}")
-    print(f"  default / data-parallel, predicted: {planned['default'] / planned['data-parallel']:.3f}")
-    worst = max(abs(a - b) / abs(b) for a, b in zip(*losses.values(), strict=True))
-    print(f"  largest relative difference of the losses: {worst:.1e}")
+    lines.append(f"  of fsdp2's step, clips of weight zero: {statistics.median(times['zero']):.1f} ms")
+    for ours, theirs in (("default", "ddp"), ("default", "fsdp2"), ("data-parallel", "ddp")):
+        ratios = [b / a for a, b in zip(times[ours], times[theirs], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        lines.append(f"  {theirs} / {ours}: {middle:.3f} (quartiles {low:.3f} and {high:.3f})")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--mixes", default=",".join(MIXES))
+    parser.add_argument("--no-profile", action="store_true", help="plan by device specs")
+    options = parser.parse_args()
+    print(f"{options.ranks} ranks, {options.rounds} rounds in turns")
+    for mix in options.mixes.split(","):
+        print(summary(mix, measured(mix, options.ranks, options.rounds, profiled=not options.no_profile)), flush=True)
 
 
 if __name__ == "__main__":

@@ -17,12 +17,12 @@ Places = Mapping[str, Set[int]]
 def tied_ranks(tied: Ranks, stages: Sequence[Stage], places: Places) -> Ranks:
     """The ranks that have a part of the gradient of what these parts of a model share, by their numbers.
 
-    None where all lie on the same ranks: the all-reduce of one of them has it. But where they lie in cells, what they
-    share is whole on all ranks, and a cell's sums leave it out.
+    None where all lie on the same ranks: the all-reduce of one of them has it. But where they lie in cells or in host
+    memory, what they share is whole on all ranks, and a cell's sums leave it out.
     """
     parts = tied_parts(tied, stages)
     owned = [frozenset(places.get(part.name, ())) for part in parts]
-    apart = len(set(owned)) > 1 or any((cell_of(part) or 1) > 1 for part in parts)
+    apart = len(set(owned)) > 1 or any(cell_of(part) is not None for part in parts)
     return tuple(sorted(frozenset().union(*owned))) if apart else ()
 
 

@@ -131,6 +131,7 @@ def loss_of(model_file: ModelFile, prediction: Tensor, target: Tensor, kept: Seq
         return prediction.sum() * 0.0
     if kept is not None:
         prediction, target = prediction[list(kept)], target[list(kept)]
+    assert model_file.loss is not None, "what trains has a loss"
     loss = model_file.loss(prediction, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__

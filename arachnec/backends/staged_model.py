@@ -112,10 +112,22 @@ class StageRun:
     prediction: Tensor | None  # of the last stage
 
 
+def whole(output: Output, value: Tensor) -> Tensor:
+    """All of a value: where ranks share a sequence, each has its tokens of what a block made."""
+    gathered = getattr(value, "gathered", None)
+    return value if gathered is None else gathered()
+
+
 def run_stage(
-    model: nn.Module, cut: Cut, stage: int, arguments: Mapping[str, Any], given: Mapping[Output, Tensor]
+    model: nn.Module,
+    cut: Cut,
+    stage: int,
+    arguments: Mapping[str, Any],
+    given: Mapping[Output, Tensor],
+    handing: Callable[[Output, Tensor], Tensor] = whole,
 ) -> StageRun:
-    """The forward of ``stage`` alone, on the device of ``model``. ``given`` is all that the stage before handed on.
+    """The forward of ``stage`` alone, on the device of ``model``. ``given`` is all that the stage before handed on,
+    ``handing`` makes of a value what goes on to the next.
 
     Raises ``UserError`` for a forward that does not call what it called when it was cut.
     """
@@ -125,7 +137,7 @@ def run_stage(
     with replaced({path: (unit, walk.instead(path, unit)) for path, unit in units.items()}), suppress(_StageEnd):
         output = model(**arguments)
     last = stage == len(cut.parts) - 1
-    return StageRun(given, {} if last else walk.handed_on(), prediction_of(output) if last else None)
+    return StageRun(given, {} if last else walk.handed_on(handing), prediction_of(output) if last else None)
 
 
 @dataclass
@@ -182,17 +194,16 @@ class _Walk:
                 leaves.append(result)
         return pytree.tree_unflatten(leaves, call.spec)
 
-    def handed_on(self) -> dict[Output, Tensor]:
+    def handed_on(self, handing: Callable[[Output, Tensor], Tensor]) -> dict[Output, Tensor]:
         values: dict[Output, Tensor] = {}
         for output in self.cut.handed_on(self.stage):
             if output in self.given:
-                values[output] = self.given[output]
+                values[output] = handing(output, self.given[output])
                 continue
             value, version = self.outputs[output]
             if value._version != version:
                 raise UserError(ChangedInPlace(None, self.cut.flow.calls[output.call].path))
-            gathered = getattr(value, "gathered", None)  # of the ranks that share the sequence, each has its tokens
-            values[output] = value if gathered is None else gathered()
+            values[output] = handing(output, value)
         return values
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from arachnec.checkpoint.files import save_tensors, synced
 from arachnec.data.clip import VideoClip
-from arachnec.data.encoded_file import TENSOR
+from arachnec.data.encoded_file import TENSOR, is_whole
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.models.weight_files import weight_files
@@ -43,11 +43,11 @@ class EncodedFiles:
         return {encoder: self.path(encoder, clip) for encoder in self.encoders}
 
     def missing(self, clips: Iterable[VideoClip]) -> list[VideoClip]:
-        """The clips of which a file is not there; of several with the same files the first."""
+        """The clips of which a file is not there, or cut off; of several with the same files the first."""
         wanted: dict[tuple[Path, ...], VideoClip] = {}
         for clip in clips:
             files = tuple(self.of(clip).values())
-            if not all(file.is_file() for file in files):
+            if not all(is_whole(file) for file in files):
                 wanted.setdefault(files, clip)
         return list(wanted.values())
 

@@ -24,13 +24,16 @@ def command(program: Path, equivalence: bool) -> None:
     from arachnec.cluster.topology import machines, node_of
     from arachnec.commands.program_file import read_program
     from arachnec.executable.folder import HEADER, read_executable
-    from arachnec.executable.program_input import demand_own_input
+    from arachnec.executable.program_input import demand_own_input, demand_own_requests
+    from arachnec.executable.sampling_folder import read_sampling_executable, samples
     from arachnec.ir.diagnostic import counted
     from arachnec.ir.sampling import is_sampling, outcomes_of
     from arachnec.passes.check import checked
 
     module = checked(read_program(program))
-    if (program / HEADER).is_file():
+    if samples(program):
+        demand_own_requests(read_sampling_executable(program), module)
+    elif (program / HEADER).is_file():
         demand_own_input(read_executable(program), module, 0)
     assert module.cluster is not None
     values = Values(module)

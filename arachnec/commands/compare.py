@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.sampler_options import is_sampler
 
 if TYPE_CHECKING:
     from arachnec.driver import Compared
@@ -120,19 +121,6 @@ def drawing(model: Path, plans: Sequence[Compared]) -> str:
             for plan in plans
         ],
     )
-
-
-def is_sampler(path: Path) -> bool:
-    """Whether a file has the form of a sampler file: it defines `models`. Reads it, and runs nothing."""
-    import ast
-
-    try:
-        nodes = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return False  # whoever loads it says what is wrong
-    assigned = (node.targets for node in nodes if isinstance(node, ast.Assign))
-    names = {target.id for targets in assigned for target in targets if isinstance(target, ast.Name)}
-    return "models" in names | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
 
 
 def names(pipelines: str | None, samples: bool = False) -> list[str]:

@@ -1,15 +1,17 @@
-"""``arachnec compile``: from model.py, clips and a cluster to a checked executable folder."""
+"""``arachnec compile``: from model.py, clips and a cluster to a checked executable folder; from a sampler file too."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from typing import Literal
 
 import click
 
 from arachnec.backends.torch_distributed.options import training_options
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
 from arachnec.executable.training_options import Training
 
 
@@ -25,9 +27,10 @@ from arachnec.executable.training_options import Training
     type=click.Path(path_type=Path, file_okay=False, writable=True),
     help="Write the executable into this folder.",
 )
-@click.option("--passes", default="default", show_default=True, help="A pipeline, or the name of one.")
+@click.option("--passes", help="A pipeline, or the name of one; default: `default`, of a sampler file `generate`.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
+@sampler_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("--init", type=click.Path(path_type=Path), help="Hold the weights in this folder against the model.")
 @click.option("--run", "then_run", is_flag=True, help="Train on this machine afterwards.")
@@ -39,9 +42,12 @@ def command(
     data: Path | None,
     cluster: str,
     output: Path | None,
-    passes: str,
+    passes: str | None,
     profile: Path | None,
     batch: int | None,
+    switch: str | None,
+    first: str | None,
+    history: Literal["carry", "restart"] | None,
     as_json: bool,
     init: Path | None,
     then_run: bool,
@@ -50,7 +56,10 @@ def command(
     options: PassOptions,
 ) -> None:
     """Trace MODEL (a Python file with build, sample and loss), plan one iteration of the clips, prove the plan, and
-    write the executable."""
+    write the executable.
+
+    MODEL may be a sampler file, and the clips requests: then all of them are planned, and `arachnec run` samples them.
+    """
     from arachnec.commands.tables import print_plan
     from arachnec.driver import compile as compile_model
     from arachnec.executable.folder import demand_folder
@@ -60,13 +69,23 @@ def command(
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")
     if output is not None:
         demand_folder(output)
+    if is_sampler(model):
+        refuse({"--batch": batch, "--init": init, "--steps": steps if steps != 1 else None}, OF_TRAINING)
+        refuse({"--set and other training options": training if training != Training() else None}, OF_TRAINING)
+        if data is None:
+            raise click.UsageError("--data is missing: the requests to sample")
+        compile_sampler(model, data, cluster, output, passes, profile, (switch, first, history), as_json, options)
+        if then_run and output is not None:
+            run_executable(output)
+        return
+    refuse({"--switch": switch, "--first": first, "--history": history}, f"of a sampler file; {model} has no `models`")
     if init is not None:
         demand_fit(init, model)
     compiled = compile_model(
         model,
         data,
         cluster,
-        passes=options.pipeline(passes, profile),
+        passes=options.pipeline(passes or "default", profile),
         batch=batch,
         training=training,
         instruments=options.instruments(),
@@ -82,3 +101,42 @@ def command(
 
         begun = [] if init is None else ["--init", str(init)]
         run.main([str(folder), "--steps", str(steps), *begun], standalone_mode=False)
+
+
+def compile_sampler(
+    sampler: Path,
+    data: Path,
+    cluster: str,
+    output: Path | None,
+    passes: str | None,
+    profile: Path | None,
+    how: tuple[str | None, str | None, Literal["carry", "restart"] | None],
+    as_json: bool,
+    options: PassOptions,
+) -> None:
+    """The same of a sampler file and requests. ``how`` are switch, first model and history, as they were given."""
+    from arachnec.cluster.file import parse_cluster
+    from arachnec.commands.request_tables import print_request_plan
+    from arachnec.data.requests import read_requests
+    from arachnec.generation.compiled import asked, compile_requests
+    from arachnec.generation.plan import DEFAULT
+    from arachnec.report import plan_report
+
+    requests, machine = read_requests(data), parse_cluster(cluster)
+    pipeline = options.pipeline(passes or DEFAULT, profile)
+    switch, first, history = how
+    sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
+    compiled = compile_requests(sampling, settings, requests, machine, pipeline, options.instruments())
+    report = plan_report(compiled.module, compiled.planning_ms)
+    folder = compiled.write(output, report, options.files) if output is not None else None
+    if as_json:
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        print_request_plan(compiled.module, report, compiled.tracing_ms, folder)
+
+
+def run_executable(folder: Path) -> None:
+    from arachnec.commands.run import command as run
+
+    run.main([str(folder)], standalone_mode=False)

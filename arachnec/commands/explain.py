@@ -58,8 +58,10 @@ def command(program: Path, budget: str, what_if: bool, load: tuple[Path, ...]) -
 def left_out(program: Path, load: tuple[Path, ...]) -> list[str]:
     """Why nothing is planned anew: passes of the executable's own are code, and looking at a plan runs none."""
     from arachnec.executable.folder import HEADER, read_header
+    from arachnec.executable.sampling_folder import read_sampling_header, samples
 
-    own = read_header(program).load if (program / HEADER).is_file() else ()
+    read = read_sampling_header if samples(program) else read_header
+    own = read(program).load if (program / HEADER).is_file() else ()
     missing = [name for name in own if name not in {path.name for path in load}]
     options = " ".join(f"--load {program / name}" for name in missing)
     return [f"The plan was made by passes in {', '.join(missing)}: give {options} to run them."] if missing else []
@@ -68,6 +70,7 @@ def left_out(program: Path, load: tuple[Path, ...]) -> list[str]:
 def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, ...] = ()) -> tuple[Answer, ...]:
     """By the pipeline of the executable folder, from its traced clips on; of a file, from its cascades on."""
     from arachnec.executable.folder import HEADER, read_executable
+    from arachnec.executable.sampling_folder import read_sampling_executable, samples
     from arachnec.ir.sampling import is_sampling
     from arachnec.passes.infra.pipeline import Pipeline
     from arachnec.passes.infra.registry import installed, load_file
@@ -77,8 +80,13 @@ def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, .
         begin = begin_of(module)
         passes = OF_REQUESTS if is_sampling(module) else WITHOUT_FOLDER
         return what_if(begin, begin, Pipeline.parse(passes), module, budget_ms)
-    executable = read_executable(program)
     registry = functools.reduce(lambda registry, path: load_file(path, registry), load, installed())
+    if samples(program):
+        own = read_sampling_executable(program)
+        with contextlib.chdir(program):
+            pipeline = Pipeline.parse(own.header.pipeline, registry)
+            return what_if(own.traced, own.traced, pipeline, module, budget_ms)
+    executable = read_executable(program)
     with contextlib.chdir(program):  # where the pipeline finds its profile
         pipeline = Pipeline.parse(executable.header.pipeline, registry)
         return what_if(executable.traced, executable.model, pipeline, module, budget_ms)

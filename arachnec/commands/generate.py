@@ -33,6 +33,7 @@ from arachnec.commands.pass_options import PassOptions, pass_options
     help="What a scheduler with memory does at the switch.",
 )
 @click.option("--passes", help="A pipeline of passes that plans the requests.")
+@click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @click.option("--plan-only", is_flag=True, help="Plan and prove, and print the plan; run nothing.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @pass_options
@@ -45,6 +46,7 @@ def command(
     first: str | None,
     history: Literal["carry", "restart"],
     passes: str | None,
+    profile: Path | None,
     plan_only: bool,
     as_json: bool,
     options: PassOptions,
@@ -53,12 +55,10 @@ def command(
 
     A run that ended early goes on where it is started again. See docs/sampling.md.
     """
+    from arachnec.commands.generated import generate_here
     from arachnec.executable.folder import demand_folder
     from arachnec.generation.plan import DEFAULT
-    from arachnec.generation.run import prepare, run_here
-    from arachnec.generation.settings import PLAN, PROGRAM, write_plan
-    from arachnec.ir.printer import print_module
-    from arachnec.launch.local_ranks import RankCrashed
+    from arachnec.generation.run import prepare
 
     demand_folder(output)
     generation = prepare(
@@ -69,37 +69,22 @@ def command(
         switch=switch,
         first=first,
         history=history,
-        passes=options.pipeline(passes or DEFAULT, None),
+        passes=options.pipeline(passes or DEFAULT, profile),
+        instruments=options.instruments(),
     )
-    if plan_only:
-        if generation.module is None:
-            click.echo("every request is finished")
-            return
-        from arachnec.commands.request_tables import print_request_plan
-        from arachnec.report import plan_report
-
-        write_plan(output, print_module(generation.module), generation.requests, generation.settings)
-        report = plan_report(generation.module, generation.planning_ms)
-        if as_json:
-            json.dump(report, sys.stdout, indent=2)
-            print()
-        else:
-            print_request_plan(generation.module, report, generation.tracing_ms, output / PLAN / PROGRAM)
+    if not plan_only:
+        generate_here(generation, as_json)
         return
-    output.mkdir(parents=True, exist_ok=True)
-    try:
-        report = run_here(generation)
-    except RankCrashed as crash:
-        # The launcher's own traceback would only hide the rank's.
-        print(crash, file=sys.stderr)
-        sys.exit(1)
+    if generation.compiled is None:
+        click.echo("every request is finished")
+        return
+    from arachnec.commands.request_tables import print_request_plan
+    from arachnec.report import plan_report
+
+    report = plan_report(generation.compiled.module, generation.planning_ms)
+    generation.compiled.write(generation.folder, report)
     if as_json:
         json.dump(report, sys.stdout, indent=2)
         print()
-        return
-    for row in report["requests"]:
-        where = row.get("video") or row["latents"]
-        switched = "" if row["switched"] is None or len(report["models"]) == 1 else f", {row['switched']} by the first"
-        ended = "finished before" if row["earlier"] else f"after {row['seconds']:.1f} s"
-        click.echo(f"{row['id']}: {row['steps']} steps{switched}, {ended}: {where}")
-    click.echo(f"{len(report['requests'])} requests, {report['seconds']:.1f} s on {report['ranks']} ranks")
+    else:
+        print_request_plan(generation.compiled.module, report, generation.compiled.tracing_ms, generation.folder)

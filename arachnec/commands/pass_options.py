@@ -40,12 +40,17 @@ class PassOptions:
 
     def pipeline(self, text: str, profile: Path | str | None = None) -> Pipeline:
         """The pipeline that ``text`` says, reading ``profile`` where one is given. Raises UserError."""
+        from arachnec.cluster.device_specs import find_device_specs
+        from arachnec.cost.profile import read_profile
+
         pipeline = Pipeline.parse(text, self.registry)
         if profile is None:
             return pipeline
         takers = [index for index, step in enumerate(pipeline.passes) if hasattr(step, "profile")]
         if not takers:
             raise UserError(NothingTakesProfile(None, str(pipeline)))
+        if Path(profile).is_file() or find_device_specs(str(profile)) is None:
+            read_profile(profile)  # what is wrong with it is told before a model is traced
         passes: list[Any] = list(pipeline.passes)
         for index in takers:
             passes[index] = dataclasses.replace(passes[index], profile=str(profile))

@@ -14,13 +14,17 @@ import click
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Write the profile here.")
 def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
-    the cost formulas that `annotate{profile=FILE}` reads."""
+    the cost formulas that `annotate{profile=FILE}` reads.
+
+    MODEL may be a sampler file, and the clips requests: then a step of each of its models is timed.
+    """
+    from arachnec.commands.sampler_options import is_sampler
     from arachnec.commands.tables import plain_table, terminal
     from arachnec.cost.profile import only_length
     from arachnec.ir.diagnostic import counted
     from arachnec.profiling.local import profile_here
 
-    profile = profile_here(model, data, cluster, output)
+    profile = profile_here(model, data, cluster, output, samples=is_sampler(model))
     table = plain_table("measured")
     for name in ("stage", "phase", "B", "S", "T", "ranks", "measured ms", "fitted ms"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")

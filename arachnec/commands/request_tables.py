@@ -13,13 +13,14 @@ from arachnec.commands.tables import MOST_ROWS, attention_word, bold, ms, plain_
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import branches_of, forecast_of, models_of, outcomes_of
+from arachnec.views.executable_page import PAGE
 
 COLUMNS = ("request", "video", "stage", "steps", "degree", "branches", "attention", "ranks", "start", "end")
 NUMBERS = {"steps", "degree", "start", "end"}
 
 
-def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: float, program: Path) -> None:
-    """The segments of a lowered module, the plan's figures, what is proved, and where the program lies."""
+def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: float, folder: Path | None) -> None:
+    """The segments of a lowered module, the plan's figures, what is proved, and where the executable lies."""
     console = terminal()
     print_segments(console, module, report["cascades"])
     source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
@@ -41,7 +42,9 @@ def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: fl
         f"  {counted(len(module.clips), 'request')}, every step taken once{outcomes}, no deadlock, inputs before use, "
         "memory within the device"
     )
-    console.print(f"\nwrote {program}; next:", bold(f"arachnec show {program}"), soft_wrap=True)
+    if folder is not None:
+        page = f"the plan as a page: {folder / PAGE}"
+        console.print(f"\nwrote {folder}; {page}; next:", bold(f"arachnec run {folder}"), soft_wrap=True)
 
 
 def print_segments(console: Console, module: Module, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -78,10 +78,17 @@ def read_run(program: Path) -> tuple[Module, list[Timeline]]:
 def page_of(program: Path, module: Module, measured: list[Timeline]) -> str:
     """The page; of an executable folder with its clips and versions."""
     from arachnec.executable.folder import HEADER, read_clips, read_header
+    from arachnec.executable.sampling_folder import read_sampling_executable, samples
     from arachnec.views.executable_page import executable_page
 
     if not (program / HEADER).is_file():
         return executable_page(module, *measured)
+    if samples(program):
+        own = read_sampling_executable(program)
+        clips = [request.clip() for request in own.requests]
+        return executable_page(
+            module, *measured, pipeline=own.header.pipeline, clips=clips, libraries=own.header.versions
+        )
     header = read_header(program)
     return executable_page(
         module, *measured, pipeline=header.pipeline, clips=read_clips(program), libraries=header.versions

@@ -5,8 +5,9 @@ A forward gathers every layer, a backward gathers it again and reduce-scatters i
 computes, the next one is gathered and the gradients of the one before are on their way. So each layer shows what its
 compute does not cover; the first gathers of a pass and the last reduce-scatters have nothing to hide behind.
 
-CPU ranks of a node copy and add up with the cores that compute: what a core does for a gather it does not compute, so
-compute covers nothing, and all of it shows.
+CPU ranks of a node copy and add up with the cores that compute: what a core does for a gather it does not compute. So
+a layer shows at least what compute beside its collectives was measured to take longer; a profile that does not know it,
+or a device spec, lets all of it show.
 
 Of a pipeline's stage the last layer does not stay from a forward to its backward, and where the backward is split its
 second half reduce-scatters.
@@ -21,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from arachnec.cluster.topology import Link, group_link, moves_by_cores, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.compute import PASSES
-from arachnec.cost.profile import GATHER, SCATTER
+from arachnec.cost.profile import BESIDE, GATHER, SCATTER
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, quantity
 from arachnec.ir.parameter_cells import cell_of, layer_sizes, own_cell
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
@@ -36,6 +37,8 @@ class LayerTimes:
     scatter: float
     last_gather: float
     last_scatter: float
+    gather_beside: float = 0.0  # what a layer's compute takes longer for it, however long it computes
+    scatter_beside: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -53,20 +56,20 @@ class Gathering:
         if (cell_of(stage) or 1) == 1:
             return 0.0
         times, (forwards, backwards) = self.layer_times(stage, rank), PASSES[cascade.phase]
-        if moves_by_cores(self.cluster, own_cell(rank, cell_of(stage) or 1)):
-            forward = backward = 0.0
         first, between = min(times.blocks, 1), max(0, times.blocks - 1)
         count = max(1, times.blocks)
         total = 0.0
         if forwards:
-            shown = max(0.0, times.gather - forward / count)
+            shown = max(times.gather_beside, times.gather - forward / count)
             total += times.last_gather + first * times.gather + between * shown
         if cascade.phase is Phase.BACKWARD:
             total += times.last_gather
         gathers = float(bool(backwards))
         scatters = float(cascade.name not in self.split) if backwards else float(cascade.phase is Phase.WEIGHT)
         moved = gathers * times.gather + scatters * times.scatter
-        return total + first * moved + between * max(0.0, moved - backward / count) + scatters * times.last_scatter
+        beside = gathers * times.gather_beside + scatters * times.scatter_beside
+        shown = max(beside, moved - backward / count)
+        return total + first * moved + between * shown + scatters * times.last_scatter
 
     def layer_times(self, stage: Stage, rank: int = 0) -> LayerTimes:
         """ms of the collectives of one layer in the cell of ``rank``."""
@@ -83,22 +86,33 @@ class Gathering:
             def ms(link: Link, elements: float, size: float) -> float:
                 return collective_time(link, elements * size, cell, 1, contention) if elements else 0.0
 
-            self._times[key] = LayerTimes(
+            block = sum(layer.parameters for layer in blocks) / count
+            trained = sum(layer.trained for layer in blocks) / count
+            times = LayerTimes(
                 len(blocks),
-                ms(gathers, sum(layer.parameters for layer in blocks) / count, whole),
-                ms(scatters, sum(layer.trained for layer in blocks) / count, gradient),
+                ms(gathers, block, whole),
+                ms(scatters, trained, gradient),
                 ms(gathers, last.parameters, whole),
                 ms(scatters, last.trained, gradient),
             )
+            if moves_by_cores(self.cluster, ranks):
+                gathers = measured_link(self.cluster, ranks, BESIDE[GATHER], gathers)
+                scatters = measured_link(self.cluster, ranks, BESIDE[SCATTER], scatters)
+                beside = ms(gathers, block, whole), ms(scatters, trained, gradient)
+                times = replace(times, gather_beside=beside[0], scatter_beside=beside[1])
+            self._times[key] = times
         return self._times[key]
 
 
-def measured_link(cluster: Cluster, ranks: tuple[int, ...], op: str) -> Link:
-    """The links of a cell for one kind of collective: within a machine as it was measured, where it was."""
+def measured_link(cluster: Cluster, ranks: tuple[int, ...], op: str, unmeasured: Link | None = None) -> Link:
+    """The links of a cell for one kind of collective: within a machine as it was measured, where it was.
+
+    Where it was not, ``unmeasured``, or the links as the cluster has them.
+    """
     link, rows = group_link(cluster, ranks), cluster.attrs.get("collectives", ())
     for row in rows if isinstance(rows, tuple) and not link.outside else ():
         assert isinstance(row, tuple)
         name, latency, speed = row
         if name == op:  # measured on all ranks at once, what they share included
             return replace(link, intra=quantity(speed), host=math.inf, latency=quantity(latency))
-    return link
+    return unmeasured or link

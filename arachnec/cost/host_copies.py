@@ -35,9 +35,9 @@ def with_host_copies(
     for instruction in instructions:
         cascade = cascades.get(instruction.target)
         stage = stages.get(instruction.target if cascade is None else cascade.stage)
-        if stage is not None and instruction.op in ("forward", "backward") and cascade is not None:
+        if stage is not None and instruction.op in ("forward", "backward", "weight") and cascade is not None:
             instruction = _cascade(instruction, cascade, stage, first=stage.name not in seen)
-            if instruction.op == "backward":
+            if layers_listed(instruction, "scatter"):
                 seen.add(stage.name)
         with_copies.append(instruction)
     return with_copies
@@ -61,7 +61,7 @@ def sum_copies(stage: Stage, ranks: Sequence[int], size: int) -> Attributes:
 
 
 def _cascade(instruction: Instruction, cascade: Cascade, stage: Stage, *, first: bool) -> Instruction:
-    layers, inputs = layers_in_host(stage), inputs_in_host(stage) and cascade.phase is Phase.TRAIN
+    layers, inputs = layers_in_host(stage), inputs_in_host(stage) and cascade.phase is not Phase.WEIGHT
     blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage) if inputs else 0
     if not layers and not blocks:
         return instruction
@@ -73,7 +73,7 @@ def _cascade(instruction: Instruction, cascade: Cascade, stage: Stage, *, first:
         taken = kept
         attrs = attrs.updated(offload=tuple(range(blocks)) or None, host=Quantity(kept / GIB, "GiB") if kept else None)
     else:
-        gradients = round(own_gradient_bytes(stage)) if layers else 0
+        gradients = round(own_gradient_bytes(stage)) if layers and layers_listed(instruction, "scatter") else 0
         taken = gradients
         brought += kept + (0 if first else gradients)
         attrs = attrs.updated(reload=tuple(range(blocks)) or None)

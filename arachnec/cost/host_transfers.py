@@ -16,7 +16,7 @@ from arachnec.cluster.host_memory import copy_speed
 from arachnec.cost.compute import PASSES
 from arachnec.cost.gathering import Gathering, LayerTimes
 from arachnec.ir.host_placement import layers_in_host
-from arachnec.ir.nodes import Cascade, Cluster, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
@@ -55,12 +55,17 @@ class HostTransfers:
         if forwards:
             shown = max(0.0, max(brought, moved, links.gather) - forward / count)
             total += first + brought + links.gather + between * shown
-        if backwards:
+        scatters = backwards and cascade.name not in self.gathering.split
+        if backwards or cascade.phase is Phase.WEIGHT:
+            comes, gathers = (brought + moved, links.gather) if backwards else (0.0, 0.0)
+            gone, scattered = (taken, links.scatter) if scatters or not backwards else (0.0, 0.0)
             # from the second backward of a rank on, the gradient so far comes, too
-            busiest = max(brought + taken + moved, taken, links.gather + links.scatter)
-            shown = max(0.0, busiest - backward / count)
-            total += brought + moved + links.gather + between * shown
-            total += links.scatter + taken + links.last_scatter + self.ms(last.trained * gradient)
+            busiest = max(comes + gone, gone, gathers + scattered)
+            total += comes + gathers + between * max(0.0, busiest - backward / count)
+            if cascade.phase is Phase.BACKWARD:  # the last layer did not stay
+                total += first
+            if scattered or gone:
+                total += scattered + gone + links.last_scatter + self.ms(last.trained * gradient)
         return total
 
     def _inputs_alone(self, stage: Stage, forward: float, backward: float, inputs: float) -> float:

@@ -272,7 +272,7 @@ def inputs_gone(stage: Stage, cascade: Cascade, share: float) -> float:
 
 def offloaded(stage: Stage, cascade: Cascade, share: float, recompute: int) -> float:
     """GiB in its host's memory of a rank that has this ``share`` of the tokens: inputs of blocks that run again."""
-    if not inputs_in_host(stage) or cascade.phase is not Phase.TRAIN:
+    if not inputs_in_host(stage) or cascade.phase not in (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD):
         return 0.0
     return divided(stage, "host_inputs", cascade, share) * recompute / block_count(stage)
 

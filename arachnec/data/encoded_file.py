@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from arachnec.data.clip import VideoClip
@@ -18,7 +19,9 @@ TENSOR = "encoded"
 @dataclass(frozen=True)
 class UnreadableEncoded(Diagnostic):
     title: ClassVar[str] = "what `{encoder}` made of clip `{clip}` cannot be read from {path}: {reason}"
-    help: ClassVar[str] = "remove the file, and run `arachnec cache` again: it encodes what is missing"
+    help: ClassVar[str] = (
+        "run `arachnec cache` again: it encodes what is missing or cut off. Remove a file that is damaged otherwise"
+    )
     encoder: str
     clip: str | int
     path: str
@@ -50,6 +53,17 @@ def read_encoded(clip: VideoClip) -> dict[str, Tensor]:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
             raise UserError(UnreadableEncoded(None, name, clip.id, str(path), reason)) from None
     return values
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a file is there as long as its header says. Its values are not read."""
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(path, framework="pt") as file:
+            return TENSOR in file.keys()  # noqa: SIM118
+    except (SafetensorError, OSError):
+        return False
 
 
 def encoded_beforehand(clips: Sequence[VideoClip]) -> frozenset[str]:

@@ -46,7 +46,7 @@ class Switch:
 
     def __str__(self) -> str:
         limits = f",least={self.least}" + ("" if self.most is None else f",most={self.most}")
-        return f"{self.kind}={self.value:g}" + (limits if self.kind == "adaptive" else "")
+        return f"{self.kind}={self.value:.12g}" + (limits if self.kind == "adaptive" else "")
 
     @property
     def adaptive(self) -> bool:

@@ -82,7 +82,7 @@ def run_rank(small: Small, model_file: ModelFile, captured: CapturedModel | None
     own = program_of(module, rank)
     received = Specs(model_file, context.encoders, CPU).received(module, own, clips)
     if context.pipeline is not None:
-        staged = StageCascades(context.pipeline, module, clips)
+        staged = StageCascades(context.pipeline, module, clips, context.sequence)
         names = {step.target for step in own.instructions if step.op == "receive"}
         received |= {name: staged.spec(name) for name in names - set(received)}
     cascades = {cascade.name: cascade for cascade in module.cascades}

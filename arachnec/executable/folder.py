@@ -33,6 +33,7 @@ from typing import Annotated, ClassVar
 import msgspec
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.long_manifest import LongManifest
 from arachnec.executable.training_options import Training, verified
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
@@ -98,6 +99,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: tuple[str, ...] = ()  # files in this folder that add passes
     modules: tuple[str, ...] = ()  # files in this folder that the model file imports
     origin: str | None = None  # the model file that this folder's is a copy of
+    long: LongManifest | None = None  # what is drawn from it; the clips here are then those of its first batch
 
 
 class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -135,6 +137,15 @@ class Executable:
         """The block graphs, where the pipeline fused them; none else."""
         return self.model.graphs if any(graph.fused for graph in self.model.graphs) else ()
 
+    def changed_since(self) -> list[str]:
+        """The user's files, the model file and what it imports from its folder, that this folder's copies are no longer
+        equal to. One that is gone has not changed."""
+        if self.header.origin is None:
+            return []
+        origin = Path(self.header.origin)
+        now = {MODEL: origin} | {name: origin.parent / name for name in self.header.modules}
+        return [str(p) for name, p in now.items() if p.is_file() and digest_of(p.read_bytes()) != self.digests[name]]
+
     def model_file(self) -> ModelFile:
         """Import ``model.py``. This runs its code."""
         return load_model_file(self.folder / MODEL, origin=self.header.origin, modules=self.header.modules)
@@ -154,13 +165,15 @@ def write_executable(
     extra: Mapping[str, str] | None = None,
     source: str | None = None,
     validation: str = "",
+    long: LongManifest | None = None,
 ) -> Path:
     """Write the folder; returns it.
 
     ``clips`` in the order of their ids in the IR; ``model`` as the passes of scope ``model`` left the traced module,
     where there are any. ``extra`` are more files by name, such as the report; ``source`` stands for the model file's
-    text where the model is none of a file; ``validation`` is the text of validation.jsonl. Raises
-    ``UserError`` for training options out of range, ValueError for modules of the wrong level.
+    text where the model is none of a file; ``validation`` is the text of validation.jsonl. A run draws from a ``long``
+    manifest, where there is one. Raises ``UserError`` for training options out of range, ValueError for modules of the
+    wrong level.
     """
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
         raise ValueError("an executable needs a lowered program and a traced module")
@@ -176,36 +189,38 @@ def write_executable(
     if validation:
         texts[VALIDATION] = validation
     texts |= profiles | {path.name: path.read_text(encoding="utf-8") for path in load}
-    texts |= _modules_of(model_file, taken=set(texts))
+    texts |= modules_of(model_file.path, model_file.modules, taken=set(texts))
     named = (*FINGERPRINTED, VALIDATION, *model_file.modules)
     header = Header(
         format=FORMAT,
         pipeline=pipeline,
-        iterations=max(1, len(batch_sizes(traced))),
+        iterations=max(1, len(batch_sizes(traced)) if long is None else -(-long.clips // long.batch)),
         training=training,
-        fingerprint={name: _digest(texts[name].encode()) for name in texts if name in named},
+        fingerprint={name: digest_of(texts[name].encode()) for name in texts if name in named},
         versions=versions(),
         load=tuple(path.name for path in load),
         modules=model_file.modules,
         origin=str(model_file.path),
+        long=long,
     )
     texts[HEADER] = msgspec.json.format(msgspec.json.encode(header)).decode() + "\n"
-    _write_all(folder, {**texts, **(extra or {})})
+    write_parts(folder, {**texts, **(extra or {})})
     return folder
 
 
-def _modules_of(model_file: ModelFile, taken: Set[str]) -> dict[str, str]:
-    """The texts of what the model file imports from its folder. Raises ``UserError`` for a name that is taken."""
-    for name in model_file.modules:
+def modules_of(path: Path, modules: Sequence[str], taken: Set[str]) -> dict[str, str]:
+    """The texts of what a model or sampler file imports from its folder. Raises ``UserError`` for a name that is
+    taken."""
+    for name in modules:
         if name in taken:
             raise UserError(NameTaken(None, name))
-    return {name: (model_file.path.parent / name).read_text(encoding="utf-8") for name in model_file.modules}
+    return {name: (path.parent / name).read_text(encoding="utf-8") for name in modules}
 
 
 def planning_ms(folder: Path) -> float | None:
     """What planning took when the executable was compiled; None where no report says so."""
     try:
-        return msgspec.json.decode(_read(folder, REPORT), type=_Planning).planning_ms
+        return msgspec.json.decode(read_part(folder, REPORT), type=_Planning).planning_ms
     except (msgspec.MsgspecError, UserError, OSError):
         return None
 
@@ -220,7 +235,7 @@ def demand_folder(folder: Path) -> None:
         raise OSError(error.errno, error.strerror, str(folder)) from None
 
 
-def _write_all(folder: Path, texts: Mapping[str, str]) -> None:
+def write_parts(folder: Path, texts: Mapping[str, str]) -> None:
     """All of the files or none: what was there stays until the new ones are complete."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as draft:
@@ -262,8 +277,8 @@ def read_executable(folder: Path) -> Executable:
         raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
     header = read_header(folder)
     more = [VALIDATION] if VALIDATION in header.fingerprint else []
-    raw = {name: _read(folder, name) for name in (PROGRAM, *FINGERPRINTED, *more, *header.load, *header.modules)}
-    digests = {name: _digest(data) for name, data in raw.items()}
+    raw = {name: read_part(folder, name) for name in (PROGRAM, *FINGERPRINTED, *more, *header.load, *header.modules)}
+    digests = {name: digest_of(data) for name, data in raw.items()}
     for name in (*FINGERPRINTED, *header.modules):
         if name not in header.fingerprint:
             raise UserError(NotExecutable(None, str(folder), f"its fingerprint leaves out {name}"))
@@ -271,7 +286,7 @@ def read_executable(folder: Path) -> Executable:
         if digests.get(name) != digest:
             raise UserError(Changed(None, str(folder), name))
     program, traced, model = (
-        parse_module(_text(folder, name, raw[name]), str(folder / name)) for name in (PROGRAM, TRACED, MODEL_IR)
+        parse_module(text_of(folder, name, raw[name]), str(folder / name)) for name in (PROGRAM, TRACED, MODEL_IR)
     )
     check_module(model)
     return Executable(
@@ -281,8 +296,8 @@ def read_executable(folder: Path) -> Executable:
         traced=traced,
         model=model,
         clips=_matching(folder, _clips(folder, raw[CLIPS]), traced),
-        validation=_text(folder, VALIDATION, raw[VALIDATION]) if more else "",
-        digests=digests | {"versions": _digest(repr(sorted(versions().items())).encode())},
+        validation=text_of(folder, VALIDATION, raw[VALIDATION]) if more else "",
+        digests=digests | {"versions": digest_of(repr(sorted(versions().items())).encode())},
     )
 
 
@@ -301,7 +316,7 @@ def batch_sizes(model: Module) -> list[int]:
 def data_digest(model: Module, clips: Sequence[VideoClip]) -> str:
     """SHA-256 of the clips, by their own ids, and of the global batches they are in."""
     rows = [(clips[clip.id].id, *clips[clip.id].shape, _iteration_of(clip)) for clip in model.clips]
-    return _digest(json.dumps(sorted(rows, key=str)).encode())
+    return digest_of(json.dumps(sorted(rows, key=str)).encode())
 
 
 def _iteration_of(clip: Clip) -> int:
@@ -321,7 +336,7 @@ def versions() -> dict[str, str]:
 
 def read_header(folder: Path) -> Header:
     """``executable.json``. Raises ``UserError`` where it is missing or malformed."""
-    data = _read(folder, HEADER)
+    data = read_part(folder, HEADER)
     try:
         header = msgspec.json.decode(data, type=Header)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -332,26 +347,32 @@ def read_header(folder: Path) -> Header:
         )
     if header.iterations < 1:
         raise UserError(NotExecutable(None, str(folder), f"it has {header.iterations} iterations"))
-    if any(Path(name).name != name for name in header.load):
-        raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
-    if any(not _is_inside(name) for name in header.modules) or len(header.modules) > MOST:
-        raise UserError(NotExecutable(None, str(folder), "its model file imports from outside of its folder"))
-    if len(header.load) > MOST_LOADED:
-        raise UserError(NotExecutable(None, str(folder), f"it loads more than {MOST_LOADED} files of passes"))
-    for option in FILE_OPTION.finditer(header.pipeline):
-        profile = json.loads(option[2]) if option[2].startswith('"') else option[2]
-        if Path(profile).name != profile:
-            raise UserError(NotExecutable(None, str(folder), "it reads a file from outside of its folder"))
+    demand_inside(folder, MODEL, header.pipeline, header.load, header.modules)
     verified(header.training)
     return header
 
 
-def _is_inside(name: str) -> bool:
+def demand_inside(folder: Path, main: str, pipeline: str, load: Sequence[str], modules: Sequence[str]) -> None:
+    """Raises ``UserError`` for a header that names a file outside of its folder; ``main`` is that of the user's
+    functions."""
+    if any(Path(name).name != name for name in load):
+        raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
+    if any(not _is_inside(name, main) for name in modules) or len(modules) > MOST:
+        raise UserError(NotExecutable(None, str(folder), f"its {main} imports from outside of its folder"))
+    if len(load) > MOST_LOADED:
+        raise UserError(NotExecutable(None, str(folder), f"it loads more than {MOST_LOADED} files of passes"))
+    for option in FILE_OPTION.finditer(pipeline):
+        profile = json.loads(option[2]) if option[2].startswith('"') else option[2]
+        if Path(profile).name != profile:
+            raise UserError(NotExecutable(None, str(folder), "it reads a file from outside of its folder"))
+
+
+def _is_inside(name: str, main: str) -> bool:
     parts = PurePosixPath(name).parts
-    return name.endswith(".py") and bool(parts) and not name.startswith("/") and ".." not in parts and name != MODEL
+    return name.endswith(".py") and bool(parts) and not name.startswith("/") and ".." not in parts and name != main
 
 
-def _read(folder: Path, name: str) -> bytes:
+def read_part(folder: Path, name: str) -> bytes:
     path = folder / name
     if not path.is_file():
         raise UserError(NotExecutable(None, str(folder), f"it has no {name}"))
@@ -360,7 +381,7 @@ def _read(folder: Path, name: str) -> bytes:
     return path.read_bytes()
 
 
-def _text(folder: Path, name: str, data: bytes) -> str:
+def text_of(folder: Path, name: str, data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -369,7 +390,7 @@ def _text(folder: Path, name: str, data: bytes) -> str:
 
 def read_clips(folder: Path) -> tuple[VideoClip, ...]:
     """The clips, by their ids in the IR. Raises ``UserError`` where ``clips.jsonl`` is missing or malformed."""
-    return _clips(folder, _read(folder, CLIPS))
+    return _clips(folder, read_part(folder, CLIPS))
 
 
 def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
@@ -411,5 +432,5 @@ def row_of(clip: VideoClip) -> ClipRow:
     return ClipRow(clip.id, *clip.shape, clip.caption, place, clip.start, cached)
 
 
-def _digest(data: bytes) -> str:
+def digest_of(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()

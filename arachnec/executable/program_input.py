@@ -11,11 +11,14 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.executable.folder import Executable, iteration_of
+from arachnec.executable.sampling_folder import SamplingExecutable
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
 from arachnec.ir.printer import value_text
-from arachnec.ir.tables import FIGURES, LINK_SPEEDS, STAGE, TIED
+from arachnec.ir.tables import FIGURES, LINK_SPEEDS, STAGE, TIED, TOKEN_CUTS
 from arachnec.ir.values import Attributes, Value
+
+ASKED = ("steps", "branches", "window", "arrival")  # of a request, which no plan changes
 
 
 @dataclass(frozen=True)
@@ -68,6 +71,22 @@ def demand_own_input(
         raise UserError(*problems)
 
 
+def demand_own_requests(executable: SamplingExecutable, program: Module) -> None:
+    """Raises ``UserError`` where ``program`` does not sample the requests of the executable, as they are asked for."""
+    traced = executable.traced
+    problems = [*_clips(traced.clips, program, 0), *_cluster(traced.cluster, program.cluster)]
+    if not problems:
+        problems += _stages(traced.stages, program.stages)
+    asked = {clip.id: clip for clip in traced.clips}
+    for clip in program.clips if not problems else ():
+        for name in ASKED:
+            right, given = asked[clip.id].attrs.get(name), clip.attrs.get(name)
+            if right != given:
+                problems.append(OtherFigure(clip.span, f"request {clip.id}", name, _shown(given), _shown(right)))
+    if problems:
+        raise UserError(*problems)
+
+
 def _clips(batch: Sequence[Clip], program: Module, number: int) -> Iterator[Diagnostic]:
     wanted = {clip.id: clip for clip in batch}
     given = {clip.id: clip for clip in program.clips}
@@ -110,7 +129,7 @@ def _stages(right: tuple[Stage, ...], given: tuple[Stage, ...]) -> Iterator[Diag
 
 def _attributes(node: str, right: Attributes, given: Attributes) -> Iterator[Diagnostic]:
     for name, value in right.pairs:
-        if name not in (*FIGURES, TIED) and given.get(name) != value:
+        if name not in (*FIGURES, TIED, TOKEN_CUTS) and given.get(name) != value:
             yield OtherFigure(given.span(name), node, name, _shown(given.get(name)), value_text(value))
             return
     for name, value in given.pairs:

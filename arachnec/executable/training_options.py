@@ -91,7 +91,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``dtype`` is the precision of parameters, activations and gradients; with ``bf16`` the optimizer keeps fp32 master
     copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average. A parameter has the arguments of the
     first of the ``groups`` that it fits. An update is made of ``accumulate`` global batches; with ``shuffle`` clips
-    come in another order in every epoch. In a step a clip has no caption with probability ``caption_dropout``.
+    come in another order in every epoch, with ``stratified`` also each batch has its share of every shape. In a step a
+    clip has no caption with probability ``caption_dropout``.
     """
 
     lr: float = 1e-4
@@ -104,6 +105,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schedule: Schedule = Schedule()
     accumulate: int = 1
     shuffle: bool = False
+    stratified: bool = False
     caption_dropout: float = 0.0
     timesteps: Timesteps = UNIFORM
     logging: Logging = Logging()
@@ -165,6 +167,9 @@ def _demand_mixable(training: Training) -> None:
         raise UserError(bad_value("mix.manifests", paths, "one is listed twice", "give it the sum of the weights"))
     if sources and training.shuffle:
         raise UserError(bad_value("shuffle", True, "a mix is in random order", "leave `shuffle` out"))
+    if training.stratified and (sources or training.shuffle):
+        other = "mix" if sources else "shuffle"
+        raise UserError(bad_value("stratified", True, f"`{other}` is another order", "keep one of them"))
 
 
 def _demand_not_empty(training: Training) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -32,24 +32,29 @@ class Encoders:
         with torch.device("meta"):
             return self.sampler.encoders()
 
+    def build(self, names: Collection[str]) -> None:
+        """Those that this rank runs, before it needs them."""
+        for name in names:
+            self._encoder(name)
+
     def size(self, name: str, requests: Sequence[Request]) -> int:
         """Bytes of the value of these requests."""
         return sum(shape.nbytes for request in requests for shape in self._shapes(name, request))
 
     def encode(self, name: str, requests: Sequence[Request]) -> Tensor:
-        """uint8 ``[size]`` on the host."""
+        """uint8 ``[size]`` on the device."""
         encoder = self._encoder(name)
         rows = [encode(encoder, [clip], self.device) for request in requests for clip in self._clips(request)]
-        return torch.cat([row.cpu().contiguous().reshape(-1).view(torch.uint8) for row in rows])
+        return torch.cat([row.contiguous().reshape(-1).view(torch.uint8) for row in rows])
 
     def encoded(self, values: Mapping[str, tuple[Sequence[Request], Tensor]], request: Request) -> Request:
         """The request with what every encoder gives. ``values`` are those that came from elsewhere, by encoder."""
         named: list[dict[str, Tensor]] = [{}, {}]
         for name in self.on_meta:
-            requests, value = values.get(name) or ((request,), self.encode(name, [request]))
+            requests, value = values.get(name) or ((request,), self.encode(name, [request]).cpu())
             own = next(rows for other, rows in self._rows(name, requests, value) if other.id == request.id)
             for branch, row in zip(named, own, strict=False):
-                branch[name] = row.to(self.device)
+                branch[name] = row.to(self.device, non_blocking=True)
         return replace(request, encoded=named[0], negative_encoded=named[1])
 
     def _rows(self, name: str, requests: Sequence[Request], value: Tensor) -> Iterator[tuple[Request, list[Tensor]]]:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import statistics
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 
+from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
+from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module, Stage
 from arachnec.models.batch import prediction_of
+from arachnec.models.decoders import DECODER, FromLatents, latents_of
 from arachnec.models.sampler_file import SamplerFile
+from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import TRAINED, Trace, trace_model
 from arachnec.planning.sampling.requests import SwitchForecast, inference_stage, sampling_module
 from arachnec.sampling.loop import Sampling, begin
+from arachnec.tracing.cost import encoder_stage
+from arachnec.tracing.find import find_blocks
 from arachnec.tracing.needs_values import needs_values
+from arachnec.tracing.record import Repeats
+from arachnec.tracing.sample import meta_encoders
 
 DEFAULT = "generate"  # a named pipeline
 LATENT_BYTES = 4  # of a number of the latents, which are kept in fp32
@@ -51,6 +60,8 @@ class Traced:
     sampling: Sampling
     traces: Mapping[str, Trace]
     requests: tuple[Request, ...]
+    decoder: Stage | None = None
+    seen: tuple[Seen, ...] = ()  # switches so far, for the forecast
 
     def module(self, cluster: Cluster) -> Module:
         """The requests as a module at level ``traced``."""
@@ -59,6 +70,8 @@ class Traced:
         for name, trace in self.traces.items():
             (dit,) = [stage for stage in trace.stages if stage.name == TRAINED]
             stages.append(inference_stage(replace(dit, name=name), self._latent_bytes(trace), kept=self._kept()))
+        if self.decoder is not None:
+            stages.append(self.decoder)
         sampler, names = self.sampling.sampler, self.sampling.names
         forwards = [replace(r, steps=len(self.sampling.schedule(r))) for r in self.requests]
         return sampling_module(
@@ -68,9 +81,10 @@ class Traced:
             names,
             cluster,
             switch=str(self.sampling.switch) if len(self.sampling.names) == 2 else None,
-            forecasts=[forecast(self.sampling, request) for request in self.requests]
+            forecasts=[forecast(self.sampling, request, self.seen) for request in self.requests]
             if len(self.sampling.names) == 2
             else (),
+            decoder=None if self.decoder is None else self.decoder.name,
             branches=sampler.branches,
         )
 
@@ -95,47 +109,80 @@ def ordered(sampler: SamplerFile, first: str | None) -> tuple[str, ...]:
     return (first, *(name for name in names if name != first))
 
 
-def traced(sampling: Sampling, requests: Sequence[Request]) -> Traced:
+def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen] = ()) -> Traced:
     """Trace the models, and hold what they predict against the latents. Raises ``UserError`` for what cannot run."""
     clips = [request.clip() for request in requests]
-    for request in {request.shape: request for request in requests}.values():
-        demand_latents(sampling, request)
+    demand_latents(sampling, requests)
     traces = {name: trace_model(sampling.sampler.model_file(name), clips) for name in sampling.names}
-    return Traced(sampling, traces, tuple(requests))
+    decoder = decoder_stage(sampling, clips, traces[sampling.names[0]].tokens)
+    return Traced(sampling, traces, tuple(requests), decoder, tuple(seen))
 
 
-def forecast(sampling: Sampling, request: Request) -> SwitchForecast:
-    """Where the first model may end; an adaptive switch is planned for in the middle of its window."""
+def decoder_stage(sampling: Sampling, clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> Stage | None:
+    """The sampler file's decoder, measured on the meta device; None without one."""
+    decoder = traced_decoder(sampling.sampler, clips)
+    if decoder is None:
+        return None
+    taken = {*sampling.names, *(meta_encoders(sampling.sampler.model_file(sampling.names[0])))}
+    name = next(name for name in (DECODER, "video_decoder", "to_pixels") if name not in taken)
+    return encoder_stage(name, decoder, clips, tokens)
+
+
+def traced_decoder(sampler: SamplerFile, clips: Sequence[VideoClip]) -> FromLatents | None:
+    """The decoder on the meta device, with latents of these clips' shapes."""
+    if sampler.decoder is None:
+        return None
+    with torch.device("meta"):
+        decoder = sampler.decoder()
+    return FromLatents(decoder, latents_of(sampler, clips))
+
+
+def forecast(sampling: Sampling, request: Request, seen: Sequence[Seen] = ()) -> SwitchForecast:
+    """Where the first model may end. An adaptive switch is planned for where most requests so far have switched: at the
+    median of K, as a share of their steps; before any has, in the middle of its window."""
+    steps = len(sampling.schedule(request))
     least, most = sampling.bounds(sampling.schedule(request))
-    return SwitchForecast(least, most, (least + most) // 2)
+    shares = [row.switched / row.steps for row in seen if row.of(sampling)]
+    middle = round(statistics.median(shares) * steps) if shares else (least + most) // 2
+    return SwitchForecast(least, most, min(max(middle, least), most))
 
 
-def demand_latents(sampling: Sampling, request: Request) -> None:
-    """Raises ``UserError`` where a model's prediction has not the latents' shape, or a branch is missing."""
-    loop = begin(sampling, request)
-    timestep, sampler = loop.schedule.timesteps[0], sampling.sampler
-    if sampler.encoders is not None:
+def demand_latents(sampling: Sampling, requests: Sequence[Request]) -> None:
+    """Raises ``UserError`` where a model's prediction has not the latents' shape, or a branch is missing.
+
+    Every model is built once, on the meta device, and runs each kind of its blocks once for each shape.
+    """
+    if sampling.sampler.encoders is not None:
         return  # what they give is not here
+    shapes = list({request.shape: request for request in requests}.values())
     for name in sampling.names:
-        arguments = [sampler.call(name, loop.latents, timestep, request, True)]
-        if sampler.branches(name, request) > 1:
-            arguments.append(sampler.call(name, loop.latents, timestep, request, False))
         with torch.device("meta"):
-            model = sampler.build(name)
-        for given in arguments:
-            moved = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
-            try:
-                with torch.no_grad(), torch.device("meta"):
-                    shape = prediction_of(model(**moved)).shape
-            except UserError:
-                raise
-            except Exception as error:
-                if needs_values(error):
-                    continue
-                reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-                raise UserError(_other(sampling, name, reason, loop.latents, request)) from error
-            if shape != loop.latents.shape:
-                raise UserError(_other(sampling, name, _sizes(shape), loop.latents, request))
+            model = sampling.sampler.build(name)
+        repeats = Repeats(model, find_blocks(model))
+        for request in shapes:
+            _demand_latents_of(sampling, name, model, repeats, request)
+
+
+def _demand_latents_of(
+    sampling: Sampling, name: str, model: torch.nn.Module, repeats: Repeats, request: Request
+) -> None:
+    loop, sampler = begin(sampling, request), sampling.sampler
+    guided = sampler.branches(name, request) > 1
+    for conditional in (True, False) if guided else (True,):
+        given = sampler.call(name, loop.latents, loop.schedule.timesteps[0], request, conditional)
+        moved = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in given.items()}
+        try:
+            with torch.no_grad(), torch.device("meta"), repeats:
+                shape = prediction_of(model(**moved)).shape
+        except UserError:
+            raise
+        except Exception as error:
+            if needs_values(error):
+                continue
+            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise UserError(_other(sampling, name, reason, loop.latents, request)) from error
+        if shape != loop.latents.shape:
+            raise UserError(_other(sampling, name, _sizes(shape), loop.latents, request))
 
 
 def _other(sampling: Sampling, name: str, held: str, latents: torch.Tensor, request: Request) -> OtherLatents:
@@ -146,7 +193,7 @@ def _sizes(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
-def planned(module: Module, pipeline: Pipeline) -> Module:
+def planned(module: Module, pipeline: Pipeline, instruments: Sequence[Instrument] = ()) -> Module:
     """The lowered program. Raises ``UserError`` where no plan is."""
     pipeline.demand(Level.TRACED, Level.LOWERED)
-    return pipeline.run(module)
+    return pipeline.run(module, instruments)

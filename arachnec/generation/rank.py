@@ -28,6 +28,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, inte
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import Handoffs, HandoffThreads, TensorSpec, handoff_pairs
@@ -56,6 +57,7 @@ class GenerationRank:
     models: RankModels = field(init=False)
     encoders: Encoders = field(init=False)
     started: float = field(init=False)
+    measured: list[Interval] = field(default_factory=list)  # of every instruction, once the program has run
     _decoder: nn.Module | None = None
 
     def __post_init__(self) -> None:
@@ -78,6 +80,9 @@ class GenerationRank:
             self.groups.ensure(dict.fromkeys([*wanted_groups(self.module), *whole]), device=self.device)
             self.connections.ensure(handoff_pairs(self.module.programs))
         self.models.prepare(self.module, self.program, self.requests)
+        self.encoders.build({self.cascades[s.target].stage for s in self.program.instructions if s.op == "encode"})
+        if any(step.op == "decode" for step in self.program.instructions):
+            self._build_decoder()
         if len(self.module.programs) > 1:
             dist.barrier()
         self.started = time.monotonic()
@@ -90,28 +95,45 @@ class GenerationRank:
         limit = self.module.cluster.memory if self.module.cluster else 0.0
         posts = prefetch_receives(Values(self.module), self.program, limit)
         sent = {step.target for step in self.program.instructions if step.op == "send"}
+        clock = Clock(self.rank, runtime)
         for step, receives in zip(self.program.instructions, posts, strict=True):
             for post in receives:
                 self.values[post.target] = handoffs.post(post.target, self._spec(post.target), post.peers[0])
-            if step.op == "encode":
-                cascade = self.cascades[step.target]
-                requests = self._requests(cascade)
-                self._await(requests)
-                self.values[step.target] = runtime.to_host(self.encoders.encode(cascade.stage, requests))
-            elif step.op == "denoise":
-                loops = self._denoise(step)
-                if step.target in sent:
-                    self.values[step.target] = runtime.to_host(torch.cat([packed(loop) for loop in loops]))
-            elif step.op == "decode":
-                self._decode(step)
-            elif step.op == "send":
-                handoffs.send(step.target, self.values[step.target], step.peers[0])
-            elif step.op == "free":
-                handoffs.let_go(step.target)
-                self.values.pop(step.target, None)
-                self.loops = {number: own for number, own in self.loops.items() if own[0] != step.target}
+            self._wait_for_inputs(step, clock)
+            with clock.measure(step.op, step.target):
+                self._execute(step, handoffs, runtime, sent)
+        self.measured = clock.intervals()
         handoffs.finish()
         threads.close()
+
+    def _execute(self, step: Instruction, handoffs: Handoffs, runtime: DeviceRuntime, sent: set[str]) -> None:
+        if step.op == "encode":
+            cascade = self.cascades[step.target]
+            self.values[step.target] = runtime.to_host(self.encoders.encode(cascade.stage, self._requests(cascade)))
+        elif step.op == "denoise":
+            loops = self._denoise(step)
+            if step.target in sent:
+                self.values[step.target] = runtime.to_host(torch.cat([packed(loop) for loop in loops]))
+        elif step.op == "decode":
+            self._decode(step)
+        elif step.op == "send":
+            handoffs.send(step.target, self.values[step.target], step.peers[0])
+        elif step.op == "free":
+            handoffs.let_go(step.target)
+            self.values.pop(step.target, None)
+            self.loops = {number: own for number, own in self.loops.items() if own[0] != step.target}
+
+    def _wait_for_inputs(self, step: Instruction, clock: Clock) -> None:
+        """Nothing of a request runs before it arrives; what it waits for is none of its own time."""
+        if step.op not in ("encode", "denoise", "decode"):
+            return
+        cascade = self.cascades[step.target]
+        self._await(self._requests(cascade))
+        coming = [self.values[name] for name in cascade.inputs if name in self.values]
+        if coming:
+            with clock.measure("receive", step.target):
+                for value in coming:
+                    value.wait()
 
     def _requests(self, cascade: Cascade) -> list[Request]:
         return [self.requests[number] for number in cascade.clips]
@@ -134,7 +156,6 @@ class GenerationRank:
         """The requests of a segment or of a decoder as its input has them, or before their first step."""
         before = next((n for n in cascade.inputs if self.cascades[n].phase is Phase.DENOISE), None)
         if before is None:
-            self._await(self._requests(cascade))
             return [begin(self.sampling, self._encoded(cascade, r), self.device) for r in self._requests(cascade)]
         if all(self.loops.get(number, ("",))[0] == before for number in cascade.clips):
             return [self.loops[number][1] for number in cascade.clips]
@@ -223,9 +244,14 @@ class GenerationRank:
             if ranks[place % len(ranks)] == self.rank:
                 self._deliver(loop)
 
+    def _build_decoder(self) -> None:
+        sampler = self.sampling.sampler
+        if self._decoder is None and sampler.decoder is not None:
+            self._decoder = sampler.decoder().to(self.device).eval().requires_grad_(False)
+
     def _deliver(self, loop: Loop) -> None:
         """Write the files of a request, or why there are none."""
-        request, sampler = loop.request, self.sampling.sampler
+        request = loop.request
         failed = f"its latents are no numbers after step {loop.step}" if loop.failed else None
         outcome = Outcome(
             id=str(request.id),
@@ -237,8 +263,7 @@ class GenerationRank:
             failed=failed,
         )
         if failed is None:
-            if self._decoder is None and sampler.decoder is not None:
-                self._decoder = sampler.decoder().to(self.device).eval().requires_grad_(False)
+            self._build_decoder()
             with torch.no_grad():
                 pixels = None if self._decoder is None else self._decoder(loop.latents)
             self.results.write(request, outcome, loop.latents, pixels)

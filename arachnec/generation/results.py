@@ -17,9 +17,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from arachnec.checkpoint.files import synced
 from arachnec.data.requests import Request
 from arachnec.data.video_file import write_video
-from arachnec.generation.settings import Settings
+from arachnec.executable.sampling_folder import Settings
 
 LATENTS = "latents"
 ABOUT = "request"
@@ -29,6 +30,7 @@ class Outcome(msgspec.Struct, frozen=True):
     """What became of a request. ``switched`` is K; ``distances`` how far its guided prediction moved before each step.
 
     ``failed`` is None, or why it has no files. ``seconds`` is when its latents were there, from the start of the run.
+    ``video_bytes`` is the size of its video, 0 where it has none.
     """
 
     id: str
@@ -38,6 +40,7 @@ class Outcome(msgspec.Struct, frozen=True):
     fingerprint: str
     seconds: float
     failed: str | None = None
+    video_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -64,13 +67,15 @@ class Results:
         return hashlib.sha256(text.encode()).hexdigest()
 
     def outcome(self, request: Request) -> Outcome | None:
-        """Of a request whose files are there; None where they are not, or of something else."""
+        """Of a request whose files are there; None where they are not, are cut off, or are of something else."""
         try:
             with safe_open(self.latents(request), framework="pt") as file:
                 outcome = msgspec.json.decode((file.metadata() or {})[ABOUT], type=Outcome)
+            size = self.video(request).stat().st_size if outcome.video_bytes else 0
         except (OSError, SafetensorError, KeyError, msgspec.DecodeError):
             return None
-        return outcome if outcome.fingerprint == self.fingerprint(request) else None
+        same = outcome.fingerprint == self.fingerprint(request) and outcome.video_bytes == size
+        return outcome if same else None
 
     def unfinished(self, requests: Iterable[Request]) -> tuple[Request, ...]:
         return tuple(request for request in requests if self.outcome(request) is None)
@@ -80,8 +85,11 @@ class Results:
         if pixels is not None:
             part = self.video(request).with_suffix(".mp4.part")
             write_video(part, pixels[0])
+            synced(part)
+            outcome = msgspec.structs.replace(outcome, video_bytes=part.stat().st_size)
             part.replace(self.video(request))
         part = self.latents(request).with_suffix(".safetensors.part")
         about = {ABOUT: msgspec.json.encode(outcome).decode()}
         save_file({LATENTS: latents.detach().cpu().contiguous()}, part, metadata=about)
+        synced(part)
         part.replace(self.latents(request))

@@ -1,32 +1,40 @@
-"""A run of requests on this machine: what is left to do, its plan, the ranks, the report."""
+"""A run of requests on this machine: what is left to do, its program, the ranks, the report."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.cluster.file import parse_cluster
 from arachnec.data.requests import Request, read_requests
-from arachnec.data.switch import ONE_MODEL, Switch, parse_switch
-from arachnec.generation.plan import DEFAULT, ordered, planned, traced
+from arachnec.data.switch import parse_switch
+from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, PROGRAM
+from arachnec.executable.program_input import demand_own_requests
+from arachnec.executable.sampling_folder import SAMPLER, SamplingExecutable, read_sampling_executable
+from arachnec.generation.compiled import CompiledRequests, asked, compile_requests
+from arachnec.generation.plan import DEFAULT, planned
 from arachnec.generation.results import Outcome, Results
-from arachnec.generation.settings import PLAN, REPORT, Settings, write_plan
+from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.launch.local_ranks import RankDied, launch
-from arachnec.models.sampler_file import SamplerFile, load_sampler_file
+from arachnec.passes.check import checked
+from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.sampling.loop import Sampling
+from arachnec.passes.infra.registry import installed, load_file
+from arachnec.runtime.clock import Interval
 
-SWITCH = "boundary=0.9"  # of two models where neither the file nor the person says
-OUTCOMES = "outcomes"
+PLAN, OUTCOMES, REPORT = "plan", "outcomes", "report.json"
 WORKER = "arachnec.generation.worker"
 
 
@@ -42,20 +50,20 @@ class NotFinite(Diagnostic):
 
 @dataclass(frozen=True)
 class Generation:
-    """What is to be generated and how. ``requests`` are those that have no files yet, ``finished`` the others."""
+    """What is to be generated and where. ``requests`` are those that have no files yet, ``finished`` the others.
 
-    sampler: SamplerFile
-    settings: Settings
+    ``folder`` is the executable; ``compiled`` is what is to be written there first, if anything. ``program`` is of the
+    requests, None where nothing is left. ``sampler`` is the file that ranks import.
+    """
+
+    folder: Path
+    sampler: Path
+    results: Results
     requests: tuple[Request, ...]
     finished: tuple[Request, ...]
-    module: Module | None  # None where nothing is left
-    out: Path
-    planning_ms: float
-    tracing_ms: float
-
-    @property
-    def results(self) -> Results:
-        return Results(self.out, self.settings, self.sampler.digest)
+    program: Module | None
+    planning_ms: float = 0.0
+    compiled: CompiledRequests | None = None
 
 
 def prepare(
@@ -68,33 +76,62 @@ def prepare(
     first: str | None = None,
     history: Literal["carry", "restart"] = "carry",
     passes: str | Pipeline = DEFAULT,
+    instruments: Sequence[Instrument] = (),
 ) -> Generation:
     """Read everything, plan what is not there yet, and prove the plan. Raises ``UserError`` for any mistake."""
-    asked = None if switch is None else parse_switch(switch)
-    requests = read_requests(data)
-    machine = parse_cluster(cluster)
+    requests, machine = read_requests(data), parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
-    file = load_sampler_file(sampler)
-    names = ordered(file, first)
-    rule = switch_of(file, names, asked)
-    settings = Settings(str(Path(sampler).absolute()), names, str(rule), history, machine.attrs.get("device") == "cpu")
-    left = Results(out, settings, file.digest).unfinished(requests)
+    sampling, settings = asked(sampler, switch, first, history, pipeline)
+    results = Results(out, settings, sampling.sampler.digest)
+    left = results.unfinished(requests)
     finished = tuple(request for request in requests if request not in left)
     if not left:
-        return Generation(file, settings, left, finished, None, out, 0.0, 0.0)
+        return Generation(out / PLAN, sampling.sampler.path, results, left, finished, None)
+    compiled = compile_requests(sampling, settings, left, machine, pipeline, instruments, read_seen(out))
+    return Generation(
+        out / PLAN,
+        sampling.sampler.path,
+        results,
+        left,
+        finished,
+        compiled.module,
+        compiled.planning_ms,
+        compiled,
+    )
+
+
+def prepare_executable(folder: Path, out: Path, ranks: int | None = None) -> Generation:
+    """What an executable has left to do: its own program for all requests on its own ranks, else one planned anew.
+
+    Raises ``UserError`` for a folder that is no executable, a program of something else, or one that ``check`` refuses.
+    """
+    executable = read_sampling_executable(folder)
+    program, traced = checked(executable.program), executable.traced
+    demand_own_requests(executable, program)
+    results = Results(out, executable.header.settings, executable.header.fingerprint[SAMPLER])
+    left = results.unfinished(executable.requests)
+    finished = tuple(request for request in executable.requests if request not in left)
+    assert traced.cluster is not None
+    machine = cluster_for(traced.cluster, ranks or traced.cluster.world)
+    generation = Generation(folder, folder / SAMPLER, results, left, finished, program)
+    if not left:
+        return replace(generation, program=None)
+    if not finished and machine == traced.cluster:
+        return generation
     started = time.perf_counter()
-    module = traced(Sampling(file, names, rule, settings.restart), left).module(machine)
-    begun = time.perf_counter()
-    program = planned(module, pipeline)
-    tracing_ms, planning_ms = (begun - started) * 1e3, (time.perf_counter() - begun) * 1e3
-    return Generation(file, settings, left, finished, program, out, planning_ms, tracing_ms)
+    program = planned_again(executable, left, machine)
+    return replace(generation, program=program, planning_ms=(time.perf_counter() - started) * 1e3)
 
 
-def switch_of(file: SamplerFile, names: tuple[str, ...], asked: Switch | None) -> Switch:
-    """The switch that is asked for, else the file's, else a boundary; a lone model takes all steps."""
-    if len(names) == 1:
-        return ONE_MODEL
-    return asked or parse_switch(file.switch() if file.switch is not None else SWITCH)
+def planned_again(executable: SamplingExecutable, requests: Sequence[Request], machine: Cluster) -> Module:
+    """A program of some of an executable's requests on this cluster, by its own pipeline."""
+    names = {request.id for request in requests}
+    clips = tuple(clip for clip in executable.traced.clips if executable.requests[clip.id].id in names)
+    files = [executable.folder / name for name in executable.header.load]
+    registry = functools.reduce(lambda registry, path: load_file(path, registry), files, installed())
+    with contextlib.chdir(executable.folder):  # where the pipeline finds its profile
+        pipeline = Pipeline.parse(executable.header.pipeline, registry)
+        return planned(replace(executable.traced, clips=clips, cluster=machine), pipeline)
 
 
 def run_here(generation: Generation) -> dict[str, Any]:
@@ -102,25 +139,57 @@ def run_here(generation: Generation) -> dict[str, Any]:
 
     Raises ``UserError`` where a rank died, or where a request has no result; what is finished stays.
     """
-    started = time.monotonic()
-    shutil.rmtree(generation.out / PLAN / OUTCOMES, ignore_errors=True)
-    world = 0
-    if generation.module is not None:
-        write_plan(generation.out, print_module(generation.module), generation.requests, generation.settings)
-        (generation.out / PLAN / OUTCOMES).mkdir()
-        world = len(generation.module.programs)
+    started, out, world = time.monotonic(), generation.results.folder, 0
+    shutil.rmtree(out / OUTCOMES, ignore_errors=True)
+    if generation.compiled is not None:
+        generation.compiled.write(generation.folder)
     try:
-        if world:
-            launch(world, [str(generation.out.absolute())], lambda line: None, worker=WORKER)
+        if generation.program is not None:
+            (out / OUTCOMES).mkdir(parents=True)
+            own = out / OUTCOMES / PROGRAM
+            own.write_text(print_module(generation.program), encoding="utf-8")
+            world = len(generation.program.programs)
+            paths = generation.folder, generation.sampler, own, out
+            launch(world, [str(path.absolute()) for path in paths], lambda line: None, worker=WORKER)
+            _keep_measured(generation, world)
     except UserError as error:
         raise UserError(*map(resumable, error.diagnostics)) from None
     finally:  # a rank that died has taken the others along, but nothing that was finished
         report = report_of(generation, world, time.monotonic() - started)
-        (generation.out / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
+        out.mkdir(parents=True, exist_ok=True)
+        record_seen(out, _seen(generation, report))
+        (out / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     failed = [row for row in report["requests"] if row["failed"]]
     if failed:
         raise UserError(*(NotFinite(None, row["id"], row["failed"]) for row in failed))
     return report
+
+
+def _seen(generation: Generation, report: Mapping[str, Any]) -> list[Seen]:
+    """Where the requests of this run have switched, if a rule that looks at them has decided it."""
+    settings = generation.results.settings
+    if not parse_switch(settings.switch).adaptive:
+        return []
+    ended = [row for row in report["requests"] if not row["earlier"] and not row["failed"]]
+    return [
+        Seen(settings.models, settings.switch, row["steps"], row["switched"])
+        for row in ended
+        if row["switched"] is not None
+    ]
+
+
+def _keep_measured(generation: Generation, world: int) -> None:
+    """What every rank measured, as ``arachnec show`` reads it beside the plan."""
+    assert generation.program is not None
+    folder = generation.results.folder / OUTCOMES
+    intervals = [
+        interval
+        for rank in range(world)
+        for interval in msgspec.json.decode((folder / f"rank{rank}.measured").read_bytes(), type=list[Interval])
+    ]
+    told = msgspec.json.encode({"step": 0, "intervals": intervals})
+    (generation.folder / MEASURED).write_bytes(told)
+    (generation.folder / MEASURED_PROGRAM).write_text(print_module(generation.program), encoding="utf-8")
 
 
 def resumable(diagnostic: Diagnostic) -> Diagnostic:
@@ -132,10 +201,10 @@ def resumable(diagnostic: Diagnostic) -> Diagnostic:
 
 def report_of(generation: Generation, world: int, seconds: float) -> dict[str, Any]:
     """What became of every request, those of earlier runs included."""
-    results, folder = generation.results, generation.out / PLAN / OUTCOMES
+    results = generation.results
     rows = []
     for request in (*generation.finished, *generation.requests):
-        told = folder / f"{request.id}.json"
+        told = results.folder / OUTCOMES / f"{request.id}.json"
         outcome = results.outcome(request)
         if outcome is None and told.is_file():
             outcome = msgspec.json.decode(told.read_bytes(), type=Outcome)
@@ -144,7 +213,7 @@ def report_of(generation: Generation, world: int, seconds: float) -> dict[str, A
         files: Mapping[str, Path] = {"latents": results.latents(request), "video": results.video(request)}
         shown = {name: str(path) for name, path in files.items() if path.is_file() and outcome.failed is None}
         rows.append({**msgspec.to_builtins(outcome), **shown, "earlier": request in generation.finished})
-    settings = generation.settings
+    settings = results.settings
     return {
         "models": list(settings.models),
         "switch": settings.switch,

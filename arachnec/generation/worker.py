@@ -1,4 +1,5 @@
-"""One rank of a run of requests: ``python -m arachnec.generation.worker OUT``, started by ``arachnec generate``."""
+"""One rank of a run of requests: ``python -m arachnec.generation.worker FOLDER SAMPLER PROGRAM OUT``, started by
+``arachnec generate`` and ``arachnec run``."""
 
 from __future__ import annotations
 
@@ -8,39 +9,46 @@ import click
 import msgspec
 
 from arachnec.generation.results import Outcome, Results
-from arachnec.generation.settings import PLAN, PROGRAM, read_settings
 from arachnec.launch.ranks import exit_with, joined_rank
+
+PATH = click.Path(path_type=Path)
 
 
 @click.command()
-@click.argument("out", type=click.Path(path_type=Path))
-def command(out: Path) -> None:
-    """Run this rank's part of the program in OUT. Rank and world size come from torchrun's environment."""
+@click.argument("folder", type=PATH)
+@click.argument("sampler", type=PATH)
+@click.argument("program", type=PATH)
+@click.argument("out", type=PATH)
+def command(folder: Path, sampler: Path, program: Path, out: Path) -> None:
+    """Run this rank's part of PROGRAM, of the executable FOLDER, and write into OUT. Rank and world size come from
+    torchrun's environment."""
     with joined_rank() as joined:
         from arachnec.data.switch import parse_switch
+        from arachnec.executable.sampling_folder import read_sampling_executable
         from arachnec.generation.rank import GenerationRank
         from arachnec.ir.parser import parse_file
         from arachnec.models.sampler_file import load_sampler_file
         from arachnec.sampling.loop import Sampling
 
-        settings, requests = read_settings(out)
-        module = parse_file(out / PLAN / PROGRAM)
-        device, _ = joined.agree_on_devices(cpu=settings.cpu, planned=module.cluster)
+        executable, module = read_sampling_executable(folder), parse_file(program)
+        settings = executable.header.settings
+        assert module.cluster is not None
+        cpu = module.cluster.attrs.get("device") == "cpu"
+        device, _ = joined.agree_on_devices(cpu=cpu, planned=module.cluster)
         joined.make_process_group(device)
         joined.watchdog.enter("set-up")
-        sampler = load_sampler_file(settings.sampler)
-        sampling = Sampling(sampler, settings.models, parse_switch(settings.switch), settings.restart)
-        results = Results(out, settings, sampler.digest)
-        folder = out / PLAN / "outcomes"
-        folder.mkdir(exist_ok=True)
+        file = load_sampler_file(sampler, origin=settings.sampler)
+        sampling = Sampling(file, settings.models, parse_switch(settings.switch), settings.restart)
+        results = Results(out, settings, file.digest)
 
         def tell(outcome: Outcome) -> None:
-            (folder / f"{outcome.id}.json").write_bytes(msgspec.json.encode(outcome))
+            (program.parent / f"{outcome.id}.json").write_bytes(msgspec.json.encode(outcome))
 
-        rank = GenerationRank(joined.rank, sampling, module, requests, results, device, tell)
+        rank = GenerationRank(joined.rank, sampling, module, executable.requests, results, device, tell)
         rank.connect()
         joined.watchdog.enter("work")
         rank.run()
+        (program.parent / f"rank{joined.rank}.measured").write_bytes(msgspec.json.encode(rank.measured))
 
 
 if __name__ == "__main__":

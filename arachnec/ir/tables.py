@@ -112,6 +112,7 @@ STAGE = table("""
     most_clips      | int            | traced | optional | clips of a micro-batch at most; absent = any number
     graphs          | str            | traced | optional | "shapes": one a clip shape, "none"; absent = one for all
     output          | GiB formula    | traced | optional | what it hands off
+    output_tokens   | GiB formula    | traced | optional | of that, what ranks divide that share its tokens
     divides         | int            | traced | optional | of an encoder: the most ranks for one clip; absent = 1
     undivided       | float          | traced | optional | the part of a clip's time that all of its ranks take
     held            | GiB formula    | traced | optional | the part of the workspace that all of a clip's ranks need
@@ -134,6 +135,7 @@ STAGE = table("""
     end_flops       | [TFLOP formula] | traced | optional | one forward of the embedding, and of the head
     end_saved       | [GiB formula]  | traced | optional | kept for the backward by them
     cuts            | [[int, GiB formula]] | traced | optional | runs of layers, and what each of them hands on
+    token_cuts      | [[int, GiB formula]] | traced | optional | of `cuts`, what blocks make of tokens
     tied_layers     | [[[int], int]] | traced | optional | layers that read the same parameters, and how many train
     density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
@@ -274,7 +276,9 @@ INSTRUCTION = {
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
     cell      | [int] | lowered | optional | the ranks that hold this rank's parameters with it
     scatter   | [int] | lowered | optional | layers whose gradients are reduce-scattered over the cell
+    place     | str   | lowered | optional | "host": their gradients go to host memory
 """
+        + _HOST
     ),
     "denoise": table(
         _RUN
@@ -345,6 +349,7 @@ FIGURES = (
 # How a sparse stage chooses keys. Its parts choose alike.
 CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "choice_overhead", "sparse_speed")
 TIED = "tied_layers"  # where layers share parameters, one more
+TOKEN_CUTS = "token_cuts"  # where blocks hand on tokens, one more
 
 # Speeds of a cluster's links and ranks, which a profile and a run measure. They price a plan; no proof rests on them.
 LINK_SPEEDS = (

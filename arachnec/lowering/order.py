@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arachnec.analysis.stage_handoffs import between_stages, source_of
+from arachnec.analysis.stage_handoffs import between_stages, handed_gib, source_of
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
 from arachnec.cost.compute import Compute
@@ -160,6 +160,7 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
     """All handoffs in global order: each as soon as its producer ends, and before the rank's first consumer."""
     stages = {stage.name: stage for stage in module.stages}
     position = {cascade.name: i for i, cascade in enumerate(order)}
+    named = {cascade.name: cascade for cascade in order}
     starts = [cascade.start for cascade in order]
     handoffs: list[Handoff] = []
     sent: set[tuple[int, int]] = set()
@@ -175,7 +176,7 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
                 continue
             earliest = bisect.bisect_left(starts, producer.end - TOLERANCE_MS)
             slot = max(p + 1, min(earliest, i))
-            size = round(output_gib(producer, cascade, stages) * GIB)
+            size = round(handed_gib(producer, cascade, stages, named) * GIB)
             held = producer.ranks
             for target in cascade.ranks:
                 if target in held or (p, target) in sent:
@@ -193,17 +194,6 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
 def _holders(producer: Cascade, consumer: Cascade, target: int) -> tuple[int, ...]:
     """The ranks of ``producer`` that have what ``target`` reads: of an encoder all, of a stage one."""
     return (source_of(producer, consumer, target),) if between_stages(producer, consumer) else producer.ranks
-
-
-def output_gib(producer: Cascade, consumer: Cascade, stages: dict[str, Stage]) -> float:
-    """GiB of what ``consumer`` reads from ``producer``; 0 where the stage does not say.
-
-    A backward hands on the gradient of its stage's input, which is as large as the output of the consumer's stage. Of
-    clips side by side every rank reads those of its own side.
-    """
-    of = consumer if producer.phase in GRADIENT else producer
-    side = 1 if producer.phase is Phase.ENCODE or consumer.phase is Phase.DENOISE else consumer.side
-    return evaluate(stages[of.stage].attrs.get("output"), of) / side
 
 
 def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff]) -> list[tuple[int, Place, str]]:

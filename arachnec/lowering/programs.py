@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.stage_handoffs import handed_gib
 from arachnec.analysis.uses import split_backwards
 from arachnec.cost.host_copies import with_host_copies
 from arachnec.cost.memory import divided
@@ -47,7 +48,6 @@ from arachnec.lowering.order import (
     evaluate,
     forward_share,
     global_order,
-    output_gib,
     plan_frees,
     plan_handoffs,
     reads_saved,
@@ -144,13 +144,13 @@ def _placed(
         placed[handoff.target].append(((handoff.slot, HANDOFF), receive))
     stages = {stage.name: stage for stage in module.stages}
     count = len(module.clips) or len({clip for cascade in order for clip in cascade.clips})
-    position = {cascade.name: i for i, cascade in enumerate(order)}
+    named = {cascade.name: cascade for cascade in order}
     split = split_backwards(module)
     for i, cascade in enumerate(with_attention(order, module.stages, cluster, attention)):
         inputs = math.fsum(
-            output_gib(order[position[name]], cascade, stages)
+            handed_gib(named[name], cascade, stages, named)
             for name in cascade.inputs
-            if not reads_saved(cascade, order[position[name]])
+            if not reads_saved(cascade, named[name])
         )
         stage = stages[cascade.stage]
         instructions = instructions_of(cascade, stage, count, inputs)

@@ -9,10 +9,10 @@ all-reduce a step, behind the update. So no bit of the model's gradient depends 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import ClassVar, Protocol
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 import torch
@@ -24,14 +24,18 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import layer_densities, sparse_layers
 from arachnec.ir.head_division import parts_by_layer
-from arachnec.ir.nodes import Cascade, Module, Stage
+from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.ir.stage_sizes import count_in
-from arachnec.kernels.attention.sequence_shard import even_split
+from arachnec.kernels.sparse.key_lists import KeyLists
+from arachnec.kernels.sparse.predictor import MASS
 from arachnec.kernels.sparse.token_cubes import CELL
+from arachnec.model_state.key_list_files import Key, ListsUnreadable, layer_key, read_lists, together, write_lists
+from arachnec.planning.sparse_summary import Forecast, forecasts
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
 
 RATE = 3e-3  # of the predictors' Adam
+MOST = 128  # steps whose sparsities are kept
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -54,7 +58,10 @@ class CannotBeSparse(Diagnostic):
 class LayerSummary(msgspec.Struct, frozen=True):
     """Of one layer after the last step: means over heads and, by head, what is measured with momentum. ``loss``,
     ``mass`` (of a group's attention, that its chosen blocks hold) and ``of_best`` (the share of what the best choice of
-    that size would hold) are of the last step that measured it."""
+    that size would hold) are of the last step that measured it. ``imbalance`` is the heaviest rank's heads over the
+    mean by the densities that are measured now, in the cascade where that is most; ``planned_imbalance`` by those that
+    the plan was made with, ``known_imbalance`` what it would be, had they been known. ``history`` are the sparsities of
+    heads after each of ``steps``; of a long run every second, fourth and so on."""
 
     layer: int
     path: str
@@ -64,6 +71,12 @@ class LayerSummary(msgspec.Struct, frozen=True):
     loss: float | None = None
     mass: float | None = None
     of_best: float | None = None
+    planned_density: list[float] = []
+    planned_imbalance: float = 1.0
+    imbalance: float = 1.0
+    known_imbalance: float = 1.0
+    steps: list[int] = []
+    history: list[list[float]] = []
 
 
 class CanBeSparse(Protocol):
@@ -77,22 +90,6 @@ def sparse_stage(module: Module) -> Stage | None:
     return next((stage for stage in module.stages if stage.trained and layer_densities(stage)), None)
 
 
-def heads_note(module: Module) -> str | None:
-    """What a person should know where the plan divides heads by density; a run deals them out by number."""
-    for cascade in module.cascades:
-        even = sorted(even_split(_heads(cascade), cascade.degree)) if "heads" in cascade.attrs else []
-        for parts in parts_by_layer(cascade).values():
-            places = Counter(part.place for part in parts)
-            if sorted(places[place] for place in range(cascade.degree)) != even:
-                return "sparse heads go to the ranks by number, not by density as planned: steps may take longer"
-    return None
-
-
-def _heads(cascade: Cascade) -> int:
-    """Heads of a sparse layer, whole or cut."""
-    return max((part.head + 1 for parts in parts_by_layer(cascade).values() for part in parts), default=0)
-
-
 @dataclass
 class SparsePredictors:
     """``layers`` by number: what is known before the next step. ``collect`` and ``finish`` are called by all ranks."""
@@ -100,10 +97,14 @@ class SparsePredictors:
     names: Mapping[int, Layer]
     layers: dict[int, LayerState]
     sizes: tuple[int, int, int]  # tokens of a group, a block and a cell
+    mass: float  # of a group's attention, that its blocks are to hold
+    planned: Mapping[int, tuple[float, ...]]  # densities by layer and head
     optimizer: torch.optim.Adam
-    kept: Mapping[int, Tensor]  # of a checkpoint: sparsities, densities and whether it is sparse
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
+    files: ListFiles = field(default_factory=lambda: ListFiles())
+    history: SparsityHistory = field(default_factory=lambda: SparsityHistory())
     _cascades: dict[str, SparseCascade] = field(default_factory=dict)
+    _clips: dict[str, list[str]] = field(default_factory=dict)  # ids, by cascade
     _sums: dict[int, Tensor] = field(default_factory=dict)
 
     @classmethod
@@ -122,9 +123,11 @@ class SparsePredictors:
         for value in values:
             moments = {name: torch.zeros_like(value) for name in MOMENTS}
             optimizer.state[value] = {"step": torch.zeros(()), **moments}
-        kept = {number: _row(state) for number, state in layers.items()}
         queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
-        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), optimizer, kept)
+        mass = stage.attrs.get("mass", MASS)
+        assert isinstance(mass, int | float)
+        planned = {number: density.heads for number, density in layer_densities(stage).items()}
+        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), float(mass), planned, optimizer)
 
     def cascade(
         self, cascade: Cascade, clips: Mapping[int, VideoClip], seed: int, step: int, weight: float | None
@@ -136,17 +139,32 @@ class SparsePredictors:
             return None
         if cascade.name not in self._cascades:
             clip = clips[cascade.clips[0]]
+            heads = {self.names[number]: self.layers[number].site.heads for number in numbers}
+            own = [str(clips[number].id) for number in cascade.clips]
+            replay = self.files.lists(step, own, heads, self._device()) if weight is not None else {}
+            self._clips[cascade.name] = own
             self._cascades[cascade.name] = SparseCascade(
                 {self.names[number]: self.layers[number] for number in numbers},
                 token_grid(cascade.tokens, clip.frames, clip.height, clip.width),
                 f"{seed}/{step}/{clip.id}",
                 weight=weight,
                 sizes=self.sizes,
+                replay=replay,
+                mass=self.mass,
+                parts={self.names[number]: parts for number, parts in parts_by_layer(cascade).items()},
+                groups=integer(cascade.attrs.get("groups", 0)),
             )
         return self._cascades[cascade.name]
 
-    def collect(self) -> None:
-        """Add up what this rank measured in one iteration, by head, each cascade with its weight."""
+    def _device(self) -> torch.device:
+        return next(iter(self.layers.values())).projections.query.device
+
+    def collect(self, step: int) -> None:
+        """Add up what this rank measured in one iteration, by head, each cascade with its weight; write its lists."""
+        trained = [(self._clips[name], c) for name, c in self._cascades.items() if c.weight is not None]
+        if self.files.save is not None and trained:
+            write_lists(self.files.save, step, dist.get_rank(), trained)
+        self._clips.clear()
         for cascade in self._cascades.values():
             for number, name in self.names.items():
                 measured = cascade.measured.get(name)
@@ -155,22 +173,24 @@ class SparsePredictors:
                 heads = self.layers[number].site.heads
                 if number not in self._sums:
                     self._sums[number] = measured.loss.new_zeros(6, heads)
-                of_heads = torch.stack([torch.ones_like(measured.loss), *_by_head(measured)])
-                self._sums[number][:, slice(*measured.heads)] += of_heads * cascade.weight
+                own = torch.tensor(measured.heads, device=measured.loss.device)
+                self._sums[number].index_add_(1, own, torch.stack(_by_head(measured)) * cascade.weight)
         self._cascades.clear()
 
-    def finish(self, step: int, *, skipped: bool) -> None:
-        """Update the predictors, and what is known of every layer, from what all ranks measured. Collective.
+    def finish(self, step: int, group: dist.ProcessGroup | None, *, skipped: bool) -> None:
+        """Update the predictors, and what is known of every layer, from what all ranks measured. Collective over the
+        group of all ranks, None for one rank.
 
         Waits for the device. A ``skipped`` step changes nothing. Raises ``UserError`` for scores that are not finite.
         """
-        rows = self._everyone()
+        rows = self._everyone(group)
         self._sums.clear()
         if not skipped:
             self._learn(rows, step)
         self.optimizer.zero_grad()
+        self.history.add(step, {number: state.sparsities for number, state in self.layers.items()})
 
-    def _everyone(self) -> dict[int, tuple[Tensor, list[Tensor]]]:
+    def _everyone(self, group: dist.ProcessGroup | None) -> dict[int, tuple[Tensor, list[Tensor]]]:
         """For every layer the sums and the predictors' gradients of all ranks, in one all-reduce."""
         own: list[Tensor] = []
         for number, state in self.layers.items():
@@ -179,7 +199,8 @@ class SparsePredictors:
             own.append(self._sums.get(number, values[0].new_zeros(6, heads)))
             own += [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
         flat = torch.cat([value.reshape(-1).float() for value in own])
-        dist.all_reduce(flat)
+        if group is not None:
+            dist.all_reduce(flat, group=group)
         parts = iter(
             part.view_as(value)
             for part, value in zip(flat.split_with_sizes([v.numel() for v in own]), own, strict=True)
@@ -196,32 +217,34 @@ class SparsePredictors:
             state, weights = self.layers[number], sums[0]
             of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
             state.projections.query.grad, state.projections.key.grad = of_query, of_key
-            loss, sparsity, needed, held, of_best = sums[1:] / weights
-            measured = Measured(loss, sparsity, needed, held, of_best, (of_query, of_key), (0, state.site.heads))
+            counted, loss, sparsity, needed, held, of_best = sums / weights
+            heads = tuple(range(state.site.heads))
+            measured = Measured(counted, loss, sparsity, needed, held, of_best, (of_query, of_key), heads)
             self.measured[number] = measured
             self.layers[number] = after(state, measured)
-            self.kept[number].copy_(_row(self.layers[number]))
         for number in known.keys() - seen.keys():
             for value in _parameters(self.layers[number]):
                 value.grad = None
         self.optimizer.step()
 
     def tensors(self) -> dict[str, Tensor]:
-        """What the next step depends on, over the memory in use; after loading into them comes ``loaded``."""
+        """What the next step depends on: projections and moments over the memory in use, and of every layer sparsities,
+        densities and whether it is sparse. What was loaded into these goes to ``loaded``."""
         state: dict[str, Tensor] = {}
         for number, (path, site) in self.names.items():
             name = f"{path}.{site}"
-            state[f"predictor/layer/{name}"] = self.kept[number]
+            state[f"predictor/layer/{name}"] = _row(self.layers[number])
             for side, value in zip(("query", "key"), _parameters(self.layers[number]), strict=True):
                 state[f"predictor/{side}/{name}"] = value.detach()
                 for key, moment in self.optimizer.state[value].items():
                     state[f"predictor/{key}/{side}/{name}"] = moment
         return state
 
-    def loaded(self) -> None:
-        """Take the layers' states from the tensors that were loaded."""
+    def loaded(self, tensors: Mapping[str, Any]) -> None:
+        """Take the layers' states from tensors as ``tensors`` gave them, filled by now."""
         for number, state in self.layers.items():
-            values, heads = self.kept[number].tolist(), state.site.heads
+            path, site = self.names[number]
+            values, heads = tensors[f"predictor/layer/{path}.{site}"].tolist(), state.site.heads
             self.layers[number] = replace(
                 state,
                 sparsities=tuple(values[:heads]),
@@ -229,28 +252,85 @@ class SparsePredictors:
                 sparse=bool(values[-1]),
             )
 
-    def summary(self) -> list[LayerSummary]:
-        return [self._summary(number, state) for number, state in self.layers.items()]
+    def summary(self, module: Module) -> list[LayerSummary]:
+        """``module`` is the program of the last step."""
+        told = forecasts(module, {number: state.densities for number, state in self.layers.items()})
+        return [self._summary(number, state, told[number]) for number, state in self.layers.items()]
 
-    def _summary(self, number: int, state: LayerState) -> LayerSummary:
+    def _summary(self, number: int, state: LayerState, forecast: Forecast) -> LayerSummary:
         measured = self.measured.get(number)
         means = () if measured is None else (measured.loss, measured.held, measured.of_best)
+        names = ("loss", "mass", "of_best")
         return LayerSummary(
             number,
             self.names[number][0],
             state.sparse,
             list(state.sparsities),
             list(state.densities),
-            *(float(value.mean()) for value in means),
+            **{name: float(value.mean()) for name, value in zip(names, means, strict=False)},
+            planned_density=list(self.planned[number]),
+            planned_imbalance=forecast.planned,
+            imbalance=forecast.measured,
+            known_imbalance=forecast.known,
+            steps=self.history.steps,
+            history=[[round(x, 4) for x in row[number]] for row in self.history.rows],
         )
+
+
+@dataclass
+class ListFiles:
+    """Folders of lists: to ``save`` those of every step, to take them from."""
+
+    save: Path | None = None
+    replay: Path | None = None
+    _step: tuple[int, Mapping[Key, KeyLists]] | None = None
+
+    def lists(
+        self, step: int, clips: Sequence[str], heads: Mapping[Layer, int], device: torch.device
+    ) -> dict[Layer, KeyLists | None]:
+        """What a cascade of these clips replays: lists, and None for a layer that was dense; nothing without a folder.
+        Raises ``UserError`` for lists of layers with other ``heads``."""
+        if self.replay is None:
+            return {}
+        if self._step is None or self._step[0] != step:
+            self._step = step, read_lists(self.replay, step)
+        known = self._step[1]
+        replayed: dict[Layer, KeyLists | None] = {}
+        for layer, count in heads.items():
+            own = [known.get((clip, layer_key(layer))) for clip in clips]
+            whole = [lists for lists in own if lists is not None]
+            if any(lists.counts.shape[1] != count for lists in whole):
+                told = f"`{layer[0]}` has {count} heads, and other lists"
+                raise UserError(ListsUnreadable(None, str(self.replay), step, told))
+            replayed[layer] = together(whole, device) if len(whole) == len(own) else None
+        return replayed
+
+
+@dataclass
+class SparsityHistory:
+    """Sparsities by layer and head after steps. Where there are more than ``MOST`` every second is forgotten."""
+
+    steps: list[int] = field(default_factory=list)
+    rows: list[Mapping[int, tuple[float, ...]]] = field(default_factory=list)
+    every: int = 1
+
+    def add(self, step: int, row: Mapping[int, tuple[float, ...]]) -> None:
+        if step % self.every:
+            return
+        self.steps.append(step)
+        self.rows.append(row)
+        while len(self.steps) > MOST:
+            self.every *= 2
+            kept = [place for place, known in enumerate(self.steps) if known % self.every == 0]
+            self.steps, self.rows = [self.steps[p] for p in kept], [self.rows[p] for p in kept]
 
 
 def _parameters(state: LayerState) -> tuple[Tensor, Tensor]:
     return state.projections.query, state.projections.key
 
 
-def _by_head(measured: Measured) -> Sequence[Tensor]:
-    return measured.loss, measured.sparsity, measured.needed, measured.held, measured.of_best
+def _by_head(measured: Measured) -> tuple[Tensor, ...]:
+    return measured.counted, measured.loss, measured.sparsity, measured.needed, measured.held, measured.of_best
 
 
 def _row(state: LayerState) -> Tensor:

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from arachnec.data.clip import VideoClip
+from arachnec.models.sampler_file import SamplerFile, request_of
+
+DECODER = "decoder"  # the name of a sampler file's decoder as a stage
 
 
 class VideoDecoder(nn.Module):
@@ -33,3 +39,27 @@ class VideoDecoder(nn.Module):
             latents = latents / getattr(config, "scaling_factor", 1.0) + (getattr(config, "shift_factor", None) or 0.0)
         pixels: Tensor = vae.decode(latents).sample
         return pixels
+
+
+class FromLatents(nn.Module):
+    """A decoder in an encoder's form, to be traced and timed: what it loads has the shape of a clip's latents."""
+
+    def __init__(self, decoder: nn.Module, latents: Callable[[VideoClip], Tensor]) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.latents = latents
+
+    def load(self, clip: VideoClip, device: torch.device | str) -> Tensor:
+        """Zeros ``[1, ...]``."""
+        return torch.zeros_like(self.latents(clip), device=device)
+
+    def forward(self, loaded: Tensor) -> Tensor:
+        pixels: Tensor = self.decoder(loaded)
+        return pixels
+
+
+def latents_of(sampler: SamplerFile, clips: Sequence[VideoClip]) -> Callable[[VideoClip], Tensor]:
+    """The latents of a clip's shape, on the meta device."""
+    generator = torch.Generator("cpu").manual_seed(0)
+    known = {c.shape: sampler.noise(request_of(c), generator).to("meta") for c in {c.shape: c for c in clips}.values()}
+    return lambda clip: known[clip.shape]

@@ -118,12 +118,12 @@ class ModelFile:
     """The functions of a model file; each reports the file's own exceptions as a ``UserError`` at the line that raised.
 
     ``digest`` is the SHA-256 of the source, in hexadecimal; ``modules`` are the files beside it that it imports, by
-    their paths in its folder.
+    their paths in its folder. A model that only predicts, one of a sampler file, has no ``loss``.
     """
 
     build: Callable[[], torch.nn.Module]
     sample: Callable[[VideoClip, torch.Generator], tuple[dict[str, object], torch.Tensor]]
-    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+    loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None
     encoders: Callable[[], dict[str, torch.nn.Module]] | None
     path: Path
     digest: str

@@ -141,8 +141,8 @@ class SamplerFile:
         return ModelFile(
             build=lambda: self.build(name),
             sample=sample,
-            loss=_no_loss,
-            encoders=None if self.encoders is None else self.encoders,
+            loss=None,
+            encoders=self.encoders,
             path=self.path,
             digest=self.digest,
             modules=self.modules,
@@ -170,10 +170,6 @@ def request_of(clip: VideoClip) -> Request:
         clip.id, clip.caption, clip.frames, clip.height, clip.width,
         text_tokens=clip.text_tokens, encoded=clip.encoded, negative_encoded=clip.encoded,
     )  # fmt: skip
-
-
-def _no_loss(prediction: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    raise NotImplementedError("a sampler file has no loss")
 
 
 def _wrong_models(models: Any) -> tuple[str, str] | None:

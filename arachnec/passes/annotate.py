@@ -15,6 +15,7 @@ from typing import ClassVar
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cost.profile import (
     BATCH,
+    BESIDE,
     FIRST,
     GATHER,
     LAST,
@@ -32,7 +33,8 @@ from arachnec.cost.profile import (
 )
 from arachnec.cost.sparse_attention import with_sparse_layers
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, integer, quantity
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Stage, integer, quantity
+from arachnec.ir.sampling import CODING
 from arachnec.ir.stage_sizes import crowding, element_bytes
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value, formula_sum
 from arachnec.passes.infra.base import Pass
@@ -182,7 +184,7 @@ def with_measured_clips(module: Module, profile: Profile | None) -> tuple[Cascad
     cascades = []
     for cascade in module.cascades:
         times: set[float | None] = set()
-        if profile is not None and cascade.phase is Phase.ENCODE:
+        if profile is not None and cascade.phase in CODING:
             times = {find_clip_time(profile, cascade.stage, clips[number]) for number in cascade.clips}
         ms = times.pop() if len(times) == 1 else None
         cascades.append(cascade.with_attrs(per_clip=None if ms is None else Quantity(ms * crowd, "ms")))
@@ -200,7 +202,8 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
     }
     if links.all_reduce is not None:
         measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
-    fitted = [(op, fit) for op in (GATHER, SCATTER) if (fit := fit_collective(profile, op)) is not None]
+    names = (GATHER, SCATTER, *BESIDE.values())
+    fitted = [(op, fit) for op in names if (fit := fit_collective(profile, op)) is not None]
     if fitted:
         measured["collectives"] = tuple(
             (op, Quantity(latency, "us"), Quantity(speed, "GB/s")) for op, (latency, speed) in fitted

@@ -185,7 +185,8 @@ def shortest(
 def applied(module: Module, layout: Layout) -> Module:
     """The traced module in a layout."""
     if layout.stages > 1:
-        staged = ShardOptimizer().run(Stages(p=layout.stages).run(module))
+        dealt = replace(module, stages=tuple(in_cells(stage, layout.cell) for stage in module.stages))
+        staged = ShardOptimizer().run(Stages(p=layout.stages).run(dealt if layout.cell > 1 else module))
         return replace(staged, attrs=staged.attrs.updated(layout=layout.name, schedule=layout.schedule))
     if layout.cell > 1:
         stages = tuple(in_cells(stage, layout.cell) for stage in module.stages)

@@ -22,7 +22,6 @@ from arachnec.passes.shard_optimizer import CROWDED
 from arachnec.planning.formulate import FitsNoDegree, StateTooLarge, problem_of
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.host_choice import host_gib, with_host
-from arachnec.planning.stage_cuts import PartsStayOnDevices
 
 CHOICES = ("auto", "none", *PLACED)
 
@@ -50,7 +49,8 @@ class Offload(Pass):
     """Put optimizer, parameters, or inputs of blocks into host memory, as far as the clips need it.
 
     ``what`` is ``optimizer``; ``parameters``, which takes gradients and the optimizer along; ``inputs`` of blocks that
-    run again, on top of these; ``none``; or ``auto`` for the first of them with which every clip fits.
+    run again, on top of these; ``none``; or ``auto`` for the first of them with which every clip fits. A pipeline's
+    stages lie there where that is asked for by name.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -66,17 +66,20 @@ class Offload(Pass):
             return module
         usable = usable_host_memory(module.cluster)
         if self.what == "auto":
-            return _as_needed(module, usable)
-        if any(stage.trained and "part_of" in stage.attrs for stage in module.stages):
-            raise UserError(PartsStayOnDevices(None, self.what))
+            return module if _in_parts(module) else _as_needed(module, usable)
         placed = with_host(module, self.what)
         try:
-            needed = _taken(placed)
+            needed = host_gib(placed) if _in_parts(module) else _taken(placed)
         except UserError:
             return placed  # a clip that fits nowhere is refused where it is planned
         if needed > usable:
             raise UserError(HostTooSmall(None, self.what, needed, usable, stated_for(needed)))
         return placed
+
+
+def _in_parts(module: Module) -> bool:
+    """Whether the model is cut into stages, of which a pipeline holds more than one micro-batch."""
+    return any("part_of" in stage.attrs for stage in module.stages)
 
 
 def _as_needed(module: Module, usable: float) -> Module:

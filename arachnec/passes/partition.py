@@ -27,7 +27,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import is_encoder, most_clips
-from arachnec.ir.tables import FIGURES, TIED
+from arachnec.ir.tables import FIGURES, TIED, TOKEN_CUTS
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
@@ -124,7 +124,8 @@ class Partition(Pass):
         p = self._exponent(module, stage)
         work = math.fsum(clip.tokens**p for clip in module.clips)
         world = module.cluster.world if module.cluster else 1
-        several = MICRO_BATCHES_PER_RANK if (cell_of(stage) or 1) == 1 else MICRO_BATCHES_PER_CELL
+        in_turn = (cell_of(stage) or 1) == 1 or _is_part(stage)  # a pipeline is filled by several of them
+        several = MICRO_BATCHES_PER_RANK if in_turn else MICRO_BATCHES_PER_CELL
         most_work = min(float(longest) ** p, work / (several * world))
         return self._filled(
             module, stage, lambda clip: min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
@@ -231,7 +232,9 @@ def without_figures(stage: Stage) -> Stage:
     if not any(name in stage.attrs for name in FIGURES):
         return stage
     kept = ("layer_params",) if "trained" in stage.attrs else ()  # where frozen parameters lie
-    return replace(stage, attrs=stage.attrs.updated(**{name: None for name in (*FIGURES, TIED) if name not in kept}))
+    return replace(
+        stage, attrs=stage.attrs.updated(**{name: None for name in (*FIGURES, TIED, TOKEN_CUTS) if name not in kept})
+    )
 
 
 def fitted_exponent(stage: Stage, clips: Sequence[Clip]) -> float:

@@ -18,6 +18,7 @@ from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells
 from arachnec.planning.pipeline_orders import ranks_of_stages
+from arachnec.planning.pipeline_places import RanksDoNotDivide
 
 
 @dataclass(frozen=True)
@@ -68,6 +69,8 @@ class ShardParameters(Pass):
         parts = sum("part_of" in stage.attrs for stage in module.stages)
         places = ranks_of_stages(cluster.world, parts, self.stages_each, self.degrees) if parts else (cluster.world,)
         ranks = math.gcd(*places)  # which cells must divide
+        if not ranks:
+            raise UserError(RanksDoNotDivide(None, cluster.world, parts // self.stages_each))
 
         def fits(size: int) -> bool:
             return cell_fits(size, cluster.nodes, cluster.gpus) and ranks % size == 0

@@ -21,6 +21,8 @@ CPU_GROUP, GPU_GROUP = 256, 64  # queries whose keys are chosen together: measur
 # ms of prediction and choice of a layer for any clip: a head on a CPU, measured (benchmarks/sparse/cpu_speed.py), and
 # the launches of a layer on a GPU, assumed.
 CPU_OVERHEAD, GPU_OVERHEAD = 0.72, 0.05
+RANK = 16  # features of a predictor, of heads that have as many
+CPU_MOVED = 410.0  # FLOPs of attention in the time of moving a token's feature there; GPU kernels read what they need
 CELL = 8  # neighbouring tokens that are scored as one
 
 
@@ -39,8 +41,9 @@ class Sparsify(Pass):
     """Marks the layers whose attention over video tokens takes chosen keys only.
 
     ``file`` has densities that a run measured; without it every head is taken to have ``density``. Keys are chosen for
-    ``group`` queries at a time (by default what suits the device) in blocks of ``block``, by a predictor of ``rank``,
-    until they hold ``mass`` of the attention, which takes ``overhead`` a layer for any clip. ``division`` is "groups"
+    ``group`` queries at a time (by default what suits the device) in blocks of ``block``, by a predictor of ``rank``
+    (by default 16, or a head's size where that is less), until they hold ``mass`` of the attention, which takes
+    ``overhead`` a layer for any clip. ``division`` is "groups"
     where heads may be cut between ranks, "heads" where they stay whole. The speeds are those of sparse kernels over
     dense ones, in FLOPs a second.
     """
@@ -53,7 +56,7 @@ class Sparsify(Pass):
     density: float = 0.1
     group: int | None = None
     block: int = 64
-    rank: int = 16
+    rank: int | None = None
     mass: float = 0.9
     division: Literal["groups", "heads"] = "groups"
     overhead: Duration | None = None
@@ -66,13 +69,16 @@ class Sparsify(Pass):
         device = str(module.cluster.attrs.get("device")) if module.cluster else "cpu"
         group = self.group or (CPU_GROUP if device == "cpu" else GPU_GROUP)
         speed = self.forward_speed, self.backward_speed, self.choice_speed
-        choice = Choice(group, self.block, CELL, self.rank, self.mass, self.division, GPU_OVERHEAD, speed)
+        rank = self.rank or min(RANK, self._head_size(module))
+        choice = Choice(group, self.block, CELL, rank, self.mass, self.division, 0.0, GPU_OVERHEAD, speed)
         stages = tuple(self._marked(stage, module, choice, device) for stage in module.stages)
         return replace(module, stages=stages)
 
     def _marked(self, stage: Stage, module: Module, choice: Choice, device: str) -> Stage:
         if not stage.trained or not count_in(stage, "attentions"):
             return stage
+        if device == "cpu":
+            choice = replace(choice, moved=CPU_MOVED)
         if self.overhead is not None:
             choice = replace(choice, overhead=self.overhead)
         elif device == "cpu":
@@ -83,18 +89,22 @@ class Sparsify(Pass):
         measured.demand_of(str(stage.attrs.get("source")), len(layers_of(stage)), count_in(stage, "heads"))
         return sparse_stage(stage, module.graphs, measured.layers, choice)
 
-    def _demand(self, module: Module) -> None:
-        """Raises UserError for an option that says nothing."""
+    def _head_size(self, module: Module) -> int:
+        """The smallest of the stages' heads."""
         sizes = [
             count_in(stage, "hidden") // count_in(stage, "heads")
             for stage in module.stages
             if count_in(stage, "hidden") and count_in(stage, "heads")
         ]
-        size = min(sizes, default=self.rank)
+        return min(sizes, default=self.rank or RANK)
+
+    def _demand(self, module: Module) -> None:
+        """Raises UserError for an option that says nothing."""
+        size, rank = self._head_size(module), 1 if self.rank is None else self.rank
         checks = (
             ("density", self.density, 0 < self.density <= 1, "above 0, to 1", "share of keys that a query attends to"),
             ("mass", self.mass, 0 < self.mass <= 1, "above 0, to 1", "share of the attention that chosen keys hold"),
-            ("rank", self.rank, 1 <= self.rank <= size, f"1 to {size}", "features of the predictor, at most a head's"),
+            ("rank", rank, 1 <= rank <= size, f"1 to {size}", "features of the predictor, at most a head's"),
             ("group", self.group or 1, (self.group or 1) >= 1, "1 or more", "queries whose keys are chosen together"),
             ("block", self.block, self.block >= 1, "1 or more", "keys that are chosen together"),
             ("forward_speed", self.forward_speed, self.forward_speed > 0, "above 0", "1 for as fast as dense"),

@@ -19,17 +19,15 @@ GIB = 2**30
 def with_host(module: Module, what: str) -> Module:
     """The module with its trained stages' optimizer, ``parameters`` as well, or ``inputs`` of blocks too, in hosts."""
     listed = PLACED[: PLACED.index(what) + 1]
-    assert module.cluster is not None
-    world = module.cluster.world
-    placed = (_placed(stage, listed, world) if stage.trained else stage for stage in module.stages)
+    placed = (_placed(stage, listed) if stage.trained else stage for stage in module.stages)
     return replace(module, stages=tuple(placed))
 
 
-def _placed(stage: Stage, listed: tuple[str, ...], world: int) -> Stage:
-    if in_host(stage) or "state" not in stage.attrs or "part_of" in stage.attrs:
+def _placed(stage: Stage, listed: tuple[str, ...]) -> Stage:
+    if in_host(stage) or "state" not in stage.attrs:
         return stage
     if PARAMETERS in listed and cell_of(stage) is None:
-        stage = _whole_or_in_a_cell(stage, world)
+        stage = _whole_or_in_a_cell(stage)
     optimizer, others = _sizes(stage)
     kept = optimizer + (others if PARAMETERS in listed else 0.0)
     attrs = stage.attrs.updated(
@@ -41,13 +39,14 @@ def _placed(stage: Stage, listed: tuple[str, ...], world: int) -> Stage:
     return replace(stage, attrs=attrs)
 
 
-def _whole_or_in_a_cell(stage: Stage, world: int) -> Stage:
-    """Layers that come and go have a cell: of one rank, or, where the optimizer is dealt out, of as many as that."""
+def _whole_or_in_a_cell(stage: Stage) -> Stage:
+    """Layers that come and go have a cell: of one rank, or, where the optimizer is dealt out, of as many as that: all,
+    or those of its stage."""
     if "sharded" not in stage.attrs:
         return replace(stage, attrs=stage.attrs.updated(cell=1))
     shares = integer(stage.attrs["sharded"])
     whole = quantity(stage.attrs["state"]) + gib(stage.attrs.get("optimizer")) * (1 - 1 / shares)
-    attrs = stage.attrs.updated(sharded=None, cell=world, state=Quantity(whole / world, "GiB"))
+    attrs = stage.attrs.updated(sharded=None, cell=shares, state=Quantity(whole / shares, "GiB"))
     return replace(stage, attrs=attrs)
 
 
@@ -68,7 +67,8 @@ def _inputs(stage: Stage) -> Formula:
     if formula_in(stage, "saved_recompute") is None:
         return Formula((), "GiB")
     size = count_in(stage, "hidden") * element_bytes(stage) * block_count(stage) / GIB
-    return Formula((Term(size, (("B", 1), ("S", 1))),), "GiB")
+    symbols = ("S", "T") if stage.attrs.get("joint") else ("S",)
+    return Formula(tuple(Term(size, (("B", 1), (symbol, 1))) for symbol in symbols), "GiB")
 
 
 def _added(formulas: Iterable[Formula]) -> tuple[Term, ...]:
@@ -79,12 +79,14 @@ def _added(formulas: Iterable[Formula]) -> tuple[Term, ...]:
     return tuple(Term(value, powers) for powers, value in sums.items())
 
 
-def host_gib(module: Module, cost: CostModel) -> float:
-    """GiB of a node's host that a costed module takes: its devices' state, and the inputs of the largest cascade."""
+def host_gib(module: Module, cost: CostModel | None = None) -> float:
+    """GiB of a node's host that a module takes: its devices' state, and where it is costed the inputs of the largest
+    cascade. Of a pipeline every device is taken to have the largest stage."""
     assert module.cluster is not None
-    state = sum(gib(stage.attrs.get("host_state")) for stage in module.stages)
-    inputs = max((_of_cascade(cascade, cost) for cascade in module.cascades), default=0.0)
-    return module.cluster.gpus * (state + inputs)
+    parts = [gib(stage.attrs.get("host_state")) for stage in module.stages if "part_of" in stage.attrs]
+    state = sum(gib(stage.attrs.get("host_state")) for stage in module.stages if "part_of" not in stage.attrs)
+    inputs = 0.0 if cost is None else max((_of_cascade(c, cost) for c in module.cascades), default=0.0)
+    return module.cluster.gpus * (state + max(parts, default=0.0) + inputs)
 
 
 def _of_cascade(cascade: Cascade, cost: CostModel) -> float:

@@ -2,7 +2,7 @@
 
 The bound on the makespan knows which degrees fit, and what recomputing and gathering cost; the optimizer's step is
 added to it. All-reduces may hide behind the last backwards. A pipeline's busiest stage waits for its first micro-batch,
-and what it hands back goes through the stages before it.
+and what it hands back goes through the stages before it; its all-reduce begins inside its last backward at best.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.pipeline_places import MicroBatch, micro_batches
 from arachnec.solver.bound import lower_bound
@@ -45,7 +46,8 @@ def least_by_degree(module: Module, cost: CostModel) -> dict[int, float]:
         counts[shape] += 1
         of.setdefault(shape, batch)
     weighted = [(of[shape], count) for shape, count in counts.items()]
-    degrees = (degree for degree in range(1, run + 1) if run % degree == 0)
+    cell = max(cell_of(part) or 1 for part in parts)
+    degrees = (degree for degree in range(cell, run + 1, cell) if run % degree == 0)
     bounds = {degree: _at_degree(cost, parts, weighted, run, degree) for degree in degrees}
     return {degree: bound for degree, bound in bounds.items() if math.isfinite(bound)}
 
@@ -56,6 +58,7 @@ def _at_degree(
     forwards: list[list[float]] = []  # ms by micro-batch and stage
     backwards: list[list[float]] = []
     work, split = [0.0] * len(parts), [0.0] * len(parts)  # ``split``: of weight gradients, which nobody waits for
+    longest = [0.0] * len(parts)  # of the backwards, weight gradients with them
     for batch, count in batches:
         forward, backward = [0.0] * len(parts), [0.0] * len(parts)
         for number in range(len(parts)):
@@ -66,17 +69,28 @@ def _at_degree(
             forward[number] = cost.time(begun, degree)
             back = batch.cascades.get((number, Phase.BACKWARD))
             backward[number] = 0.0 if back is None else cost.time(back, degree, recompute=blocks)
+            weight = _weight(cost, batch, number, degree)
             work[number] += count * (forward[number] + backward[number])
-            split[number] += count * _weight(cost, batch, number, degree)
+            split[number] += count * weight
+            longest[number] = max(longest[number], backward[number] + weight)
         forwards.append(forward)
         backwards.append(backward)
     pipelines = run // degree
     least = 0.0
-    for number in range(len(parts)):
+    for number, part in enumerate(parts):
         begins = min(sum(times[:number]) for times in forwards)
         ends = min(sum(times[:number]) for times in backwards)
-        least = max(least, begins + work[number] / pipelines + max(ends, split[number] / pipelines))
+        reduced = max(0.0, _reduce_time(cost, part, number * run, run) - longest[number])
+        busy = begins + work[number] / pipelines
+        least = max(least, busy + ends, busy + split[number] / pipelines + reduced)
     return least
+
+
+def _reduce_time(cost: CostModel, part: Stage, first: int, run: int) -> float:
+    """ms of the all-reduce of a stage's gradients on its ``run`` of ranks; of its shards between cells."""
+    if not part.trained:
+        return 0.0
+    return cost.reduce_time(part, replicas(first, cell_of(part) or 1, tuple(range(first, first + run))))
 
 
 def _weight(cost: CostModel, batch: MicroBatch, number: int, degree: int) -> float:

@@ -23,7 +23,8 @@ MIXED_LENGTHS: tuple[ScheduleName, ...] = ("1f1b", "planned")
 
 @dataclass(frozen=True)
 class Layout:
-    """Parameters on every rank, or in cells of ``cell`` ranks, or in so many ``stages`` that run by ``schedule``.
+    """Parameters on every rank, or in cells of ``cell`` ranks, or in so many ``stages`` that run by ``schedule``, or in
+    cells of the ranks of each stage.
 
     ``spread``: a shard's optimizer lies in parts on all ranks that hold the shard, whether it crowds the device or not.
     ``full``: a cell takes as many clips at once as fit with every block recomputed, and so gathers less often.
@@ -51,6 +52,8 @@ def layouts(module: Module) -> Iterator[Layout]:
     for count in stage_counts(module, module.cluster):
         for schedule in schedules:
             yield Layout(f"stages-{count}-{schedule}", stages=count, schedule=schedule)
+            if (size := largest_cell(module.cluster, module.cluster.world // count)) > 1:
+                yield Layout(f"stages-{count}-cells-{size}-{schedule}", cell=size, stages=count, schedule=schedule)
 
 
 def cell_sizes(cluster: Cluster) -> Iterator[int]:
@@ -63,6 +66,12 @@ def cell_sizes(cluster: Cluster) -> Iterator[int]:
             doubled *= 2
         if size <= cluster.gpus or size in (doubled, cluster.world):
             yield size
+
+
+def largest_cell(cluster: Cluster, ranks: int) -> int:
+    """The largest cell of a stage's ranks inside a machine: stages are there so that no gather leaves one."""
+    fitting = (size for size in range(1, min(ranks, cluster.gpus) + 1) if ranks % size == 0)
+    return max(size for size in fitting if cell_fits(size, cluster.nodes, cluster.gpus))
 
 
 def stage_counts(module: Module, cluster: Cluster) -> Iterator[int]:

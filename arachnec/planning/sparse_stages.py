@@ -33,6 +33,7 @@ class Choice:
     rank: int
     mass: float
     division: str
+    moved: float  # FLOPs that take as long as putting a feature of a token in its place, forward and backward
     overhead: float  # ms of prediction and choice of one layer that no size of the clip changes
     speed: tuple[float, float, float]
 
@@ -93,9 +94,10 @@ def sparse_stage(
 
 
 def choice_flops(attention: ClassAttention, choice: Choice) -> Formula:
-    """TFLOP of prediction and choice of one layer: means over cells, two projections, cells scored with cells."""
+    """TFLOP of prediction and choice of one layer: means over cells, two projections, cells scored with cells; and
+    what takes as long as putting tokens in order and gathering keys."""
     heads, size, rank, cell = attention.heads, attention.size, choice.rank, choice.cell
-    linear = 2 * heads * size + 4 * heads * size * rank / cell
+    linear = 2 * heads * size + 4 * heads * size * rank / cell + heads * size * choice.moved
     square = 2 * heads * rank / cell**2
     pairs = Term(square / TERA, (("B", 1), ("S", 2)))
     return Formula((pairs, Term(linear / TERA, (("B", 1), ("S", 1)))), "TFLOP")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from arachnec.cost.sparse_attention import ATTENDS, given_divisions, head_weights
+from arachnec.cost.sparse_attention import ATTENDS, divided, given_divisions, head_weights
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.head_density import layer_densities, sparse_layers
+from arachnec.ir.head_density import LayerDensity, layer_densities, sparse_layers
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.sparsity.head_shares import imbalance
 
@@ -52,6 +52,38 @@ def sparse_summaries(module: Module) -> tuple[SparseSummary, ...]:
             )
         )
     return tuple(summaries)
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of one layer, the heaviest rank's heads over the mean, in the cascade where that is most: as planned, as it is
+    with measured densities, and as it would be had they been known. 1 without ranks."""
+
+    planned: float
+    measured: float
+    known: float
+
+
+def forecasts(module: Module, measured: Mapping[int, Sequence[float]]) -> Mapping[int, Forecast]:
+    """By layer with ``measured`` densities by head, of the trained stage that has some."""
+    stage = next(stage for stage in module.stages if stage.trained and layer_densities(stage))
+    table, rows = layer_densities(stage), {}
+    cascades = [c for c in module.cascades if c.stage == stage.name and "heads" in c.attrs]
+    divided_alike = list(distinct_divisions(cascades))
+    for layer, heads in measured.items():
+        now, worst = LayerDensity(table[layer].share, tuple(heads)), Forecast(1.0, 1.0, 1.0)
+        weights = head_weights(stage, now)
+        for cascade in divided_alike:
+            division, groups = given_divisions(cascade).get(layer), integer(cascade.attrs["groups"])
+            if division is None:
+                continue
+            ratio = imbalance(division, weights, groups)
+            if ratio >= worst.measured:
+                planned = imbalance(division, head_weights(stage, table[layer]), groups)
+                best = imbalance(divided(stage, now, groups, cascade.degree), weights, groups)
+                worst = Forecast(planned, ratio, best)
+        rows[layer] = worst
+    return rows
 
 
 def distinct_divisions(cascades: Sequence[Cascade]) -> Iterator[Cascade]:

@@ -18,7 +18,7 @@ from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
 from arachnec.ir.stage_sizes import squared, tied_sets
-from arachnec.ir.tables import CHOICE, FIGURES, TIED
+from arachnec.ir.tables import CHOICE, FIGURES, TIED, TOKEN_CUTS
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 
@@ -91,9 +91,11 @@ class ReplicasForOthers(Diagnostic):
 
 
 @dataclass(frozen=True)
-class PartsStayOnDevices(Diagnostic):
-    title: ClassVar[str] = "`offload{{what={what}}}` puts nothing of a pipeline's stages into host memory"
-    help: ClassVar[str] = "leave out `offload`, or `stages`; cells (`shard-parameters`) and host memory go together"
+class InHostAlready(Diagnostic):
+    title: ClassVar[str] = "@{stage} lies in host memory already, and cannot be cut"
+    label: ClassVar[str] = "has `host = [{what}]`"
+    help: ClassVar[str] = "put `offload` behind `stages`: every stage then has its own part there"
+    stage: str
     what: str
 
 
@@ -104,7 +106,7 @@ def demand_cuttable(stage: Stage) -> None:
         raise UserError(AlreadyCut(stage.span, str(stage.attrs["part_of"])))
     placed = stage.attrs.get("host")
     if isinstance(placed, tuple) and placed:
-        raise UserError(PartsStayOnDevices(stage.span, str(placed[0])))
+        raise UserError(InHostAlready(stage.span, stage.name, ", ".join(f'"{name}"' for name in placed)))
     if any(name not in stage.attrs for name in FIGURES):
         raise UserError(NotCuttable(stage.span, stage.name))
 
@@ -245,7 +247,8 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             cell=cell if cell > 1 else None,
             degrees=attrs.get("degrees"),
             most_clips=attrs.get("most_clips"),
-            output=None if last else _handed_on(stage, end - 1),
+            output=None if last else _behind(stage, "cuts", end - 1),
+            output_tokens=None if last or TOKEN_CUTS not in attrs else _behind(stage, TOKEN_CUTS, end - 1),
             part_of=stage.name,
             **_sparse(stage, begin, end),
         ),
@@ -281,9 +284,9 @@ def _spared(stage: Stage, classes: Sequence[int]) -> tuple[Value, ...] | None:
     return tuple(runs) if len(runs) > 1 else None
 
 
-def _handed_on(stage: Stage, layer: int) -> Formula:
-    """GiB that go on behind a layer."""
-    runs = stage.attrs["cuts"]
+def _behind(stage: Stage, name: str, layer: int) -> Formula:
+    """GiB that go on behind a layer, or of them what blocks make of tokens."""
+    runs = stage.attrs[name]
     assert isinstance(runs, tuple)
     for run in runs:
         assert isinstance(run, tuple)

@@ -2,10 +2,14 @@
 
 More than plain messages of as many bytes: a gather gives the layer new memory and a reduce-scatter puts its gradients
 together; gloo copies both once more, and adds up the whole where a ring would add up a share.
+
+Each runs alone, and beside compute, as in a cascade. Ranks that wait leave their cores idle; ranks that compute lose
+what their cores do for the collective, and no more.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -17,9 +21,13 @@ from arachnec.cost.profile import GATHER, SCATTER, Collective
 from arachnec.model_state.cells.flat_layer import FlatLayer
 from arachnec.model_state.cells.layout import layouts_of
 from arachnec.model_state.kept_gradients import set_gradient
+from arachnec.runtime.agreement import gather
 
 SMALL = 1024  # parameters of the layer that tells the latency
-PHASES = tuple(f"{op} {size}" for size in ("small", "large") for op in (GATHER, SCATTER))
+ROWS = 256  # of what the compute beside a collective multiplies
+COVERS = 2.0  # how much longer it takes than the collective
+SIZES = ("small", "large")
+PHASES = tuple(f"{op} {size}{how}" for size in SIZES for op in (GATHER, SCATTER) for how in ("", " beside"))
 
 
 @dataclass(frozen=True)
@@ -30,38 +38,83 @@ class LayerCollectives:
     large: FlatLayer
     group: dist.ProcessGroup
     now: Callable[[], float]
+    weight: Tensor  # of a product that stands for compute
+    products: int = 1  # so many take longer than any of the collectives
 
     @classmethod
     def of(cls, block: Mapping[str, Tensor], group: dist.ProcessGroup, now: Callable[[], float]) -> LayerCollectives:
-        """``block`` are the parameters, of one precision, of the block whose size is measured; they are not touched."""
+        """``block`` are the parameters, of one precision, of the block whose size is measured; they are not touched.
+
+        Collective.
+        """
         some = next(iter(block.values()))
-        return cls(_flat({"small": some.new_zeros(SMALL)}, group), _flat(block, group), group, now)
+        matrices = (value.detach() for value in block.values() if value.ndim == 2)
+        weight = max(matrices, key=torch.numel, default=some.new_ones(ROWS, ROWS))
+        small, large = _flat({"small": some.new_zeros(SMALL)}, group), _flat(block, group)
+        once = cls(small, large, group, now, weight)
+        return cls(small, large, group, now, weight, once._covering())
 
     def run(self) -> tuple[float, ...]:
-        """ms by ``PHASES``. Collective."""
-        return tuple(time for flat in (self.small, self.large) for time in self._times(flat))
+        """ms by ``PHASES``: of each collective alone, and what compute takes longer beside it. Collective."""
+        times: list[float] = []
+        for flat in (self.small, self.large):
+            for start in (self._gather, self._scatter):
+                alone = self._timed(start, flat, computing=False)
+                computed = self._computed()
+                dist.barrier(self.group)
+                times += [alone, max(0.0, self._timed(start, flat, computing=True) - computed)]
+        return tuple(times)
 
     def measurements(self, times: Mapping[str, float]) -> list[Collective]:
         """What the ms of each phase say."""
         rows = []
-        for phase, flat in zip(PHASES, (self.small, self.small, self.large, self.large), strict=True):
-            op = phase.split()[0]
-            itemsize = flat.whole.itemsize if op == GATHER else flat.gradient_dtype.itemsize
-            rows.append(Collective(op, flat.layout.ranks, flat.whole.numel() * itemsize, times[phase]))
+        for size, flat in zip(SIZES, (self.small, self.large), strict=True):
+            for op, dtype in ((GATHER, flat.whole.dtype), (SCATTER, flat.gradient_dtype)):
+                alone, beside = times[f"{op} {size}"], times[f"{op} {size} beside"]
+                rows.append(Collective(op, flat.layout.ranks, flat.whole.numel() * dtype.itemsize, alone, beside))
         return rows
 
-    def _times(self, flat: FlatLayer) -> tuple[float, float]:
+    def _covering(self) -> int:
+        """So many products as take longer than a collective of the large layer on every rank."""
+        self._computed()
+        one = max(self._computed(), 1e-3)
+        self._timed(self._gather, self.large, computing=False)
+        longest = max(self._timed(start, self.large, computing=False) for start in (self._gather, self._scatter))
+        products = torch.tensor([math.ceil(COVERS * longest / one)])
+        return max(int(value) for value in gather(products))
+
+    def _computed(self) -> float:
+        """ms of compute with nothing beside it."""
         started = self.now()
-        flat.gather(self.group).wait()
-        gathered = self.now()
-        flat.release()
-        for value in flat.parameters.values():
+        self._compute()
+        return (self.now() - started) * 1e3
+
+    @torch.no_grad()
+    def _compute(self) -> None:
+        values = self.weight.new_ones(ROWS, self.weight.shape[0])
+        for _ in range(self.products):
+            nn.functional.gelu(values @ self.weight)
+
+    def _timed(self, start: Callable[[FlatLayer], Callable[[], object]], flat: FlatLayer, *, computing: bool) -> float:
+        """ms of a collective, with compute between its start and its end or without."""
+        for value in flat.parameters.values() if start == self._scatter else ():
             set_gradient(value, torch.zeros(value.shape, dtype=flat.gradient_dtype, device=value.device))
-        summing = self.now()
+        started = self.now()
+        finish = start(flat)
+        if computing:
+            self._compute()
+        finish()
+        took = (self.now() - started) * 1e3
+        flat.release()
+        return took
+
+    def _gather(self, flat: FlatLayer) -> Callable[[], object]:
+        return flat.gather(self.group).wait
+
+    def _scatter(self, flat: FlatLayer) -> Callable[[], object]:
         scattering = flat.scatter(self.group)
         assert scattering is not None, "the layer trains"
-        scattering.finish()
-        return (gathered - started) * 1e3, (self.now() - summing) * 1e3
+        return scattering.finish
 
 
 def _flat(values: Mapping[str, Tensor], group: dist.ProcessGroup) -> FlatLayer:

@@ -23,13 +23,16 @@ from arachnec.cost.profile import (
     write_profile,
 )
 from arachnec.data.manifest import read_manifest
+from arachnec.data.requests import read_requests
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.stage_sizes import crowding
 from arachnec.launch.local_ranks import RankCrashed, launch
 from arachnec.models.file import load_model_file
+from arachnec.models.sampler_file import load_sampler_file
 
 WORKER = "arachnec.profiling.profiler"
+SAMPLER_WORKER = "arachnec.profiling.sampler_profiler"
 
 
 @dataclass(frozen=True)
@@ -51,20 +54,24 @@ class Measured(msgspec.Struct, frozen=True):
     collectives: list[Collective] = []
 
 
-def profile_here(model: Path, data: Path, cluster: str | Path, output: Path) -> Profile:
-    """Measure on as many local ranks as the cluster has, fit, and write the profile.
+def profile_here(model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False) -> Profile:
+    """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file.
 
     Raises ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
     """
     machine = parse_cluster(cluster)
-    load_model_file(model)
-    read_manifest(data)
+    if samples:
+        load_sampler_file(model)
+        read_requests(data)
+    else:
+        load_model_file(model)
+        read_manifest(data)
     _demand_devices(machine)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
         try:
-            launch(machine.world, arguments, lambda line: None, worker=WORKER)
+            launch(machine.world, arguments, lambda line: None, worker=SAMPLER_WORKER if samples else WORKER)
         except RankCrashed as crash:
             # The launcher's own traceback would only hide the rank's.
             print(crash, file=sys.stderr)

@@ -261,12 +261,12 @@ class Profiler:
                 )
 
     def _encode_together(self, name: str, point: Point, ranks: tuple[int, ...]) -> tuple[float, ...]:
-        started, encoder = _now(self.device), self.encoders[name]
+        started, encoder = now(self.device), self.encoders[name]
         load = encoder.load
         assert callable(load)
         peers = Group(ranks, dist.get_rank(), self._groups.get(ranks))
         self._together.encode(self.model_file, name, encoder, load(point.clips[0], self.device), peers)
-        return ((_now(self.device) - started) * 1e3,)
+        return ((now(self.device) - started) * 1e3,)
 
     def _shared_jobs(self, points: Sequence[Point], sequence: SequenceModel) -> Iterator[Job]:
         """Cascades on 2, 4, ... ranks, side by side."""
@@ -302,7 +302,7 @@ class Profiler:
             yield Job(TRAINED, ("reduce",), world, partial(self._reduce, everyone))
             group = self._groups.get(everyone)
             if (block := self._largest_block()) and group is not None:
-                self._collectives = LayerCollectives.of(block, group, partial(_now, self.device))
+                self._collectives = LayerCollectives.of(block, group, partial(now, self.device))
                 yield Job(TRAINED, COLLECTIVES, world, self._collectives.run)
         self.optimizer = Optimizer(self.parameters, TRAINING)
         yield Job(TRAINED, ("step",), self.at_once, self._step)
@@ -323,19 +323,19 @@ class Profiler:
     ) -> tuple[float, ...]:
         encoded = self._encoded(point)
         with sequence.use(shard) if sequence else nullcontext():
-            started = _now(self.device)
+            started = now(self.device)
             loss = cascade_loss(self.model, self.model_file, point.clips, encoded, TRAINING, 0, self.device)
-            middle = _now(self.device)
+            middle = now(self.device)
             loss.backward()  # type: ignore[no-untyped-call]
-            return (middle - started) * 1e3, (_now(self.device) - middle) * 1e3
+            return (middle - started) * 1e3, (now(self.device) - middle) * 1e3
 
     def _parts(self, point: Point, layers: Layers) -> tuple[float, ...]:
         encoded = self._encoded(point)
-        started = _now(self.device)
+        started = now(self.device)
         kwargs, target = batch_of(self.model_file, point.clips, encoded, TRAINING, 0, self.device)
-        batch = (_now(self.device) - started) * 1e3
+        batch = (now(self.device) - started) * 1e3
         loss = partial(batch_loss, self.model, self.model_file, kwargs, target)
-        return batch, *timed_parts(self.model, layers, loss, partial(_now, self.device))
+        return batch, *timed_parts(self.model, layers, loss, partial(now, self.device))
 
     def _encoded(self, point: Point) -> dict[str, Tensor]:
         first = point.clips[0]
@@ -344,16 +344,16 @@ class Profiler:
         return {name: torch.cat([value] * len(point.clips)) for name, value in self._encodings[first.id].items()}
 
     def _reduce(self, everyone: tuple[int, ...]) -> tuple[float, ...]:
-        started = _now(self.device)
+        started = now(self.device)
         reducer = GradientSynchronisation(self.parameters, {}, self._groups)
         reducer.start(Instruction("reduce", TRAINED, everyone))
         reducer.wait()
-        return ((_now(self.device) - started) * 1e3,)
+        return ((now(self.device) - started) * 1e3,)
 
     def _step(self) -> tuple[float, ...]:
-        started = _now(self.device)
+        started = now(self.device)
         self.optimizer.step()
-        return ((_now(self.device) - started) * 1e3,)
+        return ((now(self.device) - started) * 1e3,)
 
     def _measurement(self, job: Job, phase: str, ms: float) -> Measurement:
         assert job.point is not None
@@ -365,24 +365,32 @@ class Profiler:
             clip = Cascade("0", Phase.ENCODE, job.stage, (), batch, tokens, text)
             sent = encoder_volumes(clip, self._stages[job.stage], Attention(job.degree, 1))
             return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved, sizes)
-        if job.degree == 1 or not self._stages:
-            return Measurement(batch, tokens, text, job.degree, ms)
-        attrs = self._stages[job.stage].attrs
-        heads, attentions, traffic = attrs.get("heads"), attrs.get("attentions"), attrs.get("traffic")
-        dealt, exchanges = attrs.get("halo"), attrs.get("exchanges")
-        sent = volumes(
-            ulysses=job.degree,
-            ring=1,
-            heads=heads if isinstance(heads, int) else job.degree,
-            attentions=attentions if isinstance(attentions, int) else 0,
-            traffic=traffic(B=batch, S=tokens, T=text) if isinstance(traffic, Formula) else 0.0,
-            forward=float(phase == "forward"),
-            backward=float(phase == "backward"),
-            output=token_bytes(self._stages[job.stage], batch * tokens),
-            exchanged=dealt(B=batch, S=tokens, T=text) if isinstance(dealt, Formula) else 0.0,
-            exchanges=exchanges if isinstance(exchanges, int) else 0,
-        )
-        return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved)
+        return shared_measurement(self._stages.get(job.stage), phase, batch, tokens, text, job.degree, ms)
+
+
+def shared_measurement(
+    stage: Stage | None, phase: str, batch: int, tokens: int, text: int, degree: int, ms: float
+) -> Measurement:
+    """A forward or backward of a traced stage, with what its ranks sent each other; without the stage that is left
+    out."""
+    if degree == 1 or stage is None:
+        return Measurement(batch, tokens, text, degree, ms)
+    attrs = stage.attrs
+    heads, attentions, traffic = attrs.get("heads"), attrs.get("attentions"), attrs.get("traffic")
+    dealt, exchanges = attrs.get("halo"), attrs.get("exchanges")
+    sent = volumes(
+        ulysses=degree,
+        ring=1,
+        heads=heads if isinstance(heads, int) else degree,
+        attentions=attentions if isinstance(attentions, int) else 0,
+        traffic=traffic(B=batch, S=tokens, T=text) if isinstance(traffic, Formula) else 0.0,
+        forward=float(phase == "forward"),
+        backward=float(phase == "backward"),
+        output=token_bytes(stage, batch * tokens),
+        exchanged=dealt(B=batch, S=tokens, T=text) if isinstance(dealt, Formula) else 0.0,
+        exchanges=exchanges if isinstance(exchanges, int) else 0,
+    )
+    return Measurement(batch, tokens, text, degree, ms, sent.messages, sent.moved)
 
 
 def _layers(stage: Stage) -> tuple[tuple[str, str], ...]:
@@ -425,25 +433,25 @@ def fit_links(sizes: Sequence[int], times: Sequence[float]) -> LinkProfile:
 
 
 def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tuple[float, ...]:
-    started = _now(device)
+    started = now(device)
     encode(encoder, point.clips, device)
-    return ((_now(device) - started) * 1e3,)
+    return ((now(device) - started) * 1e3,)
 
 
 def _timed_exchange(outgoing: Tensor, incoming: Tensor, device: torch.device) -> float:
     """ms to send to the next rank of the ring and receive from the one before."""
     world, rank = dist.get_world_size(), dist.get_rank()
-    started = _now(device)
+    started = now(device)
     operations = [
         dist.P2POp(dist.isend, outgoing, (rank + 1) % world),
         dist.P2POp(dist.irecv, incoming, (rank - 1) % world),
     ]
     for work in dist.batch_isend_irecv(operations):
         work.wait()
-    return (_now(device) - started) * 1e3
+    return (now(device) - started) * 1e3
 
 
-def _now(device: torch.device) -> float:
+def now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from arachnec.analysis.communicators import cascade_groups
 from arachnec.analysis.group_family import family, heads_of
+from arachnec.ir.head_density import layer_densities
 from arachnec.ir.nodes import Module, integers
 
 
@@ -20,8 +21,12 @@ def wanted_groups(module: Module) -> list[tuple[int, ...]]:
 
 
 def wanted_gradient_groups(module: Module) -> list[tuple[int, ...]]:
-    """The ranks of every gradient all-reduce, gather of updates, and norm but of cells; the same list on every rank."""
+    """The ranks of every gradient all-reduce, gather of updates, and norm but of cells, and all ranks where layers have
+    predictors; the same list on every rank."""
     steps = [step for program in module.programs for step in program.instructions]
     cells = {integers(step.attrs["cell"]) for step in steps if "cell" in step.attrs}
     norms = [step.peers for step in steps if step.op == "norm" and step.peers not in cells]
-    return list(dict.fromkeys([*(step.peers for step in steps if step.op in ("gather", "reduce")), *norms]))
+    learning = any(stage.trained and layer_densities(stage) for stage in module.stages)
+    everyone = [tuple(range(len(module.programs)))] if learning else []
+    reduced = (step.peers for step in steps if step.op in ("gather", "reduce"))
+    return list(dict.fromkeys([*reduced, *norms, *everyone]))

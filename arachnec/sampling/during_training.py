@@ -7,7 +7,7 @@ stays in training: what a forward draws and remembers is put back by the caller.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,6 +30,20 @@ from arachnec.sampling.loop import Loop, Sampling, begin, run
 KEEP_WHOLE = "train with a pipeline that keeps the model whole, or `arachnec export` a checkpoint and generate with it"
 
 
+def sampler_and_requests(options: SampledRequests) -> tuple[SamplerFile, Sequence[Request]] | None:
+    """What is sampled beside training; None where nothing is asked for. Raises ``UserError`` for a sampler file or
+    requests that cannot be."""
+    if options.file is None or options.requests is None:
+        return None
+    requests = read_requests(Path(options.requests))
+    sampler = load_sampler_file(options.file)
+    names = sampler.names()
+    if len(names) > 1:
+        reason = f"it has the models {', '.join(names)}, and one is trained"
+        raise UserError(bad_value("sampling.file", options.file, reason, "name one model in the sampler file"))
+    return sampler, requests
+
+
 @dataclass(frozen=True)
 class TrainingSamples:
     """Requests to sample behind every so many optimizer steps. A rank's ``own`` carry what the encoders gave."""
@@ -50,16 +64,13 @@ class TrainingSamples:
         A rank with requests builds the sampler file's encoders and decoder, and drops the encoders again. Raises
         ``UserError``.
         """
-        if options.file is None or options.requests is None:
+        read = sampler_and_requests(options)
+        if read is None:
             return None
         if not whole:
             raise UserError(bad_value("sampling.file", options.file, "ranks hold parts of the model", KEEP_WHOLE))
-        requests = read_requests(Path(options.requests))
-        sampler = load_sampler_file(options.file)
+        sampler, requests = read
         names = sampler.names()
-        if len(names) > 1:
-            reason = f"it has the models {', '.join(names)}, and one is trained"
-            raise UserError(bad_value("sampling.file", options.file, reason, "name one model in the sampler file"))
         own, decoder = tuple(requests[rank::world]), None
         if own:
             torch.manual_seed(0)

@@ -76,6 +76,7 @@ class Loop:
     previous: Tensor | None = None
     distances: list[float] = field(default_factory=list)
     failed: bool = False
+    pending: list[Tensor] = field(default_factory=list)  # distance, and whether all is finite, of steps not yet read
 
     @property
     def ended(self) -> bool:
@@ -105,16 +106,38 @@ class Loop:
         model_input = self.schedule.model_input(self.latents, self.step)
         return Point(model_input, self.schedule.timesteps[self.step], self.request)
 
+    def decide(self) -> None:
+        """Switch before the next step, where the rule says so."""
+        if self.switched is None and self.sampling.switch.switches(self.distances, self.step, len(self.schedule)):
+            self.switched = self.step
+
     def advance(self, prediction: Tensor, agree: Callable[[float], float] = float) -> None:
-        """Take the next step. ``agree`` gives all ranks of the request one rank's distance, to decide alike."""
+        """Take the next step. ``agree`` gives all ranks of the request one rank's distance, to decide alike.
+
+        Once the switch is decided nobody waits for the device: ``settle`` reads what the steps came to.
+        """
         distance = relative_distance(prediction, self.previous)
-        self.distances.append(distance if self.switched is not None else agree(distance))
         self.previous = prediction
         self.latents = self.schedule.advance(prediction, self.step, self.latents, self.generator)
         self.step += 1
-        if self.switched is None and self.sampling.switch.switches(self.distances, self.step, len(self.schedule)):
-            self.switched = self.step
-        self.failed = not bool(torch.isfinite(self.latents).all())
+        self.pending.append(torch.stack([distance.double(), torch.isfinite(self.latents).all().double()]))
+        if self.switched is None:
+            self.settle()
+            self.distances[-1] = agree(self.distances[-1])
+            self.decide()
+
+    def settle(self) -> None:
+        """Read distances, and whether latents were numbers, of all steps since the last time; waits for the device."""
+        if not self.pending:
+            return
+        began = self.step - len(self.pending)
+        figures = torch.stack(self.pending).tolist()
+        self.pending.clear()
+        for number, (distance, finite) in enumerate(figures, start=began + 1):
+            self.distances.append(distance)
+            if not finite:
+                self.failed, self.step = True, number
+                return
 
 
 @torch.no_grad()
@@ -132,6 +155,8 @@ def run(
         predictions = predict(name, [loop.point() for loop in together])
         for loop, prediction in zip(together, predictions, strict=True):
             loop.advance(prediction, agree)
+    for loop in loops:
+        loop.settle()
 
 
 def begin(sampling: Sampling, request: Request, device: torch.device | str = "cpu") -> Loop:
@@ -140,14 +165,16 @@ def begin(sampling: Sampling, request: Request, device: torch.device | str = "cp
     generator = torch.Generator("cpu").manual_seed(request.seed)
     latents = sampling.sampler.noise(request, generator).to(device)
     least, most = sampling.bounds(schedule)
-    return Loop(sampling, request, schedule, latents, generator, switched=most if least == most else None)
+    loop = Loop(sampling, request, schedule, latents, generator, switched=most if least == most else None)
+    loop.decide()
+    return loop
 
 
-def relative_distance(prediction: Tensor, previous: Tensor | None) -> float:
-    """Relative L1 distance of a guided prediction from that of the step before; NaN for the first."""
+def relative_distance(prediction: Tensor, previous: Tensor | None) -> Tensor:
+    """Scalar: relative L1 distance of a guided prediction from that of the step before; NaN for the first."""
     if previous is None:
-        return math.nan
-    return float((prediction - previous).abs().mean() / previous.abs().mean())
+        return torch.full((), math.nan, device=prediction.device)
+    return (prediction - previous).abs().mean() / previous.abs().mean()
 
 
 def guided(conditional: Tensor, unconditional: Tensor | None, scale: float) -> Tensor:

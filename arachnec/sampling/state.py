@@ -24,7 +24,7 @@ def state_bytes(loop: Loop) -> int:
 
 
 def packed(loop: Loop) -> Tensor:
-    """uint8 ``[state_bytes]`` in the host's memory."""
+    """uint8 ``[state_bytes]`` on the latents' device; nobody waits for it."""
     distances = loop.distances + [0.0] * (len(loop.schedule) - len(loop.distances))
     switched = -1 if loop.switched is None else loop.switched
     head = torch.tensor([loop.step, switched, float(loop.failed), *distances], dtype=torch.float64)
@@ -33,12 +33,12 @@ def packed(loop: Loop) -> Tensor:
     if loop.step and not loop.failed:
         loop.schedule.demand_counted(loop.history_since, loop.step, loop.latents)
     parts = [head, loop.generator.get_state(), loop.latents, previous.float(), *history]
-    flat = torch.cat([_bytes(part) for part in parts])
+    flat = torch.cat([_bytes(part, loop.latents.device) for part in parts])
     return torch.cat([flat, flat.new_zeros(state_bytes(loop) - flat.numel())])
 
 
 def unpack(state: Tensor, loop: Loop) -> None:
-    """Have a request that has just begun stand where the packed one does."""
+    """Have a request that has just begun stand where the packed one does. ``state`` is in the host's memory."""
     numbers, latents = len(loop.schedule) + HEAD, loop.latents
     parts = _cut(state.cpu(), [numbers * 8, loop.generator.get_state().nbytes, latents.nbytes, latents.numel() * 4])
     head = next(parts).view(torch.float64).tolist()
@@ -46,21 +46,22 @@ def unpack(state: Tensor, loop: Loop) -> None:
     loop.switched = None if head[1] < 0 else int(head[1])
     loop.distances = head[HEAD : HEAD + loop.step]
     loop.generator.set_state(next(parts))
-    loop.latents = next(parts).view(latents.dtype).reshape(latents.shape).to(latents.device)
-    previous = next(parts).view(torch.float32).reshape(latents.shape).to(latents.device)
+    loop.latents = next(parts).view(latents.dtype).reshape(latents.shape).to(latents.device, non_blocking=True)
+    previous = next(parts).view(torch.float32).reshape(latents.shape).to(latents.device, non_blocking=True)
     loop.previous = previous if loop.step else None
     if loop.failed:
         return
     dtypes = loop.schedule.kept(loop.history_since, loop.step, latents.dtype)
     rest = _cut(next(parts), [dtype.itemsize * latents.numel() for dtype in dtypes])
     history = [
-        part.view(dtype).reshape(latents.shape).to(latents.device) for dtype, part in zip(dtypes, rest, strict=False)
+        part.view(dtype).reshape(latents.shape).to(latents.device, non_blocking=True)
+        for dtype, part in zip(dtypes, rest, strict=False)
     ]
     loop.schedule.restore(loop.history_since, loop.step, history, latents.dtype)
 
 
-def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+def _bytes(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.detach().to(device, non_blocking=True).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _cut(flat: Tensor, sizes: Iterable[int]) -> Iterator[Tensor]:

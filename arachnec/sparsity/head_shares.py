@@ -28,6 +28,7 @@ class Share:
 
 Division: TypeAlias = tuple[tuple[Share, ...], ...]
 """For every rank of a clip its shares, by head."""
+HALVINGS = 12  # of what a rank may be above the mean
 EVEN = 1.005  # the heaviest rank over the mean, up to which moving keys and values for less is not worth it
 
 
@@ -105,29 +106,48 @@ def _whole_then_cut(weights: Sequence[float], groups: int, ranks: int) -> Divisi
             continue
         free[rank] -= weights[head]
         shares[rank].append(Share(head, 0, groups))
-    _fill(left, weights, groups, free, shares)
-    return _sorted(shares)
+    return _sorted([[*own, *more] for own, more in zip(shares, _filled(left, weights, groups, free), strict=True)])
+
+
+def _filled(heads: Sequence[int], weights: Sequence[float], groups: int, free: Sequence[float]) -> list[list[Share]]:
+    """Shares of these heads for what is ``free`` on the ranks, none of them above it by more than need be."""
+    low, high = 0.0, max((weights[head] / groups for head in heads), default=0.0)
+    filled = _fill(heads, weights, groups, [space + high for space in free])
+    assert filled is not None, "a rank leaves less than a group of its space"
+    for _ in range(HALVINGS):
+        over = (low + high) / 2
+        attempt = _fill(heads, weights, groups, [space + over for space in free])
+        if attempt is None:
+            low = over
+        else:
+            high, filled = over, attempt
+    return filled
 
 
 def _fill(
-    heads: Sequence[int], weights: Sequence[float], groups: int, free: Sequence[float], shares: list[list[Share]]
-) -> None:
-    """Fill what is ``free`` on one rank after the other, cutting the head that does not fit where the rank is full
-    (McNaughton, Management Science 6, 1959); what rounding to whole groups leaves over is the next rank's."""
-    order = sorted(range(len(free)), key=lambda rank: (-free[rank], rank))
-    place, space = 0, free[order[0]]
+    heads: Sequence[int], weights: Sequence[float], groups: int, free: Sequence[float]
+) -> list[list[Share]] | None:
+    """One rank after the other filled with whole groups, cutting the head that does not fit (McNaughton, Management
+    Science 6, 1959); None where they do not fit."""
+    order = iter(sorted(range(len(free)), key=lambda rank: (-free[rank], rank)))
+    shares: list[list[Share]] = [[] for _ in free]
+    place = next(order)
+    space = free[place]
     for head in heads:
         group = weights[head] / groups
         start = 0
         while start < groups:
-            wanted = groups - start if place == len(order) - 1 else min(groups - start, max(0, round(space / group)))
-            if wanted:
-                shares[order[place]].append(Share(head, start, start + wanted))
-                start += wanted
-                space -= wanted * group
+            stop = min(groups, start + max(0, math.floor(space / group + 1e-9)))
+            if stop > start:
+                shares[place].append(Share(head, start, stop))
+                space -= (stop - start) * group
+                start = stop
             if start < groups:
-                place += 1
-                space += free[order[place]]
+                after = next(order, None)
+                if after is None:
+                    return None
+                place, space = after, free[after]
+    return shares
 
 
 def _sorted(shares: Sequence[Sequence[Share]]) -> Division:

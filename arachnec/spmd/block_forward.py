@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.kernels.attention.exchange import shard_tokens
-from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.kernels.attention.sequence_shard import SequenceShard, rescaled_tokens
 from arachnec.spmd.rewrite import ShardedBlock
 from arachnec.spmd.sharded_tokens import ShardedTokens
 from arachnec.spmd.sparse_block import SparseBlock
@@ -60,11 +60,7 @@ class Execution:
 
 
 def _rescaled(shard: SequenceShard, length: int) -> SequenceShard:
-    total = max(shard.total, 1)
-    ends = [length * sum(shard.tokens[: i + 1]) // total for i in range(shard.degree)]
-    ends[-1] = length
-    starts = [0, *ends[:-1]]
-    return replace(shard, tokens=tuple(end - start for start, end in zip(starts, ends, strict=True)))
+    return replace(shard, tokens=rescaled_tokens(shard.tokens, length))
 
 
 @dataclass(frozen=True)

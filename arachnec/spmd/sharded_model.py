@@ -13,12 +13,14 @@ from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from arachnec.kernels.attention.exchange import shard_tokens
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.kernels.sparse.predictor import RANK
 from arachnec.spmd.block_forward import BlockForward, Execution, FusedForms, InputsAway
 from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
+from arachnec.spmd.sharded_tokens import ShardedTokens
 from arachnec.spmd.sparse_block import sparsify_block
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, add_predictors
 from arachnec.tracing.blocks import CapturedModel
@@ -96,6 +98,24 @@ class SequenceModel:
         finally:
             execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away = before
             execution.sparse = dense
+
+    def token_dims(self, path: str) -> dict[int, int]:
+        """Of what a block returns, by leaf, the dimension along which every rank has its own tokens."""
+        graphs = self._forwards[path].graphs if path in self._forwards else []
+        outputs = zip(graphs[0].block.captured.output_leaves, graphs[0].block.outputs, strict=True) if graphs else ()
+        return {leaf: dim for leaf, dim in outputs if dim is not None}
+
+    def of_tokens(self, local: Tensor, dim: int, length: int) -> Tensor:
+        """This rank's tokens of a tensor that has so many of them on all ranks, as a block returns them. In ``use``."""
+        return ShardedTokens(local, dim, self._execution.shard_of(length))
+
+    def own_tokens(self, value: Tensor, dim: int) -> Tensor:
+        """This rank's tokens of a tensor, which a block may have returned. In ``use``."""
+        if isinstance(value, ShardedTokens):
+            if value.token_dim == dim:
+                return value.local
+            value = value.gathered()
+        return shard_tokens(value, dim, self._execution.shard_of(value.shape[dim]))
 
     def restore(self) -> None:
         """Give every block its own forward back."""

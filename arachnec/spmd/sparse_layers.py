@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,9 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from arachnec.kernels.attention.distributed_attention import Range
+from arachnec.ir.head_division import HeadPart
+from arachnec.kernels.attention.divided_heads import Division, HeadShare
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.predictor import (
+    MASS,
     Projections,
     held_mass,
     initial_projections,
@@ -35,6 +37,7 @@ from arachnec.kernels.sparse.predictor import (
 from arachnec.kernels.sparse.token_cubes import CELL, KEYS, QUERIES, Grid, TokenCubes, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
 from arachnec.spmd.sparse_block import Site
+from arachnec.spmd.sparse_runtime import Shares
 
 Layer = tuple[str, int]
 ROWS = 64  # queries whose rows of scores a predictor learns from in a step
@@ -54,23 +57,28 @@ class LayerState:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the heads that were computed here, [heads] each: loss, sparsity, the share of blocks that one group needs, the
-    attention that its chosen blocks hold and that share of the best choice's; and the projections' gradients."""
+    """Of the heads that were computed here, [heads] each: 1 where the drawn group was, else 0; loss and sparsity, of a
+    head that is cut the part of its own queries; of the drawn group the share of blocks that it needs, the attention
+    that its chosen blocks hold and that share of the best choice's; and the projections' gradients. Over the ranks of a
+    clip these add up to those of one rank."""
 
+    counted: Tensor
     loss: Tensor
     sparsity: Tensor
     needed: Tensor
     held: Tensor
     of_best: Tensor
     gradients: tuple[Tensor, Tensor]
-    heads: Range  # which these are
+    heads: tuple[int, ...]  # which these are
 
 
 @dataclass
 class SparseCascade:
     """One cascade's attention. A layer that is not in ``layers`` is dense and learns nothing. ``replay`` are lists of
     all heads that are taken as they are, None for dense. ``lists`` are those of the heads that were computed here: what
-    runs again in the backward takes them from there. ``weight`` None trains no predictor."""
+    runs again in the backward takes them from there. ``weight`` None trains no predictor. ``parts`` say which rank of a
+    clip computes which of so many ``groups`` of which head, of layers that run sparse; heads of others, and of a
+    sequence that is cut into another number of groups, go by number."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
@@ -78,9 +86,14 @@ class SparseCascade:
     weight: float | None = None
     sizes: tuple[int, int, int] = (QUERIES, KEYS, CELL)  # tokens of a group, a block and a cell
     replay: Mapping[Layer, KeyLists | None] = field(default_factory=dict)
+    mass: float = MASS  # of a group's attention, that its blocks are to hold
+    parts: Mapping[Layer, Sequence[HeadPart]] = field(default_factory=dict)
+    groups: int = 0
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
+    shares: dict[Layer, Shares] = field(default_factory=dict)  # whose lists these are
     measured: dict[Layer, Measured] = field(default_factory=dict)
     _cubes: dict[tuple[int, str | None], TokenCubes] = field(default_factory=dict)
+    _divisions: dict[tuple[Layer, int], Division | None] = field(default_factory=dict)
 
     def of_block(self, path: str) -> OfBlock:
         return OfBlock(self, path)
@@ -114,31 +127,47 @@ class OfBlock:
     cascade: SparseCascade
     path: str
 
+    def division(self, site: int, tokens: int, places: int) -> Division | None:
+        """Who computes which queries of which heads; None where heads go by number."""
+        cascade, layer = self.cascade, (self.path, site)
+        if (layer, tokens) not in cascade._divisions:
+            cascade._divisions[layer, tokens] = self._divided(layer, tokens, places)
+        return cascade._divisions[layer, tokens]
+
+    def _divided(self, layer: Layer, tokens: int, places: int) -> Division | None:
+        cascade, parts = self.cascade, self.cascade.parts.get(layer)
+        state = cascade.layers.get(layer)
+        if not parts or state is None or not cascade.replay.get(layer, state.sparse):
+            return None
+        cubes = cascade.cubes(tokens, state.site.captions)
+        return divided(parts, cubes, places) if len(cubes.groups) - 1 == cascade.groups else None
+
     def attend(
-        self, site: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, heads: Range
+        self, site: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, heads: Shares
     ) -> Tensor:
-        """Attention of heads [B, heads, S, D] over all tokens."""
+        """Attention of heads [B, heads, S, D] over all tokens, of those that are cut for their own queries."""
         cascade, layer = self.cascade, (self.path, site)
         state = cascade.layers.get(layer)
         if state is None:
             return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
         cubes = cascade.cubes(query.shape[2], state.site.captions)
-        here = slice(*heads)
-        by = Projections(state.projections.query[here], state.projections.key[here])
-        if heads[0] == heads[1]:
+        if not heads:
             return video_attention(query, key, value, cubes, None, mask=mask, scale=scale)
+        here = torch.tensor([share.head for share in heads], device=query.device)
+        by = Projections(state.projections.query[here], state.projections.key[here])
         if layer not in cascade.lists:
+            cascade.shares[layer] = heads
             if layer in cascade.replay:
                 given = cascade.replay[layer]
-                cascade.lists[layer] = None if given is None else given.of_heads(*heads)
+                cascade.lists[layer] = None if given is None else given.of_shares(heads)
             else:
-                cascade.lists[layer] = self._chosen(state, by, query, key, cubes, here) if state.sparse else None
+                cascade.lists[layer] = self._chosen(state, by, query, key, cubes, heads) if state.sparse else None
         out = video_attention(query, key, value, cubes, cascade.lists[layer], mask=mask, scale=scale)
         if cascade.weight is None:
             return out
         if layer not in cascade.measured:
             with saved_tensors_hooks(_as_it_is, _as_it_is):  # what is saved here is none of the checkpoint's
-                cascade.measured[layer] = self._measured(state, layer, by, query, key, cubes, scale, here)
+                cascade.measured[layer] = self._measured(state, layer, by, query, key, cubes, scale, heads)
         projections, gradients = state.projections, cascade.measured[layer].gradients
         beside: Tensor = _Beside.apply(  # type: ignore[no-untyped-call]
             out, projections.query, projections.key, *gradients, here, cascade.weight
@@ -146,10 +175,12 @@ class OfBlock:
         return beside
 
     def _chosen(
-        self, state: LayerState, by: Projections, query: Tensor, key: Tensor, cubes: TokenCubes, here: slice
+        self, state: LayerState, by: Projections, query: Tensor, key: Tensor, cubes: TokenCubes, heads: Shares
     ) -> KeyLists:
-        video = len(cubes.blocks) - 1 - cubes.captions
-        return predicted_lists(query, key, by, cubes, kept_blocks(state.densities[here], video))
+        video, groups = len(cubes.blocks) - 1 - cubes.captions, len(cubes.groups) - 1
+        kept = kept_blocks([state.densities[share.head] for share in heads], video)
+        spans = [(share.first, groups if share.end is None else share.end) for share in heads]
+        return predicted_lists(query, key, by, cubes, kept, spans)
 
     def _measured(
         self,
@@ -160,34 +191,57 @@ class OfBlock:
         key: Tensor,
         cubes: TokenCubes,
         scale: float,
-        here: slice,
+        heads: Shares,
     ) -> Measured:
-        """On rows of scores that are drawn for this layer, and on all rows of one group."""
+        """On rows of scores that are drawn for this layer, and on all rows of one group: of a head that is cut on those
+        that are here."""
         rng = torch.Generator().manual_seed(_seed(f"{self.cascade.draw}/{layer[0]}/{layer[1]}"))
         order = cubes.order[: cubes.video]
-        rows = order[torch.randint(cubes.video, (min(ROWS, cubes.video),), generator=rng)].to(query.device)
+        drawn = order[torch.randint(cubes.video, (min(ROWS, cubes.video),), generator=rng)]
         group = int(torch.randint(len(cubes.groups) - 1, (), generator=rng))
-        order = order.to(query.device)
+        here = [torch.ones_like(drawn) if s.rows is None else torch.isin(drawn, s.rows) for s in heads]
+        own = torch.stack(here).bool().to(query.device)
+        counted = torch.tensor([s.end is None or s.first <= group < s.end for s in heads]).to(query.device)
+        rows, order = drawn.to(query.device), order.to(query.device)
         keys = key.index_select(2, order)
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (by.query, by.key)]
             queries = query.index_select(2, rows)
             true = true_scores(queries, keys, scale)
-            loss = score_loss(predicted_scores(queries, keys, Projections(leaves[0], leaves[1])), true)
+            by_row = score_loss(predicted_scores(queries, keys, Projections(leaves[0], leaves[1])), true)
+            loss = torch.where(own, by_row, 0.0).mean((0, 2))
             of_query, of_key = torch.autograd.grad(loss.sum() / state.site.heads, leaves)
         with torch.no_grad():
             of_group = query.index_select(2, order[int(cubes.groups[group]) : int(cubes.groups[group + 1])])
             lists = self.cascade.lists[layer]
             if lists is None:
-                lists = self._chosen(state, by, query, key, cubes, here)
+                lists = self._chosen(state, by, query, key, cubes, heads)
             video = len(cubes.blocks) - 1 - cubes.captions
             chosen = chosen_blocks(lists, video + cubes.captions)[:, :, group, :video]
             scores = true_scores(of_group, keys, scale)
             held, of_best = held_mass(scores, chosen, cubes.blocks[: video + 1])
-            needed = needed_blocks(scores, cubes.blocks[: video + 1])
-            sparsity = measured_sparsity(true)
-        heads = (here.start, here.stop)
-        return Measured(loss.detach(), sparsity, needed, held, of_best, (of_query, of_key), heads)
+            needed = needed_blocks(scores, cubes.blocks[: video + 1], self.cascade.mass)
+            needed, held, of_best = (torch.where(counted, x, 0.0) for x in (needed, held, of_best))
+            sparsity = torch.where(own, measured_sparsity(true, self.cascade.mass), 0.0).mean((0, 2))
+        numbers = tuple(share.head for share in heads)
+        return Measured(counted.float(), loss.detach(), sparsity, needed, held, of_best, (of_query, of_key), numbers)
+
+
+def divided(parts: Sequence[HeadPart], cubes: TokenCubes, places: int) -> Division:
+    """By place the shares of heads: groups as rows of the sequence. Captions' queries are in no group: they go with a
+    head's first."""
+    groups = len(cubes.groups) - 1
+    shares: list[list[HeadShare]] = [[] for _ in range(places)]
+    for part in sorted(parts, key=lambda part: ((part.start, part.stop) != (0, groups), part)):
+        whole = (part.start, part.stop) == (0, groups)
+        shares[part.place].append(HeadShare(part.head) if whole else _cut(part, cubes))
+    return tuple(map(tuple, shares))
+
+
+def _cut(part: HeadPart, cubes: TokenCubes) -> HeadShare:
+    rows = cubes.order[int(cubes.groups[part.start]) : int(cubes.groups[part.stop])]
+    captions = cubes.order[cubes.video :] if part.start == 0 else rows[:0]
+    return HeadShare(part.head, torch.cat([rows, captions]).sort().values, part.start, part.stop)
 
 
 def add_predictors(
@@ -226,7 +280,7 @@ class _Beside(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, out: Tensor, query: Tensor, key: Tensor, of_query: Tensor, of_key: Tensor, here: slice, weight: float
+        ctx: Any, out: Tensor, query: Tensor, key: Tensor, of_query: Tensor, of_key: Tensor, here: Tensor, weight: float
     ) -> Tensor:
         ctx.save_for_backward(of_query, of_key)
         ctx.sizes, ctx.here, ctx.weight = (query.shape, key.shape), here, weight
@@ -237,8 +291,7 @@ class _Beside(torch.autograd.Function):
         shares = []
         for size, part in zip(ctx.sizes, ctx.saved_tensors, strict=True):
             share = part.new_zeros(size)
-            share[ctx.here] = part * ctx.weight
-            shares.append(share)
+            shares.append(share.index_copy_(0, ctx.here, part * ctx.weight))
         return grad, *shares, None, None, None, None
 
 

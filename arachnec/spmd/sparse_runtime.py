@@ -6,17 +6,22 @@ from typing import Protocol
 
 from torch import Tensor
 
-from arachnec.kernels.attention.distributed_attention import Range, distributed_attention
+from arachnec.kernels.attention.distributed_attention import distributed_attention
+from arachnec.kernels.attention.divided_heads import Division, HeadShare
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.spmd.runtime import Parts
+
+Shares = tuple[HeadShare, ...]
 
 
 class BlockAttention(Protocol):
     """What the attentions of one block are given."""
 
     def attend(
-        self, site: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, heads: Range
+        self, site: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, heads: Shares
     ) -> Tensor: ...
+
+    def division(self, site: int, tokens: int, places: int) -> Division | None: ...
 
 
 def attention_of_all(
@@ -33,7 +38,7 @@ def attention_of_all(
 ) -> Tensor:
     """In the place of ``scaled_dot_product_attention`` of heads [B, H, S, D]; dropout and causality never happen."""
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    return layers.attend(site, query, key, value, attn_mask, scale, (0, query.shape[1]))
+    return layers.attend(site, query, key, value, attn_mask, scale, tuple(map(HeadShare, range(query.shape[1]))))
 
 
 def attention_of_share(
@@ -50,12 +55,22 @@ def attention_of_share(
     scale: float | None,
     enable_gqa: bool,
 ) -> Tensor:
-    """In the place of ``attention_over_tokens``: a rank has all tokens of some heads when it attends."""
+    """In the place of ``attention_over_tokens``: a rank has all keys of some heads when it attends."""
 
-    def of_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, heads: Range) -> Tensor:
+    def of_heads(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, heads: Shares) -> Tensor:
         return layers.attend(site, query, key, value, mask, scale, heads)
 
     mask = mask if mask is None else mask[(None,) * (4 - mask.ndim)]
+    tokens = sum(shard.total if part is None else part for part in key_parts)
     return distributed_attention(
-        query, key, value, shard, query_parts=query_parts, key_parts=key_parts, mask=mask, scale=scale, local=of_heads
+        query,
+        key,
+        value,
+        shard,
+        query_parts=query_parts,
+        key_parts=key_parts,
+        mask=mask,
+        scale=scale,
+        local=of_heads,
+        division=layers.division(site, tokens, shard.degree),
     )

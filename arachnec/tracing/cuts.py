@@ -60,6 +60,11 @@ class Cut:
         """Of what goes from a stage to the next one."""
         return sum(self.flow.form(output).bytes for output in self.handed_on(stage))
 
+    def block_bytes_on(self, stage: int) -> int:
+        """Of this, what blocks have made."""
+        made = (output for output in self.handed_on(stage) if self.flow.calls[output.call].is_block)
+        return sum(self.flow.form(output).bytes for output in made)
+
 
 def single_blocks(layers: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Every block a stage of its own."""

@@ -45,6 +45,7 @@ def stage_figures(
         ]
         cuts = [Cut(flow, single_blocks(paths)) for flow in flows]
         handed = [[cut.bytes_on(layer) for layer in range(len(paths) - 1)] for cut in cuts]
+        of_blocks = [[cut.block_bytes_on(layer) for layer in range(len(paths) - 1)] for cut in cuts]
     except UserError:
         return {}
     points = [size.values for size in captured.sizes]
@@ -84,8 +85,17 @@ def stage_figures(
         "cuts": tuple(
             (len(list(run)), measured(series, "GiB", GIB)) for series, run in groupby(zip(*handed, strict=True))
         ),
+        "token_cuts": tuple(
+            (len(list(run)), _of_tokens(measured(series, "GiB", GIB)))
+            for series, run in groupby(zip(*of_blocks, strict=True))
+        ),
         "tied_layers": _tied(model, cuts[0]) or None,
     }
+
+
+def _of_tokens(size: Formula) -> Formula:
+    """What grows with a clip's tokens."""
+    return Formula(tuple(term for term in size.terms if any(symbol == "S" for symbol, _ in term.powers)), size.unit)
 
 
 def _tied(model: nn.Module, cut: Cut) -> tuple[Value, ...]:

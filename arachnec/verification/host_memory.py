@@ -6,22 +6,23 @@ That no layer is read before it is brought in is rule 5: a layer from the host i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.stage_handoffs import forward_of
 from arachnec.analysis.uses import Values, gib, rank_list, written
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
 from arachnec.cluster.topology import node_of
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.host_placement import HOST, in_host, inputs_in_host, layers_in_host
-from arachnec.ir.nodes import Phase, Program, quantity
+from arachnec.ir.nodes import Cascade, Program, quantity
 from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.stage_sizes import gib as gib_of
 
-OPS = ("forward", "backward")
+OPS = ("forward", "backward", "weight")
 TOLERANCE_GIB = 1e-9
 TOLERANCE = 1e-6  # of a sum that was printed
 
@@ -97,18 +98,21 @@ def _copies(values: Values, program: Program) -> Iterator[Diagnostic]:
         if there != said:
             reason = "lie in the host" if there else "do not lie in the host"
             yield WrongPlace(step.span, program.rank, written(step), stage.name, reason)
-        goes = inputs_in_host(stage) and cascade.phase is Phase.TRAIN
+        if step.op == "weight":
+            continue
         if step.op == "forward":
-            gone[step.target] = tuple(range(recomputed_blocks(step.attrs.get("recompute"), stage) if goes else 0))
-        blocks, word = gone.get(step.target, ()), "offload" if step.op == "forward" else "reload"
+            again = recomputed_blocks(step.attrs.get("recompute"), stage) if inputs_in_host(stage) else 0
+            gone[step.target] = tuple(range(again))
+        saved = forward_of(cascade, values.cascades).name
+        blocks, word = gone.get(saved, ()), "offload" if step.op == "forward" else "reload"
         listed = layers_listed(step, word)
         if listed != blocks:
             texts = (rank_list(run) if run else "nothing" for run in (listed, blocks))
             yield WrongInputs(step.span, program.rank, written(step), word, *texts)
 
 
-def host_peak(program: Program) -> tuple[float, float]:
-    """GiB that a rank keeps in its host's memory: throughout, and of blocks' inputs at most."""
+def host_peak(program: Program, cascades: Mapping[str, Cascade]) -> tuple[float, float]:
+    """GiB that a rank keeps in its host's memory: throughout, and of blocks' inputs at most. ``cascades`` by name."""
     state = quantity(program.attrs["host_state"]) if "host_state" in program.attrs else 0.0
     kept: dict[str, float] = {}
     most = 0.0
@@ -117,7 +121,7 @@ def host_peak(program: Program) -> tuple[float, float]:
             kept[step.target] = gib(step, "host")
             most = max(most, sum(kept.values()))
         elif step.op == "backward":
-            kept.pop(step.target, None)
+            kept.pop(forward_of(cascades[step.target], cascades).name, None)
     return state, most
 
 
@@ -138,7 +142,7 @@ def _bounds(values: Values) -> Iterator[Diagnostic]:
     assert cluster is not None
     nodes: dict[int, list[tuple[Program, float, float]]] = defaultdict(list)
     for program in values.module.programs:
-        nodes[node_of(cluster, program.rank)].append((program, *host_peak(program)))
+        nodes[node_of(cluster, program.rank)].append((program, *host_peak(program, values.cascades)))
     usable = usable_host_memory(cluster)
     for node, ranks in nodes.items():
         state, inputs = (sum(sizes) for sizes in list(zip(*ranks, strict=True))[1:])

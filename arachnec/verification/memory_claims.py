@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.analysis.stage_handoffs import handed_gib
 from arachnec.analysis.uses import Values, gib, written
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
@@ -70,8 +71,8 @@ def _handed(values: Values, cost: CostModel) -> dict[tuple[str, int], float]:
     sizes: dict[tuple[str, int], float] = {}
     for consumer in values.module.cascades:
         for producer in (values.cascades[name] for name in consumer.inputs if name in values.cascades):
-            whole = producer.phase is Phase.ENCODE or consumer.phase is Phase.DENOISE
-            size = cost.handed(producer, consumer) / (1 if whole else consumer.side)
+            saved = not cost.handed(producer, consumer)
+            size = 0.0 if saved else handed_gib(producer, consumer, cost.stages, values.cascades)
             for rank in consumer.ranks:
                 sizes[producer.name, rank] = max(size, sizes.get((producer.name, rank), 0.0))
     return sizes

@@ -31,7 +31,7 @@ INK, FAINT, LINE, BOUND = "#1b1f24", "#57606a", "#d0d7de", "#d1242f"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is drawn of one plan; ms."""
+    """What is drawn of one plan; ms. Without a ``bound``, 0, none is drawn."""
 
     name: str
     module: Module
@@ -57,10 +57,13 @@ def draw_comparison(title: str, plans: Sequence[Plan]) -> str:
         top = below + row * (PANEL_TITLE + PANEL + 22)
         elements += _gantt(plan, colours, left, top, width, end)
     height = below + -(-len(ordered) // COLUMNS) * (PANEL_TITLE + PANEL + 22)
-    return "\n".join([*_head(title, height, colours), *elements, "</svg>"]) + "\n"
+    return (
+        "\n".join([*_head(title, height, colours, bound=any(plan.bound for plan in ordered)), *elements, "</svg>"])
+        + "\n"
+    )
 
 
-def _head(title: str, height: float, colours: Mapping[str, str]) -> list[str]:
+def _head(title: str, height: float, colours: Mapping[str, str], *, bound: bool) -> list[str]:
     elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
         f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="11">',
@@ -68,7 +71,7 @@ def _head(title: str, height: float, colours: Mapping[str, str]) -> list[str]:
         _text(MARGIN, 26, title, size=15, weight="bold"),
     ]
     x = float(WIDTH - MARGIN)
-    marks = [*colours.items(), ("reduce, step", SYNCHRONISATION), ("lower bound", BOUND)]
+    marks = [*colours.items(), ("reduce, step", SYNCHRONISATION), *([("lower bound", BOUND)] if bound else [])]
     for name, colour in reversed(marks):
         x -= CHARACTER * len(name) + 4
         elements.append(_text(x, 26, name))
@@ -92,16 +95,17 @@ def _bars(plans: Sequence[Plan]) -> tuple[list[str], float]:
     for number, plan in enumerate(plans):
         y = TITLE + number * (BAR + GAP) + GAP / 2
         work, bar, bound = plan.makespan * scale, plan.iteration * scale, left + plan.bound * scale
-        over = f"{plan.makespan / plan.bound:.3f} x bound" if plan.bound > 0 else ""
-        about = f"{plan.name}: iteration {_time(plan.iteration)}, makespan {_time(plan.makespan)}, bound "
+        over = f",  {plan.makespan / plan.bound:.3f} x bound" if plan.bound else ""
+        about = f"{plan.name}: iteration {_time(plan.iteration)}, makespan {_time(plan.makespan)}"
+        about += f", bound {_time(plan.bound)}" if plan.bound else ""
         elements += [
             _text(left - 8, y + BAR / 2 + 4, plan.name, anchor="end", weight="bold" if number == 0 else "normal"),
-            f"<g><title>{escape(about + _time(plan.bound))}</title>"
+            f"<g><title>{escape(about)}</title>"
             f'<rect x="{left}" y="{y}" width="{bar:.1f}" height="{BAR}" fill="{SYNCHRONISATION}"/>'
-            f'<rect x="{left}" y="{y}" width="{work:.1f}" height="{BAR}" fill="{PALETTE[0]}" fill-opacity="0.85"/>'
-            f'<line x1="{bound:.1f}" y1="{y - GAP / 2}" x2="{bound:.1f}" y2="{y + BAR + GAP / 2}" '
-            f'stroke="{BOUND}" stroke-width="2"/></g>',
-            _text(left + bar + 8, y + BAR / 2 + 4, f"{_time(plan.iteration)},  {over}", colour=FAINT),
+            f'<rect x="{left}" y="{y}" width="{work:.1f}" height="{BAR}" fill="{PALETTE[0]}" fill-opacity="0.85"/>',
+            _bound_at(bound, y - GAP / 2, y + BAR + GAP / 2, 2) if plan.bound else "",
+            "</g>",
+            _text(left + bar + 8, y + BAR / 2 + 4, f"{_time(plan.iteration)}{over}", colour=FAINT),
         ]
     return elements, bottom + 36
 
@@ -132,16 +136,17 @@ def _gantt(plan: Plan, colours: Mapping[str, str], left: float, top: float, widt
             f'fill-opacity="{OPACITY[interval.op]}" stroke="#ffffff" stroke-width="0.3">'
             f"<title>{escape(f'{interval.op} {interval.target}')}</title></rect>"
         )
-    bound = left + plan.bound * scale
-    elements.append(
-        f'<line x1="{bound:.1f}" y1="{base - 3}" x2="{bound:.1f}" y2="{base + PANEL + 3}" '
-        f'stroke="{BOUND}" stroke-width="1.5"/>'
-    )
+    if plan.bound:
+        elements.append(_bound_at(left + plan.bound * scale, base - 3, base + PANEL + 3, 1.5))
     for time in ticks(end, limit=5):
         elements.append(_text(left + time * scale, base + PANEL + 14, time_text(time), colour=FAINT, anchor="middle"))
     if plan.iteration > end * (1 + 1e-9):
         elements.append(_text(left + width + 4, base + PANEL / 2 + 4, "...", colour=FAINT))
     return elements
+
+
+def _bound_at(x: float, top: float, bottom: float, wide: float) -> str:
+    return f'<line x1="{x:.1f}" y1="{top}" x2="{x:.1f}" y2="{bottom}" stroke="{BOUND}" stroke-width="{wide}"/>'
 
 
 def _time(ms: float) -> str:

@@ -22,7 +22,8 @@ def host_sentences(module: Module, cost: CostModel) -> list[str]:
         return []
     cluster = module.cluster
     parts = ", ".join(f"{' and '.join(in_host(stage))} of @{stage.name}" for stage in stages)
-    peaks = [(node_of(cluster, program.rank), *host_peak(program)) for program in module.programs]
+    named = {cascade.name: cascade for cascade in module.cascades}
+    peaks = [(node_of(cluster, program.rank), *host_peak(program, named)) for program in module.programs]
     fullest = max({node for node, _, _ in peaks}, key=lambda node: sum(s + i for n, s, i in peaks if n == node))
     state, inputs = (math.fsum(peak[at] for peak in peaks if peak[0] == fullest) for at in (1, 2))
     sentences = [

@@ -3,8 +3,9 @@
 python benchmarks/data/size.py [--rows 10000000] [--output benchmarks/results/data_size.json]
 
 The manifest is written by this command, of random shapes and captions. It is opened and drawn from by a process of its
-own, whose largest resident memory counts. And for the plans of batches that are drawn so: how many find a plan that was
-made for an earlier batch with as many clips of each shape, among the last 256 plans, which is what a run keeps.
+own, whose largest resident memory counts. And for the plans of batches that are drawn one by one, stratified by shape
+or of one shape each: how many find a plan that was made for an earlier batch with as many clips of each shape, among
+the last 256 plans, which is what a run keeps. `--plans` measures this alone, and keeps what the file says of the rest.
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from pathlib import Path
 
 from arachnec.backends.torch_distributed.plans import KEPT
 from arachnec.data.batch_source import BatchSource
-from arachnec.data.parquet_clips import ParquetClips
+from arachnec.data.long_manifest import read_long_manifest
+from arachnec.data.parquet_clips import WINDOW, ParquetClips
+from arachnec.data.stratified import stratified
 
 RESULT = Path(__file__).parents[1] / "results" / "data_size.json"
 # frames, height, width, weight: stills, short and long clips, as public sets of video have them
@@ -35,30 +38,36 @@ STATUS = Path("/proc/self/status")  # its VmHWM is the largest resident memory o
 TEXT = 512  # tokens that captions are padded to
 CHUNK = 500_000
 BATCHES = 2000
+DRAWN = ("one by one", "stratified", "one shape")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--plans", action="store_true")
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.open is not None:
         print(json.dumps(opened(options.open)))
         return
+    measured = json.loads(options.output.read_text())["manifest"] if options.plans else manifest(options.rows)
+    hits = [hit_rate(clips, drawn) for drawn in DRAWN for clips in (4, 8, 16, 64)]
+    print(json.dumps(measured, indent=2))
+    print(f"{'clips':>6} {'drawn':>12} {'batches':>8} {'plans':>6} {'hits':>6}")
+    for line in hits:
+        print(f"{line['clips']:>6} {line['drawn']:>12} {line['batches']:>8} {line['plans']:>6} {line['hits']:>6.1%}")
+    options.output.write_text(json.dumps({"manifest": measured, "plans": hits}, indent=2) + "\n")
+
+
+def manifest(rows: int) -> dict[str, object]:
+    """What it takes to open one of so many rows."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "clips.parquet"
-        write(path, options.rows)
+        write(path, rows)
         row = [sys.executable, __file__, "--open", str(path)]
-        measured = json.loads(subprocess.run(row, capture_output=True, text=True, check=True).stdout)
-        measured |= {"rows": options.rows, "file_mib": round(path.stat().st_size / 2**20)}
-    hits = [hit_rate(clips, alike) for alike in (False, True) for clips in (4, 8, 16, 64)]
-    print(json.dumps(measured, indent=2))
-    print(f"{'clips':>6} {'shapes':>10} {'batches':>8} {'plans':>6} {'hits':>6}")
-    for line in hits:
-        shapes = "one" if line["of_one_shape"] else "mixed"
-        print(f"{line['clips']:>6} {shapes:>10} {line['batches']:>8} {line['plans']:>6} {line['hits']:>6.1%}")
-    options.output.write_text(json.dumps({"manifest": measured, "plans": hits}, indent=2) + "\n")
+        measured: dict[str, object] = json.loads(subprocess.run(row, capture_output=True, text=True, check=True).stdout)
+        return measured | {"rows": rows, "file_mib": round(path.stat().st_size / 2**20)}
 
 
 def write(path: Path, rows: int) -> None:
@@ -80,7 +89,10 @@ def write(path: Path, rows: int) -> None:
 
 
 def opened(path: Path) -> dict[str, object]:
-    """What it takes to open the manifest, to draw the first batch of 64, and to draw on."""
+    """What it takes to open the manifest, to draw the first batch of 64, to draw on; and to find its shapes, as
+    `compile` does."""
+    began = time.perf_counter()
+    long, clips = read_long_manifest(path, 64)
     started = time.perf_counter()
     source = BatchSource(ParquetClips(path, seed=0), 64, repeat=True)
     after_open = time.perf_counter()
@@ -91,6 +103,9 @@ def opened(path: Path) -> dict[str, object]:
     ended = time.perf_counter()
     (peak,) = (int(row.split()[1]) for row in STATUS.read_text().splitlines() if row.startswith("VmHWM"))
     return {
+        "compile_s": round(started - began, 3),
+        "shapes": len(clips),
+        "clips": long.clips,
         "open_s": round(after_open - started, 3),
         "first_batch_s": round(first - after_open, 3),
         "batch_of_64_ms": round((ended - first) / BATCHES * 1e3, 3),
@@ -98,24 +113,33 @@ def opened(path: Path) -> dict[str, object]:
     }
 
 
-def hit_rate(clips: int, alike: bool) -> dict[str, object]:
-    """Of batches of so many clips, drawn one by one or each of one shape, those that need no plan."""
+def hit_rate(clips: int, drawn: str) -> dict[str, object]:
+    """Of batches of so many clips those that need no plan."""
     kept: OrderedDict[object, None] = OrderedDict()
     hits, total = 0, 5000
-    for shapes in drawn(clips, total, alike):
+    for shapes in batches_of(clips, total, drawn):
         key = tuple(sorted(Counter(shapes).items()))
         hits += key in kept
         kept[key] = None
         kept.move_to_end(key)
         if len(kept) > KEPT:
             kept.popitem(last=False)
-    return {"clips": clips, "of_one_shape": alike, "batches": total, "plans": total - hits, "hits": hits / total}
+    return {"clips": clips, "drawn": drawn, "batches": total, "plans": total - hits, "hits": hits / total}
 
 
-def drawn(clips: int, batches: int, alike: bool) -> Iterator[list[tuple[int, ...]]]:
+def batches_of(clips: int, batches: int, drawn: str) -> Iterator[list[tuple[int, ...]]]:
     rng, weights = random.Random(clips), [shape[3] for shape in SHAPES]
-    for _ in range(batches):
-        yield rng.choices(SHAPES, weights, k=1) * clips if alike else rng.choices(SHAPES, weights, k=clips)
+    if drawn == "one shape":
+        for _ in range(batches):
+            yield rng.choices(SHAPES, weights, k=1) * clips
+        return
+    rows: list[tuple[int, ...]] = []
+    while len(rows) < clips * batches:  # windows as ParquetClips has them
+        window = rng.choices(SHAPES, weights, k=WINDOW)
+        dealt = stratified(window, WINDOW // clips, rng) if drawn == "stratified" else [list(range(WINDOW))]
+        rows += [window[place] for batch in dealt for place in batch]
+    for first in range(0, clips * batches, clips):
+        yield rows[first : first + clips]
 
 
 if __name__ == "__main__":

@@ -3,7 +3,9 @@
     python -m benchmarks.sampling.flops [FILE.json]
 
 Beside them stand constants by formula: 8 + 4 ffn/h products of S h^2 and 4 S^2 h a layer, no text, no shell. The trace
-counts both. K is how many of 50 steps the large model may take for a speed-up that FLOPs alone would allow.
+counts both: of Wan's T text tokens a layer's cross-attention alone takes 4 S h^2 + 4 T h^2 + 4 S T h, which is 153.3
+and 12.5 TFLOP of its two models; 1525.0 + 153.3 and 270.5 + 12.5 are what is traced. K is how many of 50 steps the
+large model may take for a speed-up that FLOPs alone would allow.
 """
 
 import json
@@ -17,6 +19,7 @@ from arachnec.passes.trace import TRAINED, trace_model
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 50
+WIDTHS = {"sample_wan2_1.py": {"large": (5120, 40), "small": (1536, 30)}}  # of cross-attention: width and layers
 # file, clip, TFLOP by formula of each model, speed-ups to ask K for
 PAIRS = (
     ("sample_wan2_1.py", (81, 480, 832, 512), {"large": 1525.0, "small": 270.5}, (2.0, 3.0, 4.0)),
@@ -33,6 +36,11 @@ def layers_alone(stage_flops: Formula, tokens: int, text: int) -> float:
     return stage_flops(B=1, S=tokens, T=text)
 
 
+def cross_attention(tokens: int, text: int, width: int, layers: int) -> float:
+    """TFLOP of a forward: queries and outputs of every token, keys and values of the text, and their products."""
+    return layers * 4 * (tokens * width**2 + text * width**2 + tokens * text * width) / 1e12
+
+
 def main() -> None:
     rows = []
     for file, (frames, height, width, text), formula, speed_ups in PAIRS:
@@ -46,11 +54,17 @@ def main() -> None:
             assert isinstance(flops, Formula)
             traced[name] = layers_alone(flops, tokens, text)
             print(f"{file} {name}: S {tokens}, {traced[name]:.1f} TFLOP traced, {formula[name]} by formula", flush=True)
-        for kind, figures in (("traced", traced), ("by formula", formula)):
+        kinds = {"traced": traced, "by formula": formula}
+        if file in WIDTHS:
+            kinds["by formula, with the text"] = {
+                name: formula[name] + cross_attention(tokens, text, *sizes) for name, sizes in WIDTHS[file].items()
+            }
+        for kind, figures in kinds.items():
             large, small = figures["large"], figures["small"]
             steps = {speed_up: most_large_steps(large, small, speed_up) for speed_up in speed_ups}
             told = ", ".join(f"{speed_up:g}x at K = {k:.1f}" for speed_up, k in steps.items())
-            print(f"  {kind}: at most {large / small:.2f}x, {told}", flush=True)
+            sizes = f"{large:.1f} and {small:.1f} TFLOP, "
+            print(f"  {kind}: {sizes}at most {large / small:.2f}x, {told}", flush=True)
             rows.append({"file": file, "count": kind, **figures, "most": large / small, "steps": steps})
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")

@@ -17,9 +17,9 @@ from safetensors.torch import load_file
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import Switch, parse_switch
+from arachnec.executable.sampling_folder import Settings
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import LATENTS, Outcome, Results
-from arachnec.generation.settings import Settings
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module

@@ -25,7 +25,7 @@ from benchmarks.pipelines.torch_peer import LONGEST, MODEL, clips
 
 WORKER = "benchmarks.sharded.fsdp2_rank"
 UNEVEN = "uneven"
-# a cascade has one clip for each rank
+# a cascade has one clip for each rank: the tokens are those of a rank
 PASSES = "shard-parameters{{cell=world}},partition{{policy=equal-token,tokens={}}},annotate,schedule-static,{}"
 END = "place,bucket,lower,check"
 
@@ -57,9 +57,8 @@ def main() -> None:
         folder = Path(name)
         manifest = folder / "clips.jsonl"
         manifest.write_text(clips([LONGEST] * options.ranks * options.micro_batches))
-        compiled = compile_model(
-            MODEL, manifest, f"{options.ranks}:cpu", passes=PASSES.format(options.ranks * LONGEST, END)
-        )
+        compiled = compile_model(MODEL, manifest, f"{options.ranks}:cpu", passes=PASSES.format(LONGEST, END))
+        assert all(len(c.clips) == options.ranks for c in compiled.module.cascades), "micro-batches are not FSDP2's"
         compiled.write(folder / "build")
         widths = {(cascade.width, cascade.degree, cascade.side) for cascade in compiled.module.cascades}
         times = json.loads(on_ranks(folder, options.ranks, "times", options.rounds))

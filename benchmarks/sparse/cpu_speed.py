@@ -1,11 +1,14 @@
 """Sparse attention on one CPU thread against dense, forward and backward, predictor and choice included.
 
-    python benchmarks/sparse/cpu_speed.py [--rounds 3] [--cases short|long|all] [--json FILE]
+    python benchmarks/sparse/cpu_speed.py [--rounds 3] [--cases short|long|all|block] [--json FILE]
 
 fp32, heads of 64, random q, k, v. Each round runs dense (``scaled_dot_product_attention``) and sparse one after the
 other, in turn first; times are CPU times of the process, the median over rounds. ``order`` puts tokens into cubes and
-back, and is part of sparse. Below the table: what the measured times give for ``PathSpeed`` by least squares, with its
-residuals, and what the choice between the paths costs at lengths where dense is taken.
+back, and is part of sparse. ``taken`` is what the planner would take (``arachnec.cost.sparse_attention.faster_sparse``)
+with the dense time that was fitted. Below the table: what the measured times give for ``PathSpeed`` by least squares,
+with its residuals, and what the choice between the paths costs at lengths where dense is taken. ``block`` is a whole
+block as wide as Wan2.1-1.3B's instead: 12 heads of 128, attention to 512 text tokens, a feed-forward of 8960, at 16,384
+tokens and density 0.1, forward and backward with all gradients.
 """
 
 from __future__ import annotations
@@ -22,12 +25,17 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from scipy.optimize import nnls
-from torch import Tensor
+from torch import Tensor, nn
 
-from arachnec.kernels.sparse.attention_path import CPU, PathSpeed, sparse_pays
+from arachnec.cost.sparse_attention import faster_sparse
+from arachnec.ir.head_density import LayerDensity, density_rows
+from arachnec.ir.nodes import Stage
+from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.kernels.sparse.predictor import RANK, Projections, initial_projections, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL, Grid, TokenCubes, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
+from arachnec.passes.sparsify import CPU_MOVED, CPU_OVERHEAD, Sparsify
+from arachnec.planning.sparse_stages import Choice, ClassAttention, choice_flops
 
 HEAD = 64
 UNEVEN = (0.30, 0.22, 0.16, 0.10, 0.07, 0.05, 0.04, 0.02)  # densities: 70 to 98 % sparse, 88 % in the mean
@@ -51,6 +59,40 @@ SHORT = (
     Case((8, 32, 32), UNEVEN, 3.5),
 )
 LONG = (Case((16, 32, 32), (0.1, 0.1), 6.0), Case((16, 32, 32), (0.2, 0.2), 2.8))
+
+
+@dataclass(frozen=True)
+class PathSpeed:
+    """Nanoseconds of forward and backward of one head of 64, by least squares over lengths and densities."""
+
+    dense_pair: float  # a query and a key
+    dense_token: float
+    sparse_pair: float  # one that is computed
+    cell_pair: float  # of the predictor's table
+    sparse_token: float  # order, gathered keys, features
+    sparse_call: float
+
+
+def taken(case: Case, dense_pair: float) -> str:
+    """What the planner takes on a CPU for one layer of these heads, whose dense pair takes so many nanoseconds."""
+    heads, options = len(case.densities), Sparsify()
+    speed = options.forward_speed, options.backward_speed, options.choice_speed
+    overhead = CPU_OVERHEAD * heads
+    choice = Choice(256, options.block, CELL, RANK, options.mass, options.division, CPU_MOVED, overhead, speed)
+
+    def pairs(each: float, unit: str) -> Formula:
+        return Formula((Term(each * heads, (("B", 1), ("S", 2))),), unit)
+
+    values = {
+        "flops": pairs(4e-12 * HEAD, "TFLOP"),
+        "forward": pairs(dense_pair * 1e-6 / 3, "ms"),
+        "backward": pairs(dense_pair * 2e-6 / 3, "ms"),
+        "density": density_rows({0: LayerDensity(1.0, case.densities)}),
+        "choice": choice_flops(ClassAttention(heads, HEAD), choice),
+        "choice_overhead": Quantity(choice.overhead, "ms"),
+        "sparse_speed": speed,
+    }
+    return "sparse" if faster_sparse(Stage("layer", True, Attributes.of(**values)), case.tokens, 0) else "dense"
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -97,8 +139,56 @@ def measured(case: Case, rounds: int) -> dict[str, object]:
         "choice_ms": round(choice * 1e3, 2),
         "ratio": round(dense / sparse, 2),
         "target": case.target,
-        "taken": "sparse" if sparse_pays(case.tokens, HEAD, case.densities) else "dense",
     }
+
+
+class WideBlock(nn.Module):
+    """Without modulation, which costs no time to speak of."""
+
+    def __init__(self, width: int = 1536, heads: int = 12, inner: int = 8960) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(3))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.query, self.text, self.cross = (
+            nn.Linear(width, width),
+            nn.Linear(width, 2 * width),
+            nn.Linear(width, width),
+        )
+        self.feed = nn.Sequential(nn.Linear(width, inner), nn.GELU("tanh"), nn.Linear(inner, width))
+
+    def forward(self, x: Tensor, text: Tensor, attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Tensor:
+        query, key, value = self._split(self.qkv(self.norms[0](x)), 3)
+        x = x + self.out(attend(query, key, value).transpose(1, 2).flatten(2))
+        (query,), (key, value) = self._split(self.query(self.norms[1](x)), 1), self._split(self.text(text), 2)
+        x = x + self.cross(F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(2))
+        return x + self.feed(self.norms[2](x))
+
+    def _split(self, x: Tensor, parts: int) -> tuple[Tensor, ...]:
+        return tuple(x.unflatten(2, (parts, self.heads, -1)).permute(2, 0, 3, 1, 4))
+
+
+def wide_block(rounds: int, grid: Grid = (16, 32, 32), density: float = 0.1) -> dict[str, object]:
+    torch.manual_seed(0)
+    block, cubes = WideBlock(), token_cubes(grid)
+    x, text = torch.randn(1, cubes.video, 1536, requires_grad=True), torch.randn(1, 512, 1536)
+    kept = kept_blocks([density] * block.heads, len(cubes.blocks) - 1)
+    by = initial_projections(block.heads, 128, 128, RANK, torch.Generator().manual_seed(0))
+
+    def chosen(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return video_attention(query, key, value, cubes, predicted_lists(query, key, by, cubes, kept))
+
+    def step(attend: Callable[[Tensor, Tensor, Tensor], Tensor]) -> float:
+        return seconds(lambda: block(x, text, attend).sum().backward())
+
+    ways = {"dense": F.scaled_dot_product_attention, "sparse": chosen}
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for number in range(rounds):
+        for name in sorted(ways, reverse=bool(number % 2)):
+            times[name].append(step(ways[name]))
+    dense, sparse = (statistics.median(times[name]) for name in ways)
+    row = {"tokens": cubes.video, "width": 1536, "heads": block.heads, "density": density}
+    return row | {"dense_s": round(dense, 1), "sparse_s": round(sparse, 1), "ratio": round(dense / sparse, 2)}
 
 
 def dispatch_overhead(tokens: int) -> float:
@@ -136,7 +226,7 @@ def fitted(rows: Sequence[dict[str, object]]) -> tuple[PathSpeed, dict[str, floa
     sparse_terms = np.stack([density * tokens**2, (tokens / CELL) ** 2, tokens, np.ones_like(tokens)], 1)
     of_dense, dense_error = _relative_fit(dense_terms, dense)
     of_sparse, sparse_error = _relative_fit(sparse_terms, sparse)
-    speed = PathSpeed(*(round(float(x), 3) for x in (*of_dense, *of_sparse)), HEAD)
+    speed = PathSpeed(*(round(float(x), 3) for x in (*of_dense, *of_sparse)))
     return speed, {"dense": round(dense_error, 3), "sparse": round(sparse_error, 3)}
 
 
@@ -150,14 +240,20 @@ def _relative_fit(terms: np.ndarray, times: np.ndarray) -> tuple[np.ndarray, flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--cases", choices=("short", "long", "all"), default="all")
+    parser.add_argument("--cases", choices=("short", "long", "all", "block"), default="all")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    if options.cases == "block":
+        block = wide_block(options.rounds)
+        print(block)
+        if options.json:
+            options.json.write_text(json.dumps(block | {"torch": torch.__version__}, indent=1) + "\n")
+        return
     cases = {"short": SHORT, "long": LONG, "all": (*SHORT, *LONG)}[options.cases]
     print(
         f"{'tokens':>7} {'heads':>5} {'density':>7} {'dense ms':>9} {'sparse ms':>9} {'choice ms':>9} {'ratio':>6}"
-        " target taken"
+        " target"
     )
     rows = []
     for case in cases:
@@ -165,13 +261,16 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['tokens']:>7} {row['heads']:>5} {row['density']:>7} {row['dense_ms']:>9} {row['sparse_ms']:>9}"
-            f" {row['choice_ms']:>9} {row['ratio']:>6} {row['target'] or '':>6} {row['taken']}",
+            f" {row['choice_ms']:>9} {row['ratio']:>6} {row['target'] or '':>6}",
             flush=True,
         )
     overhead = {tokens: dispatch_overhead(tokens) for tokens in (64, 256, 1024)}
     speed, residuals = fitted(rows)
+    for case, row in zip(cases, rows, strict=True):
+        row["taken"] = taken(case, speed.dense_pair)
+    print("taken:", {f"{row['tokens']} at {row['density']}": row["taken"] for row in rows})
     print(f"dense path through the dispatcher over dense itself: {overhead}")
-    print(f"fitted: {speed}, largest relative residuals {residuals}; the default is {CPU}")
+    print(f"fitted: {speed}, largest relative residuals {residuals}")
     if options.json:
         result = {
             "rows": rows,

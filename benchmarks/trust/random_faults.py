@@ -43,6 +43,7 @@ GONE_S = 40.0  # until all processes of a job that was broken are to be gone
 ENDS_S = 120.0  # until a run that a fault broke is to have ended
 DISK = "4m"
 SHARED = Path("/dev/shm")
+CACHES = ("arachnec-", "torchinductor_")  # ours and torch's, one a user; torch makes its folder when it is imported
 MODEL = """
 import time
 import torch
@@ -393,7 +394,7 @@ def judge(job: Job, expected: dict[int, float]) -> tuple[int, float]:
             job.problems.append(f"step {step}: the audit log has {told.get(step)}")
     drafts = [str(path) for path in job.folder.rglob("*draft*")]
     unfinished = [str(path) for path in job.kept.glob("step-*") if not (path / "commit.json").exists()]
-    rest = [path.name for path in (job.folder / "tmp").iterdir() if not path.name.startswith("arachnec-")]
+    rest = [path.name for path in (job.folder / "tmp").iterdir() if not path.name.startswith(CACHES)]
     job.problems += [f"left: {names}" for names in (drafts, unfinished, rest) if names]
     return len(rows), worst
 

@@ -1,19 +1,25 @@
-"""The demo: measure this machine, compile a small Wan2.1 model on clips of real videos, compare, train 20 steps.
+"""The demo: one long clip among short ones, trained in turns by the planner's program and by data parallelism.
 
-Every line that starts with ``$`` is a command you can type yourself.
+Runs a small Wan2.1 model's encoders over clips of real videos, measures this machine, compiles the model for two
+processes, trains with both programs and compares what was measured. Every line that starts with ``$`` is a command
+you can type yourself.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from examples.demo.measured import Trained, page, summary
+
 HERE = Path(__file__).parent
-RANKS = 4
-STEPS = 20
+RANKS = 2
+STEPS = 8  # of each run
+ROUNDS = 2
+PIPELINES = ("default", "data-parallel")
+PAGE = "demo.html"
 
 
 def command(*arguments: str | Path) -> None:
@@ -24,42 +30,47 @@ def command(*arguments: str | Path) -> None:
         sys.exit(done.returncode)
 
 
-def main() -> None:
+def main() -> int:
     output = Path("demo-output")
-    output.mkdir(exist_ok=True)
-    clips, profile, build = output / "clips.jsonl", output / "profile.json", output / "build"
-    model, cluster = HERE / "model.py", f"{RANKS}:cpu"
+    if output.exists():
+        shutil.rmtree(output)
+    output.mkdir()
+    clips, latents, profile = output / "clips.jsonl", output / "latents", output / "profile.json"
+    cluster = ("--cluster", f"{RANKS}:cpu")
+    common = (HERE / "model.py", "--data", latents / "clips.jsonl", *cluster)
 
-    print("Clips from three real videos (random weights, so nothing is downloaded):", flush=True)
-    subprocess.run([sys.executable, HERE / "make_clips.py", clips], check=True)
-    if build.exists():
-        shutil.rmtree(build)
-    command("profile", model, "--data", clips, "--cluster", cluster, "-o", profile)
-    command("compile", model, "--data", clips, "--cluster", cluster, "--profile", profile, "-o", build, "--lr", "1e-3")
-    command(
-        "compare", model, "--data", clips, "--cluster", cluster, "--profile", profile,
-        "--pipelines", "default,data-parallel",
-    )  # fmt: skip
-    command("run", build, "--steps", str(STEPS))
-    closing(output, build)
+    print("One long clip and eight short ones from three real videos (random weights, so nothing is downloaded):")
+    sys.stdout.flush()
+    subprocess.run([sys.executable, HERE / "make_clips.py", clips, "--one-long"], check=True)
+    command("cache", HERE / "model.py", "--data", clips, *cluster, "-o", latents)
+    command("profile", *common, "-o", profile)
+    for name in PIPELINES:
+        command("compile", *common, "--profile", profile, "--passes", name, "-o", output / name, "--lr", "1e-3")
+    for turn in range(1, ROUNDS + 1):
+        for name in PIPELINES:
+            report = output / name / f"run-{turn}.json"
+            command("run", output / name, "--steps", str(STEPS), "--report", report)
+
+    default, baseline = (Trained.of(output / name, ROUNDS) for name in PIPELINES)
+    (output / PAGE).write_text(page(default, baseline), encoding="utf-8")
+    print(f"\n{summary(default, baseline)}\n{closing(output)}")
+    return 0 if default.trains_as(baseline) else 1
 
 
-def closing(output: Path, build: Path) -> None:
-    report = json.loads((build / "run.json").read_text())
-    steps = report["steps"]
-    tail = sorted(step["step_ms"] for step in steps[1:])
-    print(
-        f"\nMeasured: loss {steps[0]['loss']:.4f} at step 1, {steps[-1]['loss']:.4f} at step {len(steps)}; "
-        f"median step {tail[len(tail) // 2]:.0f} ms.\n"
-        f"Predicted by the compiler for one iteration: {steps[-1]['planned_ms']:.0f} ms.\n\n"
+def closing(output: Path) -> str:
+    build = output / PIPELINES[0]
+    return (
+        f"\nOpen {output / PAGE} in a browser: what every process did in a step, under both programs.\n\n"
         f"Written to {output}/\n"
-        "  clips.jsonl            the clips\n"
-        "  profile.json           what this machine takes, measured\n"
-        "  build/program.cascade  every rank's program; edit it, then `arachnec check` it\n"
-        "  build/report.json      the plan\n"
-        "  build/run.json         every step: loss, times, imbalance\n"
-        "  build/loss.png         the loss curve\n"
-        "  build/measured.svg     what every rank did in the last step\n\n"
+        "  clips.jsonl              the clips\n"
+        "  latents/                 what the video and text encoders made of them\n"
+        "  profile.json             what this machine takes, measured\n"
+        f"and to {build}/ and {output / PIPELINES[1]}/\n"
+        "  program.cascade          every rank's program; edit it, then `arachnec check` it\n"
+        "  report.json              the plan\n"
+        "  run-1.json, run-2.json   every step: loss, times, imbalance\n"
+        "  loss.png                 the loss curve\n"
+        "  timeline.html            the plan above the measured step, to zoom in\n\n"
         "Next:\n"
         f"  arachnec show {build}                                   the plan above the measured step\n"
         "  arachnec compile examples/wan2_1_14b.py --data examples/clips_480p.jsonl --cluster 2x8:h100-80g\n"
@@ -68,4 +79,4 @@ def closing(output: Path, build: Path) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

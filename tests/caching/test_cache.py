@@ -97,11 +97,13 @@ def test_only_what_is_missing_is_encoded_and_equal_clips_share_a_file(tmp_path: 
     gone = files.path("vae", clips[2])
     gone.unlink()
     (gone.parent / "x.1.part").write_bytes(b"half")  # of a run that was killed
+    cut = files.path("vae", clips[3])
+    cut.write_bytes(cut.read_bytes()[:-4])
     files.sweep()
-    assert [c.id for c in files.missing(clips)] == ["c"]
+    assert [c.id for c in files.missing(clips)] == ["c", "d"]
     encoded_on_ranks(given, files, clips)
     now = {path: path.stat().st_mtime_ns for path in (tmp_path / "latents" / "vae").rglob("*") if path.is_file()}
-    assert {path for path in now if now[path] != kept.get(path)} == {gone}
+    assert {path for path in now if now[path] != kept.get(path)} == {gone, cut}
     assert all(
         torch.equal(read_encoded(c)["vae"], _plain(given, c))
         for c in read_manifest(listed(given, clips, tmp_path / "latents")).clips

@@ -8,11 +8,15 @@ import pytest
 import torch
 
 from arachnec import cli
+from arachnec.data.switch import ONE_MODEL, parse_switch
+from arachnec.executable.sampling_folder import Settings, StoredRequest
 from arachnec.generation import run as generation
-from arachnec.generation.plan import demand_latents, ordered
+from arachnec.generation.compiled import asked
+from arachnec.generation.plan import demand_latents, forecast, ordered
 from arachnec.generation.results import Outcome, Results
-from arachnec.generation.settings import Settings, StoredRequest
+from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import UserError, render
+from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.sampling.loop import Sampling
 from tests.generation.cases import FIXED, REQUESTS, SAMPLER, sampling_of, written
 
@@ -94,6 +98,16 @@ def test_finished_requests_stay_unless_what_made_them_has_changed(tmp_path: Path
     assert results.unfinished([request]) == (request,)
 
 
+def test_a_request_whose_video_is_cut_off_or_gone_is_not_finished(tmp_path: Path) -> None:
+    results, request = Results(tmp_path, Settings("sampler.py", ("large",), "always"), "digest"), REQUESTS[0]
+    outcome = Outcome("a", 6, None, [], results.fingerprint(request), 1.0)
+    for damage in (lambda path: path.write_bytes(path.read_bytes()[:-9]), Path.unlink):
+        results.write(request, outcome, torch.ones(1, 3), torch.zeros(1, 3, 2, 16, 16))
+        assert results.unfinished([request]) == ()
+        damage(results.video(request))
+        assert results.unfinished([request]) == (request,)
+
+
 def replace_switch(settings: Settings) -> Settings:
     import msgspec
 
@@ -104,7 +118,7 @@ def test_requests_are_stored_as_they_are_and_failures_are_told_behind_all_others
     assert tuple(StoredRequest.of(request).request for request in REQUESTS) == REQUESTS
     sampler = written(tmp_path)
     assert ordered(sampler, "small") == ("small", "large")
-    demand_latents(Sampling(sampler, ("large", "small"), FIXED), REQUESTS[0])
+    demand_latents(Sampling(sampler, ("large", "small"), FIXED), REQUESTS[:1])
 
 
 def test_a_request_without_a_result_ends_the_command_with_its_name(
@@ -112,12 +126,13 @@ def test_a_request_without_a_result_ends_the_command_with_its_name(
 ) -> None:
     sampler = written(tmp_path)
     settings = Settings(str(sampler.path), ("large", "small"), "fixed=3")
-    left = generation.Generation(sampler, settings, REQUESTS[:1], (), None, tmp_path, 0.0, 0.0)
+    results = Results(tmp_path, settings, "digest")
+    left = generation.Generation(tmp_path / "plan", sampler.path, results, REQUESTS[:1], (), None)
     failed = Outcome("a", 2, None, [], left.results.fingerprint(REQUESTS[0]), 1.0, "its latents are no numbers")
 
     def ranks_that_fail(path: Path, ignore_errors: bool) -> None:
-        (tmp_path / "plan" / "outcomes").mkdir(parents=True)
-        (tmp_path / "plan" / "outcomes" / "a.json").write_bytes(json_of(failed))
+        path.mkdir(parents=True)
+        (path / "a.json").write_bytes(json_of(failed))
 
     monkeypatch.setattr(generation.shutil, "rmtree", ranks_that_fail)
     with pytest.raises(UserError) as caught:
@@ -135,3 +150,24 @@ def json_of(outcome: Outcome) -> bytes:
 def test_sampling_of_one_model_has_no_switch(tmp_path: Path) -> None:
     sampling = sampling_of(written(tmp_path), FIXED, "large")
     assert sampling.bounds(sampling.schedule(REQUESTS[0])) == (6, 6)
+
+
+def test_a_forecast_is_the_median_of_the_switches_seen_so_far(tmp_path: Path) -> None:
+    sampling = sampling_of(written(tmp_path), parse_switch("adaptive=0.1,least=1,most=5"))
+    request = REQUESTS[0]  # 6 steps
+    names, rule = sampling.names, str(sampling.switch)
+    assert forecast(sampling, request).forecast == 3
+    record_seen(tmp_path, [Seen(names, rule, 12, k) for k in (2, 4, 12)])
+    record_seen(tmp_path, [Seen(names, "adaptive=0.5,least=1", 6, 6)])
+    seen = read_seen(tmp_path)
+    assert len(seen) == 4 and forecast(sampling, request, seen).forecast == 2
+    assert forecast(sampling, request, [Seen(names, rule, 6, 6)]).forecast == 5  # within its window
+
+
+def test_every_switch_survives_its_text_and_a_pipeline_may_leave_the_second_model_out(tmp_path: Path) -> None:
+    for rule in (ONE_MODEL, FIXED, parse_switch("boundary=0.8755551"), parse_switch("adaptive=1e-5,least=2,most=9")):
+        assert parse_switch(str(rule)) == rule
+    path = written(tmp_path).path
+    for name, models in (("generate", ("large", "small")), ("large-only", ("large",))):
+        sampling, settings = asked(path, "fixed=2", None, "carry", Pipeline.parse(name))
+        assert settings.models == sampling.names == models

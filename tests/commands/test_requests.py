@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,12 @@ from click.testing import CliRunner
 
 from arachnec.cli import group
 from arachnec.commands.request_tables import print_request_plan
+from arachnec.data.requests import Request
+from arachnec.executable.program_input import demand_own_requests
+from arachnec.executable.sampling_folder import Settings, read_sampling_executable, write_sampling_executable
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.parser import parse_file
+from arachnec.models.sampler_file import load_sampler_file
 from arachnec.report import plan_report
 from tests.commands.small_model import MODEL
 
@@ -113,3 +119,43 @@ def test_a_lowered_module_of_requests_is_looked_at(command: str, tmp_path: Path)
     program.write_text(GOLDEN.read_text())
     options = ("--no-what-if",) if command == "explain" else ()
     assert invoke(command, str(program), *options)
+
+
+def test_a_compiled_sampler_file_is_looked_at_and_run(files: tuple[Path, Path], tmp_path: Path) -> None:
+    """The executable stands by itself: its own sampler file, its own requests, nothing sampled twice."""
+    sampler, data = map(str, files)
+    exe, results = tmp_path / "exe", tmp_path / "exe" / "results"
+    arguments = ("compile", sampler, "--data", data, "--cluster", "1:cpu", "--switch", "fixed=3", "-o", str(exe))
+    assert "2 requests, every step taken once" in invoke(*arguments)
+    for command in (("show",), ("check",), ("simulate",), ("explain", "--no-what-if")):
+        assert invoke(command[0], str(exe), *command[1:])
+    invoke("run", str(exe))
+    assert {path.name for path in results.glob("*.safetensors")} == {"0.safetensors", "1.safetensors"}
+    assert "measured" in invoke("show", str(exe))
+    assert invoke("run", str(exe)).count("finished before") == 2
+    refused = CliRunner().invoke(group, ["run", str(exe), "--lr", "1"])
+    assert refused.exit_code == 2 and "--lr is of training" in refused.output
+
+
+def test_an_edited_executable_is_held_to_what_was_asked_for(files: tuple[Path, Path], tmp_path: Path) -> None:
+    module = parse_file(GOLDEN)
+    requests = tuple(
+        Request(n, None, clip.frames, clip.height, clip.width, text_tokens=clip.text)
+        for n, clip in enumerate(module.clips)
+    )
+    traced = parse_file(GOLDEN.with_suffix(".cascade"))
+    settings = Settings(str(files[0]), ("large", "small"), "adaptive=0.1")
+    write_sampling_executable(
+        tmp_path / "exe", program=module, traced=traced, pipeline="generate", sampler=load_sampler_file(files[0]),
+        requests=requests, settings=settings,
+    )  # fmt: skip
+    executable = read_sampling_executable(tmp_path / "exe")
+    demand_own_requests(executable, executable.program)
+    fewer = replace(module.clips[0], attrs=module.clips[0].attrs.updated(steps=1))
+    with pytest.raises(UserError, match="steps = 1 in the program"):
+        demand_own_requests(executable, replace(module, clips=(fewer, *module.clips[1:])))
+    with pytest.raises(UserError, match="leaves out clip 0"):
+        demand_own_requests(executable, replace(module, clips=module.clips[1:]))
+    (tmp_path / "exe" / "requests.json").write_text("[]")
+    with pytest.raises(UserError, match=r"requests\.json in .* is not the one"):
+        read_sampling_executable(tmp_path / "exe")

@@ -8,6 +8,7 @@ import pytest
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.gathering import Gathering
+from arachnec.cost.profile import BESIDE
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.values import Attributes, Quantity
@@ -71,3 +72,18 @@ def test_a_cell_of_two_machines_gathers_over_the_slower_link() -> None:
 def test_two_layers_their_gradients_and_the_last_layer_are_whole_at_once() -> None:
     gib = 2**30
     assert gathered_gib(stage(8)) == pytest.approx((2 * 2 + 2 * 2) * 1e8 / gib + (2 + 2) * 1e8 / gib)
+
+
+def test_compute_beside_a_measured_collective_takes_longer_by_what_was_measured_and_covers_the_rest() -> None:
+    """200 and 400 MB on 2 ranks at 1 GB/s take 100 and 200 ms; beside compute they cost it a quarter of that."""
+    latency, plain, beside = Quantity(0.0, "us"), Quantity(1.0, "GB/s"), Quantity(4.0, "GB/s")
+    rows = tuple((op, latency, speed) for names, speed in ((BESIDE, plain), (BESIDE.values(), beside)) for op in names)
+    machine = parse_cluster("2:cpu")
+    model = Gathering({"dit": stage(2)}, replace(machine, attrs=machine.attrs.updated(collectives=rows)))
+    times = model.layer_times(stage(2))
+    assert times.gather_beside == pytest.approx(times.gather / 4)
+    ends = times.last_gather + 2 * times.gather + times.scatter + times.last_scatter
+    covered = 9 * (2 * times.gather + times.scatter) / 4
+    assert model.exposed(CASCADE, 1e6, 1e6) == pytest.approx(ends + covered)
+    everything = 10 * (2 * times.gather + times.scatter) + times.last_gather + times.last_scatter
+    assert model.exposed(CASCADE, 0.0, 0.0) == pytest.approx(everything)

@@ -41,6 +41,13 @@ def test_shuffled_every_round_has_every_clip_in_another_order(tmp_path: Path) ->
     assert rounds == [[clip.id for clip in again] for again in [ParquetClips(tmp_path / "clips.parquet", seed=1)] * 3]
 
 
+def test_stratified_every_batch_has_its_share_of_every_shape(tmp_path: Path) -> None:
+    clips = list(ParquetClips(written(tmp_path), seed=1, stratified=3))
+    assert sorted(int(clip.id) for clip in clips) == list(range(ROWS))
+    first = [clip.frames for clip in clips[:21]]  # windows are row groups of 7: two batches each, of 3 and 4
+    assert all(1 in batch and 17 in batch for start in (0, 7, 14) for batch in (first[start : start + 3],))
+
+
 @pytest.mark.parametrize("seed", [None, 3])
 @pytest.mark.parametrize("drawn", [1, 3, 5, 7, 12])
 def test_a_source_goes_on_where_it_stood(seed: int | None, drawn: int, tmp_path: Path) -> None:
@@ -55,6 +62,14 @@ def test_a_source_goes_on_where_it_stood(seed: int | None, drawn: int, tmp_path:
         begun.draw()
     resumed.restore(begun.batches, begun.clips, begun.digest, begun.state())
     assert [[clip.id for clip in resumed.draw() or ()] for _ in range(4)] == ids[drawn:]
+
+
+def test_a_place_in_another_order_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    state = ParquetClips(path, seed=1).state_dict()
+    for other in (ParquetClips(path), ParquetClips(path, seed=2), ParquetClips(path, seed=1, stratified=4)):
+        with pytest.raises(UserError, match=r"come in another order: .*; the checkpoint's was seed 1"):
+            other.load_state_dict(state)
 
 
 def test_what_is_no_manifest_is_refused(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ def figures(classes: Mapping[str, Sequence[str]], gib: Formula = GIB) -> Attribu
         block_workspace=per_class, block_traffic=per_class, block_attentions=(1,) * len(classes),
         block_heads=(3,) * len(classes), end_params=((84, 84), (24, 24)), end_flops=(TFLOP, TFLOP),
         end_saved=(gib, gib), cuts=((len(paths) - 1, gib),),
+        token_cuts=((len(paths) - 1, gib),),
     )  # fmt: skip
 
 
@@ -91,11 +92,13 @@ def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bo
         saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
         tied_layers=(((0, 3), 48), ((2, 3), 12)),
     )  # fmt: skip
+    of_host = cluster(world)
+    of_host = replace(of_host, attrs=of_host.attrs.updated(host_memory=Quantity(1.0, "GiB")))
     clips = [
         Clip(number, c.frames, c.height, c.width, c.text_tokens, tokens(c), Attributes.of(name=str(c.id), iteration=i))
         for number, (i, c) in enumerate((i, c) for i, batch in enumerate(iterations) for c in batch)
     ]
-    return Module("manifest", Level.TRACED, cluster(world), tuple(clips), (*stages, Stage("dit", True, attrs)))
+    return Module("manifest", Level.TRACED, of_host, tuple(clips), (*stages, Stage("dit", True, attrs)))
 
 
 def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
@@ -108,10 +111,12 @@ def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
     )
 
 
-def pipeline_of(stages: str, schedule: str, policy: str = "single", cell: int = 1) -> str:
-    """The passes that train in ``stages`` by a ``schedule``: every layer's gradients in a bucket of their own."""
+def pipeline_of(stages: str, schedule: str, policy: str = "single", cell: int = 1, host: str = "none") -> str:
+    """The passes that train in ``stages`` by a ``schedule``: every layer's gradients in a bucket of their own. ``host``
+    is what lies in host memory."""
     return (
-        f"stages{{{stages}}},shard-parameters{{cell={cell}}},shard-optimizer,partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
+        f"stages{{{stages}}},shard-parameters{{cell={cell}}},shard-optimizer,"
+        f"offload{{what={host}}},partition{{policy={policy}}},annotate,schedule-pipeline{{{schedule}}},"
         "bucket{mib=0},lower,check"
     )
 

@@ -20,12 +20,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.sharded_blocks import fuse_as_planned
-from arachnec.kernels.attention.exchange import even_ranges
+from arachnec.ir.head_division import HeadPart
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.subgroups import subgroups
+from arachnec.kernels.sparse.cube_sides import group_count
 from arachnec.kernels.sparse.token_cubes import Grid
+from arachnec.sparsity.head_shares import balanced
 from arachnec.spmd.sharded_model import SequenceModel, install
-from arachnec.spmd.sparse_layers import SparseCascade
+from arachnec.spmd.sparse_layers import SparseCascade, divided
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from tests.distributed.harness import started_by
 from tests.spmd.sequence_models import MODELS, Size
@@ -203,31 +205,47 @@ def _compare(
 
 
 def _compare_sparse(name: str, sequence: SequenceModel, groups: ProcessGroups, step: Step) -> Difference:
-    """Sparse attention on several ranks against one process that replays nothing: every layer's lists are replayed by
-    the ranks, and what they would have chosen themselves is the same."""
+    """Sparse attention on several ranks, heads divided by density, against one process that replays nothing: the ranks
+    replay every layer's lists, and would have chosen the same themselves."""
     case, degree = MODELS[name], len(step.ranks)
     arguments, grid = case.arguments(step.size), step.grid
     assert grid is not None
     measured = sequence.sparsify(rank=4)
-    layers = {at: replace(s, sparse=True, densities=(0.3,) * s.site.heads) for at, s in measured.items()}
+    layers = {
+        at: replace(s, sparse=True, densities=tuple(0.08 + 0.8 * ((head + n) % 3 == 0) for head in range(s.site.heads)))
+        for n, (at, s) in enumerate(measured.items())
+    }
+    sizes = (32, 16, 8)
+    count = group_count(grid, *sizes[:2])
+    parts = {at: _parts(state.densities, count, degree) for at, state in layers.items()}
+    assert any(part.start for shares in parts.values() for part in shares), "some head is cut"
     shard = groups.shard(step.ranks, uneven(case.tokens(step.size), degree), step.ulysses, step.ring)
-    alone = SparseCascade(layers, grid, "0/0/a", weight=1.0)
+    alone = SparseCascade(layers, grid, "0/0/a", weight=1.0, sizes=sizes)
     with sequence.use(None, sparse=alone):
         true_loss, truth = _step(sequence.model, arguments, 1.0)
-    chosen = SparseCascade(layers, grid, "0/0/a")
+    chosen = SparseCascade(layers, grid, "0/0/a", sizes=sizes, parts=parts, groups=count)
     with sequence.use(shard, sparse=chosen), torch.no_grad():
         sequence.model(**arguments)
     for layer, lists in chosen.lists.items():
-        theirs, heads = alone.lists[layer], even_ranges(layers[layer].site.heads, degree)[shard.index]
+        theirs, site = alone.lists[layer], layers[layer].site
+        (cubes,) = (cubes for (_, captions), cubes in chosen._cubes.items() if captions == site.captions)
+        own = divided(parts[layer], cubes, degree)[shard.index]
         assert lists is not None and theirs is not None and len(theirs.indices)
-        assert torch.equal(lists.indices, theirs.of_heads(*heads).indices)
-    replayed = SparseCascade(layers, grid, "0/0/a", weight=1.0, replay=alone.lists)
+        assert torch.equal(lists.indices, theirs.of_shares(own).indices)
+    replayed = SparseCascade(
+        layers, grid, "0/0/a", weight=1.0, sizes=sizes, replay=alone.lists, parts=parts, groups=count
+    )
     with sequence.use(shard, recompute=bool(step.recompute), sparse=replayed):
         loss, partial = _step(sequence.model, arguments, 1 / degree)
     everywhere = {
         name: partial.get(name, torch.zeros_like(true)) for name, true in truth.items()
     }  # without heads: none
     return _difference(step, groups, loss, everywhere, true_loss, truth)
+
+
+def _parts(densities: tuple[float, ...], count: int, degree: int) -> tuple[HeadPart, ...]:
+    division = balanced(densities, count, degree)
+    return tuple(HeadPart(s.head, place, s.start, s.stop) for place, own in enumerate(division) for s in own)
 
 
 def _difference(

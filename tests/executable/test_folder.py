@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.executable.folder import FINGERPRINTED, HEADER, own_profiles, read_executable
+from arachnec.executable.folder import FINGERPRINTED, HEADER, own_profiles, read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
+from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import Work, clip, executable
 
 CLIPS = (clip("a", 3), clip(7, 5, start=4))
@@ -55,6 +56,28 @@ def test_a_part_that_was_changed_since_it_was_compiled_is_refused(folder: Path, 
     path.write_text(path.read_text() + "\n")
     with pytest.raises(UserError, match=name.replace(".", r"\.")):
         read_executable(folder)
+
+
+def test_a_users_file_that_changed_since_it_was_compiled_is_known(folder: Path, tmp_path: Path) -> None:
+    """The model file, and what it imports from its folder: the copies run, and a person is told."""
+    own, read = tmp_path / "own", read_executable(folder)
+    own.mkdir()
+    (own / "helper.py").write_text("ONE = 1\n")
+    (own / "model.py").write_text("import helper\n\n" + (folder / "model.py").read_text())
+    model_file = load_model_file(own / "model.py")
+    again = write_executable(
+        tmp_path / "again",
+        program=read.program,
+        traced=read.traced,
+        pipeline=read.header.pipeline,
+        model_file=model_file,
+        clips=read.clips,
+    )
+    assert read_executable(again).changed_since() == []
+    (own / "helper.py").write_text("ONE = 2\n")
+    assert read_executable(again).changed_since() == [str(own / "helper.py")]
+    (own / "model.py").unlink()
+    assert read_executable(again).changed_since() == [str(own / "helper.py")]
 
 
 def test_a_program_edited_by_hand_is_read(folder: Path) -> None:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import Switch, parse_switch
+from arachnec.executable.sampling_folder import Settings
 from arachnec.generation.plan import forecast
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import LATENTS, Outcome, Results
-from arachnec.generation.settings import Settings
 from arachnec.ir.nodes import Cascade, Level, Module, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module

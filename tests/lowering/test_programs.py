@@ -13,11 +13,12 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, quantity
 from arachnec.ir.values import Quantity
 from arachnec.ir.verify import verify
+from arachnec.lowering.gathers import updated_parameters
 from arachnec.lowering.order import CyclicInputs, InputNotReady, SavedElsewhere
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
 from arachnec.passes.lower import Lower
-from tests.passes.plans import cluster, equal_clips, module_of, placed_modules, timed
+from tests.passes.plans import DIT, cluster, equal_clips, module_of, placed_modules, timed
 
 
 def words(module: Module, rank: int) -> list[str]:
@@ -184,3 +185,11 @@ def test_a_backward_away_from_its_forward_is_refused() -> None:
 
 def test_lowering_is_a_pass_from_placed_to_lowered() -> None:
     assert (Lower.name, Lower.needs, Lower.gives) == ("lower", Level.PLACED, Level.LOWERED)
+
+
+def test_updates_are_gathered_where_the_optimizer_is_dealt_out_over_several_ranks() -> None:
+    layers = (("blocks.0", 1000), ("blocks.1", 1000))
+    for ranks, sharded, gathering in (((0,), 1, 0), ((0, 1), None, 0), ((0, 1), 2, 2)):
+        stage = replace(DIT, attrs=DIT.attrs.updated(layers=layers, sharded=sharded))
+        module = replace(one_encode_one_train((0,)), stages=(stage,))
+        assert len(updated_parameters(module, {"dit": frozenset(ranks)})) == gathering

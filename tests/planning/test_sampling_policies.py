@@ -6,7 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.planning.sampling.policies import in_order_of_length, one_degree, replica, side_by_side, wrap_arounds
+from arachnec.planning.sampling.policies import (
+    coding_apart,
+    in_order_of_length,
+    one_degree,
+    replica,
+    side_by_side,
+    wrap_arounds,
+)
 from arachnec.solver.malleable import Chain, Rate, Run, least_makespan, length
 from tests.solver.test_malleable import chains, demand_schedule
 
@@ -30,3 +37,21 @@ def test_few_requests_share_the_ranks_by_their_work(works: tuple[int, ...], widt
     pieces = side_by_side(of, 8, 8, least_makespan(of, 8))
     assert pieces is not None
     assert [piece.degree for piece in sorted(pieces, key=lambda piece: piece.chain)] == widths
+
+
+@given(chains, st.integers(1, 2), st.lists(st.integers(1, 40), min_size=2, max_size=2))
+@settings(max_examples=30, deadline=None)
+def test_encoders_and_decoders_apart_leave_the_other_ranks_to_the_models(
+    of: list[Chain], share: int, ticks: list[int]
+) -> None:
+    """Every run once and in order, coding on ranks of its own, and the last latents decoded while models go on."""
+    first, last = (Run(1, (Rate(1, tick),)) for tick in ticks)
+    models = [Chain(chain.runs) for chain in of if all(run.rates[0].degree == 1 for run in chain.runs)]
+    coded = [Chain((first, *chain.runs, last)) for chain in models]
+    parts = [(1, 1 + len(chain.runs)) for chain in models]
+    bound = least_makespan(coded, 4 + share)
+    for pieces in coding_apart(coded, 4 + share, 4, bound, parts, share) if coded else ():
+        demand_schedule(coded, pieces, 4 + share)
+        for piece in pieces:
+            coding = not parts[piece.chain][0] <= piece.run < parts[piece.chain][1]
+            assert (piece.first >= 4) == coding

@@ -13,30 +13,45 @@ from hypothesis import strategies as st
 from arachnec.ir.diagnostic import Diagnostic, render
 from arachnec.ir.nodes import Instruction, Module, Program, integers
 from arachnec.passes.check import find_problems
-from arachnec.verification import gathers, gradient_sync, handoffs
+from arachnec.verification import gathers, gradient_sync, handoffs, host_copies, host_memory
 from tests.distributed.executor_cases import clip
 from tests.distributed.pipeline_cases import pipeline_of, planned
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
 PROGRAMS = {
-    "1f1b": ("p=2", "schedule=1f1b"),
-    "zb-h1": ("p=2", "schedule=zb-h1"),
-    "zb-v": ("p=4", "schedule=zb-v"),
-    "replicas": ("p=1", "schedule=gpipe"),
+    "1f1b": ("p=2", "schedule=1f1b", "none"),
+    "zb-h1": ("p=2", "schedule=zb-h1", "none"),
+    "zb-v": ("p=4", "schedule=zb-v", "none"),
+    "replicas": ("p=1", "schedule=gpipe", "none"),
+    "host-zb-h1": ("p=2", "schedule=zb-h1", "parameters"),
+    "host-inputs": ("p=2", "schedule=1f1b,recompute=true", "inputs"),
 }
 Place = tuple[int, int]  # of an instruction: its rank, its number
 
 
 @cache
 def program(name: str) -> Module:
-    stages, schedule = PROGRAMS[name]
-    return planned(4, CLIPS, pipeline_of(stages, schedule, cell=2))
+    stages, schedule, host = PROGRAMS[name]
+    return planned(4, CLIPS, pipeline_of(stages, schedule, cell=2, host=host))
 
 
 def problem_kinds(module: Module) -> set[type[Diagnostic]]:
     problems = find_problems(module)
     assert all(map(render, problems))
     return {type(problem) for problem in problems}
+
+
+@pytest.mark.parametrize(("degrees", "share"), [("degree=2", 0.5), ("degrees=[2,2]", 0.5), ("degrees=[1,3]", 1.0)])
+def test_ranks_that_share_tokens_alike_hand_on_their_own(degrees: str, share: float) -> None:
+    """Their stages hand on tokens alone here; ranks of unequal stages get all of them."""
+    module = planned(4, CLIPS, pipeline_of("p=2", f"schedule=1f1b,{degrees}"))
+    sizes = {name: cascade.tokens for name, cascade in ((c.name, c) for c in module.cascades)}
+    received = [step for p in module.programs for step in p.instructions if step.op == "receive"]
+    assert received
+    for step in received:
+        tokens = sizes[step.target]
+        own = tokens if share == 1.0 else -(-tokens // 2)
+        assert step.attrs["bytes"] == pytest.approx(1e-6 * 2**30 * own, abs=1)
 
 
 def places(module: Module, *ops: str, attribute: str = "time") -> list[Place]:
@@ -165,6 +180,29 @@ def _swapped(step: Instruction, value: str) -> Instruction:
     return (
         replace(step, peers=(step.peers[0] ^ 1,)) if step.target == value and step.op in ("send", "receive") else step
     )
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+def test_layers_from_another_place_and_copies_that_are_too_small_are_found(data: st.DataObject) -> None:
+    module = program("host-zb-h1")
+    place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute="place")))
+    moved = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(place=None)))
+    assert host_memory.WrongPlace in problem_kinds(moved)
+    name = data.draw(st.sampled_from(["from_host", "to_host"]))
+    place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=name)))
+    less = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(**{name: 1})))
+    assert host_copies.HostCopyTooSmall in problem_kinds(less)
+
+
+@settings(max_examples=6)
+@given(data=st.data())
+def test_inputs_that_do_not_come_back_are_found(data: st.DataObject) -> None:
+    module = program("host-inputs")
+    word, op = data.draw(st.sampled_from([("offload", "forward"), ("reload", "backward")]))
+    place = data.draw(st.sampled_from(places(module, op, attribute=word)))
+    stays = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(**{word: None})))
+    assert host_memory.WrongInputs in problem_kinds(stays)
 
 
 def test_an_optimizer_dealt_out_over_other_ranks_than_the_sums_is_found() -> None:

@@ -274,7 +274,7 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     for name in options:
         if name not in known:
             raise UserError(UnknownOption(None, name, ", ".join(known)))
-    paths = {"train", "save_gradients", "report", "init", "checkpoint"}
+    paths = {"train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint"}
     given: dict[str, Any] = {n: Path(v) if n in paths and isinstance(v, str) else v for n, v in options.items()}
     return RunOptions(**{**given, "settings": tuple(given.get("settings", ()))})
 

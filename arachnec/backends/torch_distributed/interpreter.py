@@ -91,7 +91,7 @@ def run_iteration(
     walk.end_step()
     handoffs.finish()
     if context.predictors is not None:
-        context.predictors.collect()
+        context.predictors.collect(iteration.step)
     run.loss = float(sum(run.shares.values())) if run.shares else 0.0
     return run
 
@@ -272,7 +272,7 @@ class _Walk:
     @cached_property
     def staged(self) -> StageCascades:
         assert self.context.pipeline is not None
-        return StageCascades(self.context.pipeline, self.iteration.module, self.iteration.clips)
+        return StageCascades(self.context.pipeline, self.iteration.module, self.iteration.clips, self.context.sequence)
 
     def _weight(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]

@@ -23,6 +23,7 @@ from arachnec.models.weight_files import weight_files
 from arachnec.optimizers.recipe import demand_torch_takes
 from arachnec.views.executable_page import PAGE
 from arachnec.views.format import terminal
+from arachnec.views.sparsity_map import sparsity_map
 
 
 def run_here(
@@ -43,8 +44,8 @@ def run_here(
         raise located(error, options.train) from None
     for place in (folder, *(path.parent for path in (options.report, options.save_gradients) if path)):
         demand_folder(place)
-    if options.checkpoint is not None:
-        demand_folder(options.checkpoint)
+    for place in filter(None, (options.checkpoint, options.save_lists)):
+        demand_folder(place)
     if options.init is not None:
         weight_files(model_folder(options.init))
     cluster = executable.program.cluster
@@ -52,6 +53,9 @@ def run_here(
     world = ranks or cluster.world
     cluster_for(cluster, world)
     console = terminal()
+    for name in executable.changed_since():
+        told = f"note: {name} has changed since it was compiled; its copy in {folder} runs; compile again"
+        console.print(told, highlight=False, soft_wrap=True)
     if before is not None and world == cluster.world:
         console.print(before(executable.program), highlight=False, soft_wrap=True)
     crashed = None
@@ -81,6 +85,11 @@ def written(folder: Path, options: RunOptions) -> list[str]:
         lines.append(f"gradients of the last step: {options.save_gradients}")
     if options.checkpoint:
         lines.append(f"checkpoint in {options.checkpoint}")
+    if any(layer.steps for layer in summary.sparse_layers):
+        drawing = folder / "sparsity.svg"
+        histories = {layer.layer: layer.history for layer in summary.sparse_layers}
+        drawing.write_text(sparsity_map(summary.sparse_layers[0].steps, histories), encoding="utf-8")
+        lines.append(f"sparsity of every head over steps: {drawing}")
     return lines + pictures(folder, summary)
 
 

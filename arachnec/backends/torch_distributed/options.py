@@ -21,6 +21,7 @@ FILE = click.Path(path_type=Path, dir_okay=False, writable=True)
 FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
 READ = click.Path(path_type=Path)
 PRETRAINED = click.Path(path_type=Path)
+GIVEN = ("checkpoint", "save_gradients", "save_lists", "replay_lists", "init")  # paths that all ranks have, or none
 FLAGS = ("lr", "clip_norm", "dtype", "ema", "seed")  # training options with an option of their own
 TRAINING = (
     click.option("--train", type=READ, help="Training options, a TOML file: docs/training_options.md."),
@@ -34,6 +35,8 @@ TRAINING = (
 OPTIONS = (
     click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; default: one pass over the manifest."),
     click.option("--save-gradients", type=FILE, help="Write the last step's gradient here."),
+    click.option("--save-lists", type=FOLDER, help="Write the lists of key blocks of every step here."),
+    click.option("--replay-lists", type=READ, help="Attend to the key blocks that were saved here, step by step."),
     click.option("--report", type=FILE, help="Write what was measured here, as JSON."),
     click.option("--init", type=PRETRAINED, help="Begin with the weights in this folder: Diffusers', or safetensors."),
     click.option("--checkpoint", type=FOLDER, help="Keep checkpoints in this folder."),
@@ -68,6 +71,8 @@ class RunOptions:
 
     steps: int | None = None
     save_gradients: Path | None = None
+    save_lists: Path | None = None
+    replay_lists: Path | None = None
     report: Path | None = None
     init: Path | None = None
     checkpoint: Path | None = None
@@ -91,7 +96,7 @@ class RunOptions:
         """What all ranks must be given alike, so that none takes a step, or writes, without the others. By what a
         person calls it."""
         values = {name: getattr(self, name) for name in ("steps", "every", "keep", "resume", "max_skipped")}
-        given = {name: getattr(self, name) is not None for name in ("checkpoint", "save_gradients", "init")}
+        given = {name: getattr(self, name) is not None for name in GIVEN}
         return {f"the option --{name.replace('_', '-')}": value for name, value in (values | given).items()}
 
     def timeouts(self) -> Timeouts:

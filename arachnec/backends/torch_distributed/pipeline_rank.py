@@ -22,6 +22,7 @@ from arachnec.backends.torch_distributed.dealt_out_model import DealtStage
 from arachnec.checkpoint.parts import Part, State, part_of
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
+from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Module
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.models.file import ModelFile
@@ -45,6 +46,7 @@ class PipelineRank:
     parameters: tuple[frozenset[str], ...]
     cells: tuple[int, ...]
     sharded: frozenset[str] = frozenset()
+    in_host: frozenset[str] = frozenset()  # stages whose layers lie in the hosts' memory
 
     @classmethod
     def of(
@@ -62,7 +64,8 @@ class PipelineRank:
         owned = (parameters[0] | unread, *parameters[1:])
         sharded = frozenset(stage.name for stage in stages if "sharded" in stage.attrs)
         cells = tuple(cell_of(stage) or 1 for stage in stages)
-        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, cells, sharded)
+        in_host = frozenset(stage.name for stage in stages if layers_in_host(stage))
+        return cls(rank, cuts, tuple(stage.name for stage in stages), places, owned, cells, sharded, in_host)
 
     @cached_property
     def own(self) -> frozenset[str]:
@@ -123,13 +126,14 @@ class PipelineRank:
 
     @cached_property
     def dealt_out(self) -> tuple[DealtStage, ...]:
-        """What lies in cells. A parameter of several stages does not: it is whole on their ranks."""
+        """What lies in cells or in hosts' memory. A parameter of several stages does not: it is whole on their
+        ranks."""
         counts = Counter(name for own in self.parameters for name in own)
         rows = zip(self.names, self.cuts.parts, self.parameters, self.places, self.cells, strict=True)
         return tuple(
-            DealtStage(name, paths, frozenset(p for p in own if counts[p] == 1), place, cell)
+            DealtStage(name, paths, frozenset(p for p in own if counts[p] == 1), place, cell, name in self.in_host)
             for name, paths, own, place, cell in rows
-            if cell > 1
+            if cell > 1 or name in self.in_host
         )
 
     def number(self, stage: str) -> int:

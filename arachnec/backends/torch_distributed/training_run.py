@@ -19,6 +19,7 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLog
+from arachnec.backends.torch_distributed.drawn_batches import demand_no_order, drawn_batches
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import run_iteration
@@ -42,15 +43,13 @@ from arachnec.checkpoint.parts import State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable, planning_ms
-from arachnec.executable.mixed_batches import MixedBatches
-from arachnec.executable.shuffled_batches import ShuffledBatches
-from arachnec.executable.training_options import Training, bad_value
-from arachnec.ir.diagnostic import UserError, counted
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import LayerSummary, SparsePredictors, heads_note, sparse_stage
+from arachnec.model_state.sparse_predictors import LayerSummary, ListFiles, SparsePredictors, sparse_stage
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -92,6 +91,7 @@ class Trainer:
         """``batches`` and ``model_file`` are the executable's own where none are given; ``resumed`` is the checkpoint
         that ``batches`` go on from."""
         self.timeouts = options.timeouts()
+        self._keeps_lists = options.save_lists is not None or options.replay_lists is not None
         self._enter = enter
         self._limits = StepLimits.of(self.timeouts, executable, device)
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
@@ -104,15 +104,16 @@ class Trainer:
         fits = executable.program.cluster is not None and executable.program.cluster.world == world
         self._planning_ms = planning_ms(executable.folder) if fits else None
         more_state = state_beyond_plan(executable, model_file, training)
-        if training.shuffle and batches is not None:
-            raise UserError(bad_value("shuffle", True, "batches come from the caller", "shuffle them there"))
-        mixed = bool(training.mix.manifests)
-        if mixed and batches is not None:
-            raise UserError(bad_value("mix", training.mix, "batches come from the caller", "mix them there"))
-        drawn = ShuffledBatches(executable, training.seed) if training.shuffle else batches
-        drawn = MixedBatches(executable, training) if mixed else drawn
-        self._plans = Plans(executable, rank, world, drawn, more_state=more_state, replans=mixed)
-        resumed = newest_checkpoint(options) if batches is None else resumed
+        if batches is None:
+            resumed = newest_checkpoint(options)
+            batches = drawn_batches(executable, training, None if resumed is None else resumed.position)
+            epoch = executable.header.iterations
+        else:
+            demand_no_order(training)
+            epoch = STEPS_OF_A_FILE
+        self._plans = Plans(
+            executable, rank, world, batches, more_state=more_state, replans=bool(training.mix.manifests)
+        )
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
         self._waited = 0.0  # ms for plans since the last report
@@ -149,12 +150,12 @@ class Trainer:
             sequence = self._sequences.for_program(first)
             assert sequence is not None, "a sparse stage needs its blocks traced"
             predictors = SparsePredictors.of(sparse, sequence, training.seed)
+            predictors.files = ListFiles(options.save_lists, options.replay_lists)
             self._context = replace(self._context, predictors=predictors)
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         self._resume(resumed)
-        epoch = executable.header.iterations if batches is None else STEPS_OF_A_FILE
         log = options.checkpoint or executable.folder
         audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
         self._account = StepAccount(options.max_skipped, audit, self._each)
@@ -176,7 +177,7 @@ class Trainer:
     @property
     def sparse_layers(self) -> list[LayerSummary]:
         """What is known of the layers that can attend to chosen keys."""
-        return [] if self._context.predictors is None else self._context.predictors.summary()
+        return [] if self._context.predictors is None else self._context.predictors.summary(self.module)
 
     def leave_rates(self) -> None:
         """From now on somebody else sets the learning rates."""
@@ -188,8 +189,10 @@ class Trainer:
 
     def notes(self) -> list[str]:
         """What a person should know before the first step."""
-        told = says_low(self.module, self._context.parameters), heads_note(self.module)
-        return [note for note in told if note is not None]
+        unused = None
+        if self._context.predictors is None and self._keeps_lists:
+            unused = "no layer of the plan attends to chosen keys: no lists are saved or replayed"
+        return [note for note in (says_low(self.module, self._context.parameters), unused) if note is not None]
 
     def init_notes(self, init: Path | None) -> list[str]:
         """What a person should know of the weights that the run begins with."""
@@ -310,7 +313,8 @@ class Trainer:
         measured = Measured(self.intervals, elapsed, exposed)
         took = self._account.report(context, own, planned.number, run, measured)
         if context.predictors is not None and share.ends:
-            context.predictors.finish(planned.step, skipped=took.skipped)
+            everyone = context.gradient_groups.get(tuple(range(dist.get_world_size())))
+            context.predictors.finish(planned.step, everyone, skipped=took.skipped)
         return took
 
     def _watch_links(self, number: int) -> None:
@@ -358,7 +362,7 @@ class Trainer:
         specs = self._specs.received(module, program, clips)
         pipeline = self._context.pipeline
         if pipeline is not None:
-            staged = StageCascades(pipeline, module, clips)
+            staged = StageCascades(pipeline, module, clips, self._context.sequence)
             names = {step.target for step in program.instructions if step.op == "receive"}
             specs |= {name: staged.spec(name) for name in names - set(specs)}
         return specs
@@ -464,11 +468,12 @@ class Trainer:
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
         if whole is not None:
-            checkpoint.restore(whole, self._state(), self._position(0))
+            state = self._state()
+            checkpoint.restore(whole, state, self._position(0))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps
             if self._context.predictors is not None:
-                self._context.predictors.loaded()
+                self._context.predictors.loaded(state)
 
 
 def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:

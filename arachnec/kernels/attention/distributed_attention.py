@@ -14,7 +14,15 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.attention.attention_block import Ranges, Visibility
-from arachnec.kernels.attention.exchange import even_ranges, gather_pieces, heads_to_tokens, tokens_to_heads
+from arachnec.kernels.attention.divided_heads import DividedHeads, Division, HeadShare, whole_heads
+from arachnec.kernels.attention.exchange import (
+    even_ranges,
+    gather_pieces,
+    heads_to_tokens,
+    moved_to_heads,
+    moved_to_tokens,
+    tokens_to_heads,
+)
 from arachnec.kernels.attention.grouped_heads import Sharing
 from arachnec.kernels.attention.ring_attention import ring_attention
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split, offsets
@@ -24,7 +32,7 @@ Parts = tuple[int | None, ...]
 Range = tuple[int, int]
 Counts = tuple[tuple[int, ...], ...]  # tokens of each part at each position
 # query, key, value, mask, scale, and which heads these are, to their output
-OfHeads = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, Range], Tensor]
+OfHeads = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, tuple[HeadShare, ...]], Tensor]
 
 
 def distributed_attention(
@@ -40,6 +48,7 @@ def distributed_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     local: OfHeads | None = None,
+    division: Division | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over the whole sequence, on this rank's share of it.
 
@@ -49,7 +58,8 @@ def distributed_attention(
     ``mask`` is replicated and global: [B or 1, H or 1, all queries or 1, all keys], boolean (True takes part) or added
     to the scores, its rows and columns in the order of the parts. It gets no gradient. ``is_causal`` compares positions
     in that same order. A query that may look at nothing yields 0, as in torch. ``local`` computes the attention of a
-    rank's heads over all tokens instead; there is no ring then, and no causality.
+    rank's heads over all tokens instead; there is no ring then, no causality, and no head shares keys. ``division``
+    says which heads, and which queries of them, a rank has then; without it these are even runs.
 
     Returns [B, H, Lq, Dv]; replicated parts are again the same on every rank. Gradients are partial in the sense of
     ``arachnec.kernels.attention.exchange``. Raises ValueError for shapes that do not fit together.
@@ -60,7 +70,7 @@ def distributed_attention(
     if local is not None and shard.ring > 1:
         raise ValueError(f"attention by a function of one's own takes all tokens to a rank, not a ring of {shard.ring}")
     if shard.degree == 1 and local is not None:
-        return local(query, key, value, mask, scale, (0, total))
+        return local(query, key, value, mask, scale, tuple(map(HeadShare, range(total))))
     if shard.degree == 1:
         shared = _sharing((0, total), (0, key.shape[1]), sharing)
         visibility = Visibility(mask, is_causal)
@@ -71,6 +81,17 @@ def distributed_attention(
     query = _shard_parts(query, query_parts, shard)
     key, value = _shard_parts(key, key_parts, shard), _shard_parts(value, key_parts, shard)
 
+    if local is not None:
+        out = _by_division(
+            (query, key, value),
+            (queries, keys, keys),
+            mask,
+            scale,
+            local,
+            division or whole_heads(total, shard.degree),
+            shard,
+        )
+        return _gather_parts(out, query_parts, queries, shard)
     query_heads = even_ranges(total, shard.ulysses)
     key_heads = tuple((first // sharing, -(-end // sharing)) for first, end in query_heads)
     here = slice(shard.ulysses_positions[0], shard.ulysses_positions[-1] + 1)
@@ -82,9 +103,7 @@ def distributed_attention(
     if mask is not None and mask.shape[1] > 1:
         mask = mask[:, slice(*query_heads[me])]
     shared, visibility = _sharing(query_heads[me], key_heads[me], sharing), Visibility(mask, is_causal)
-    if local is not None:
-        out = local(query, key, value, mask, scale, query_heads[me])
-    elif shard.ring == 1:
+    if shard.ring == 1:
         out = whole_attention(
             query, key, value, visibility=visibility, scale=scale, sharing=shared, backend=shard.attention
         )
@@ -105,6 +124,24 @@ def distributed_attention(
     if shard.ulysses > 1:
         out = heads_to_tokens(out, total, query_heads, peers_queries, shard)
     return _gather_parts(out, query_parts, queries, shard)
+
+
+def _by_division(
+    tensors: tuple[Tensor, Tensor, Tensor],
+    counts: tuple[Counts, Counts, Counts],
+    mask: Tensor | None,
+    scale: float,
+    local: OfHeads,
+    division: Division,
+    shard: SequenceShard,
+) -> Tensor:
+    """The output at this rank's tokens, of all heads."""
+    own, total = division[shard.index], tensors[0].shape[1]
+    query, key, value = moved_to_heads(DividedHeads(division, (True, False, False), counts, shard), tensors)
+    if mask is not None and mask.shape[1] > 1:
+        mask = mask[:, [share.head for share in own]]
+    out = local(query, key, value, mask, scale, own)
+    return moved_to_tokens(DividedHeads(division, (True,), counts[:1], shard), out, total)
 
 
 def _sharing(queries: Range, keys: Range, sharing: int) -> Sharing | None:

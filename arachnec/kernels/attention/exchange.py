@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -76,8 +76,7 @@ def tokens_to_heads(
     """
     me = shard.index % shard.ulysses
     plan = _HeadPlan(tuple(heads), tuple(parts), me, shard)
-    moved: tuple[Tensor, ...] = _TokensToHeads.apply(plan, *tensors)  # type: ignore[no-untyped-call]
-    return moved
+    return moved_to_heads(plan, tensors)
 
 
 def heads_to_tokens(
@@ -85,6 +84,25 @@ def heads_to_tokens(
 ) -> Tensor:
     """The way back of ``tokens_to_heads`` for ranges that cover all ``heads`` without overlap."""
     plan = _HeadPlan((ranges,), (parts,), shard.index % shard.ulysses, shard)
+    return moved_to_tokens(plan, x, heads)
+
+
+class HeadPlan(Protocol):
+    """Moves tensors between tokens of all heads and all tokens of some heads."""
+
+    def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]: ...
+
+    def to_tokens(self, tensors: Sequence[Tensor], heads: Sequence[int]) -> list[Tensor]: ...
+
+
+def moved_to_heads(plan: HeadPlan, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """All tokens of this rank's heads, of each tensor of this rank's tokens of all heads."""
+    moved: tuple[Tensor, ...] = _TokensToHeads.apply(plan, *tensors)  # type: ignore[no-untyped-call]
+    return moved
+
+
+def moved_to_tokens(plan: HeadPlan, x: Tensor, heads: int) -> Tensor:
+    """The way back, of one tensor."""
     moved: Tensor = _HeadsToTokens.apply(plan, heads, x)  # type: ignore[no-untyped-call]
     return moved
 
@@ -136,7 +154,7 @@ class _HeadPlan:
 
 class _TokensToHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: _HeadPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, plan: HeadPlan, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.plan, ctx.heads = plan, [x.shape[1] for x in tensors]
         return tuple(plan.to_heads(tensors))
 
@@ -148,7 +166,7 @@ class _TokensToHeads(torch.autograd.Function):
 
 class _HeadsToTokens(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, plan: _HeadPlan, heads: int, x: Tensor) -> Tensor:
+    def forward(ctx: Any, plan: HeadPlan, heads: int, x: Tensor) -> Tensor:
         ctx.plan = plan
         return plan.to_tokens([x], [heads])[0]
 

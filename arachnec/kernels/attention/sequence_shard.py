@@ -13,6 +13,14 @@ def even_split(total: int, parts: int) -> tuple[int, ...]:
     return (share + 1,) * rest + (share,) * (parts - rest)
 
 
+def rescaled_tokens(tokens: tuple[int, ...], length: int) -> tuple[int, ...]:
+    """``length`` tokens in the same shares as these."""
+    total = max(sum(tokens), 1)
+    ends = [length * sum(tokens[: i + 1]) // total for i in range(len(tokens))]
+    ends[-1] = length
+    return tuple(end - start for start, end in zip([0, *ends[:-1]], ends, strict=True))
+
+
 def offsets(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Where each of the consecutive ranges of these ``sizes`` starts."""
     starts = [0]

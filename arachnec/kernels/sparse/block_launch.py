@@ -47,33 +47,47 @@ class Lists:
     groups: Tensor
     tiles: Tensor
     tile_groups: Tensor
+    longest: int  # queries of the largest group
 
 
 def lists_of(indices: Tensor, counts: Tensor, groups: Tensor, blocks: Tensor, total: int, queries: int) -> Lists:
-    """Waits for the device, for the number of tiles."""
+    """``groups`` and ``blocks`` are on the host, so that nothing waits for a device."""
     device, count = counts.device, len(blocks) - 1
     clips, heads, listed = counts.shape
-    owner = torch.repeat_interleave(torch.arange(counts.numel(), device=device), counts.view(-1))
+    lengths = counts.view(-1, listed).long()
+    owner = _repeated(torch.arange(counts.numel(), device=device), lengths.view(-1), len(indices))
     head, group = owner // listed, owner % listed
     if int(groups[-1]) < total:
         every = torch.arange(clips * heads, device=device)
         head = torch.cat([head, every.repeat_interleave(count)])
         group = torch.cat([group, torch.full((clips * heads * count,), listed, device=device)])
         indices = torch.cat([indices, torch.arange(count, device=device, dtype=indices.dtype).repeat(clips * heads)])
+        lengths = torch.cat([lengths, lengths.new_full((clips * heads, 1), count)], 1)
         groups = torch.cat([groups, groups.new_full((1,), total)])
     here = len(groups) - 1
     by_group = (head * here + group).argsort(stable=True)
-    starts = _starts(torch.bincount(head * here + group, minlength=clips * heads * here))
-    by_block = ((head * count + indices) * here + group).argsort(stable=True)
-    reader_starts = _starts(torch.bincount(head * count + indices, minlength=clips * heads * count))
+    reading = ((head * count + indices) * here + group).sort(stable=True)
+    every_block = torch.arange(clips * heads * count + 1, device=device)
+    reader_starts = torch.searchsorted(reading.values, every_block * here)
     tiles = -(-groups.diff() // queries)
-    tile_groups = torch.repeat_interleave(torch.arange(here, device=device, dtype=torch.int32), tiles)
-    within = torch.arange(len(tile_groups), device=device) - _starts(tiles)[:-1].repeat_interleave(tiles)
+    tile_groups = torch.repeat_interleave(torch.arange(here, dtype=torch.int32), tiles)
+    within = torch.arange(len(tile_groups)) - _starts(tiles)[:-1].repeat_interleave(tiles)
     first = groups[:-1].repeat_interleave(tiles) + within * queries
     return Lists(
-        *(indices[by_group].int(), starts, group[by_block].int(), reader_starts),
-        *(groups.int(), first.int(), tile_groups),
+        indices[by_group].int(),
+        _starts(lengths.view(-1)),
+        group[reading.indices].int(),
+        reader_starts,
+        groups.int().to(device),
+        first.int().to(device),
+        tile_groups.to(device),
+        int(groups.diff().amax()),
     )
+
+
+def _repeated(values: Tensor, counts: Tensor, total: int) -> Tensor:
+    """Each value as often as it is counted; their total is given, so that nobody waits to know it."""
+    return torch.repeat_interleave(values, counts, output_size=total)
 
 
 def launch_forward(
@@ -86,6 +100,7 @@ def launch_forward(
     out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     masked, strides, kind = _masked(query, mask)
     options = launch_options(query.shape[3], query.dtype, int(blocks.diff().amax()), False, tile) | kind
+    blocks = blocks.to(query.device)
     attention_forward[(len(lists.tiles), clips * heads)](
         query, key, value, masked, out, lse, order, lists.tiles, lists.tile_groups, lists.groups, blocks,
         lists.indices, lists.starts, tokens, len(lists.groups) - 1, heads, *strides, scale, **options,
@@ -103,13 +118,14 @@ def launch_backward(
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
     masked, strides, kind = _masked(query, mask)
-    options = launch_options(query.shape[3], query.dtype, int(blocks.diff().amax()), False, tile) | kind
+    longest, blocks = int(blocks.diff().amax()), blocks.to(query.device)
+    options = launch_options(query.shape[3], query.dtype, longest, False, tile) | kind
     query_gradients[(len(lists.tiles), clips * heads)](
         grad, query, key, value, masked, lse, delta, of_query, order, lists.tiles, lists.tile_groups, lists.groups,
         blocks, lists.indices, lists.starts, tokens, len(lists.groups) - 1, heads, *strides, scale, **options,
     )  # fmt: skip
-    parts = -(-int(blocks.diff().amax()) // options["KEYS"])
-    options = launch_options(query.shape[3], query.dtype, int(lists.groups.diff().amax()), True, tile) | kind
+    parts = -(-longest // options["KEYS"])
+    options = launch_options(query.shape[3], query.dtype, lists.longest, True, tile) | kind
     key_gradients[(len(blocks) - 1, clips * heads, parts)](
         grad, query, key, value, masked, lse, delta, of_key, of_value, order, lists.groups, blocks,
         lists.readers, lists.reader_starts, tokens, len(blocks) - 1, heads, *strides, scale, **options,

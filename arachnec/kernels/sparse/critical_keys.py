@@ -16,13 +16,17 @@ from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.token_cubes import TokenCubes
 
 STRIP = 1 << 17  # scores that exist at one time: half a megabyte stays in a core's cache
+DEVICE_STRIP = 1 << 25  # on a GPU: 128 MiB, in few launches
 
 
-def critical_keys(query: Tensor, key: Tensor, cubes: TokenCubes, kept: Sequence[int]) -> KeyLists:
+def critical_keys(
+    query: Tensor, key: Tensor, cubes: TokenCubes, kept: Sequence[int], spans: Sequence[tuple[int, int]] | None = None
+) -> KeyLists:
     """The lists of blocks with the largest predicted mass, ties to the lower index, and all blocks of captions.
 
     query, key: features of the cells of video [B, H, C, r], whose products predict scores before the softmax.
-    ``kept``: blocks of video that each head keeps, 0 to all. Raises ValueError for other sizes and, on a CPU, for
+    ``kept``: blocks of video that each head keeps, 0 to all. ``spans``: first and end of the groups of each head that
+    get a list, all without it; the lists of others are empty. Raises ValueError for other sizes and, on a CPU, for
     features that are not finite.
     """
     cells, video = len(cubes.cells) - 1, len(cubes.blocks) - 1 - cubes.captions
@@ -30,66 +34,98 @@ def critical_keys(query: Tensor, key: Tensor, cubes: TokenCubes, kept: Sequence[
         raise ValueError(f"features of {cells} cells are wanted, not {tuple(query.shape)} and {tuple(key.shape)}")
     if len(kept) != query.shape[1] or not all(0 <= count <= video for count in kept):
         raise ValueError(f"each of {query.shape[1]} heads keeps 0 to {video} blocks, not {list(kept)}")
-    device = query.device
-    starts = (cubes.group_cells.to(device), cubes.block_cells.to(device))
-    sizes = cubes.cells.diff().to(device)
-    indices, counts = torch.ops.arachnec.critical_keys(query, key, *starts, sizes, list(kept), cubes.captions)
+    starts = (cubes.group_cells, cubes.block_cells, cubes.cells.diff())  # these stay on the host
+    of_all = (0, len(cubes.groups) - 1)
+    bounds = [bound for span in spans or [of_all] * len(kept) for bound in span]
+    indices, counts = torch.ops.arachnec.critical_keys(query, key, *starts, list(kept), bounds, cubes.captions)
     return KeyLists(indices, counts)
 
 
 def predicted_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor) -> Tensor:
-    """[G, N] fp32: the attention that the groups give to each block, of one head's features [C, r].
+    """[n, G, N] fp32: the attention that the groups give to each block, of the features [n, C, r] of n heads.
 
-    ``groups`` [G + 1] and ``blocks`` [N + 1] are starts in cells, ``sizes`` [C] the tokens of each cell.
+    ``groups`` [G + 1] and ``blocks`` [N + 1] are starts in cells, ``sizes`` [C] the tokens of each cell; all three on
+    the host. Sums have one fixed order.
     """
-    weight = sizes.float().log()
-    block = torch.repeat_interleave(torch.arange(len(blocks) - 1, device=query.device), blocks.diff())
-    group = torch.repeat_interleave(torch.arange(len(groups) - 1, device=query.device), groups.diff())
-    starts = groups.tolist()
-    mass = []
+    count, cells, device = len(query), len(sizes), query.device
+    weight, tokens = sizes.float().log().to(device), sizes.float()
+    starts, of_blocks, mass = groups.tolist(), blocks.long().to(device), []
     first = 0
     while first < len(starts) - 1:
         last = first + 1
-        while last < len(starts) - 1 and (starts[last + 1] - starts[first]) * len(sizes) <= STRIP:
+        while last < len(starts) - 1 and (starts[last + 1] - starts[first]) * cells * count <= _strip(device):
             last += 1
         rows = slice(starts[first], starts[last])
-        scores = torch.addmm(weight, query[rows].float(), key.float().mT).softmax(-1)
-        group = torch.repeat_interleave(
-            torch.arange(last - first, device=query.device), groups[first : last + 1].diff()
-        )
-        of_group = scores.new_zeros(last - first, len(sizes)).index_add_(0, group, scores * sizes[rows, None])
-        of_block = scores.new_zeros(len(blocks) - 1, last - first).index_add_(0, block, of_group.mT.contiguous())
-        mass.append(of_block.mT)
+        scores = torch.baddbmm(weight, query[:, rows].float(), key.float().mT).softmax(-1)
+        of_groups = _membership(starts[first : last + 1], tokens[rows]).to(device) @ scores
+        by_cell = of_groups.movedim(2, 0).contiguous()
+        mass.append(torch.segment_reduce(by_cell, "sum", offsets=of_blocks, axis=0, unsafe=True).movedim(0, 2))
         first = last
-    return torch.cat(mass)
+    return torch.cat(mass, 1)
+
+
+def _strip(device: torch.device) -> int:
+    return STRIP if device.type == "cpu" else DEVICE_STRIP
+
+
+def _membership(starts: Sequence[int], tokens: Tensor) -> Tensor:
+    """[groups, cells]: the tokens of a cell in the row of its group. Sums as a product: ``index_add_`` has no fixed
+    order on a GPU."""
+    lengths = torch.tensor(starts).diff()
+    table = torch.zeros(len(lengths), len(tokens))
+    table[torch.repeat_interleave(lengths), torch.arange(len(tokens))] = tokens
+    return table
 
 
 @torch.library.custom_op("arachnec::critical_keys", mutates_args=())
 def _critical_keys(
-    query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor, kept: Sequence[int], captions: int
-) -> tuple[Tensor, Tensor]:
-    if not query.is_cuda and not (query.isfinite().all() and key.isfinite().all()):
+    query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor, kept: Sequence[int],
+    spans: Sequence[int], captions: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return best_blocks(query, key, groups, blocks, sizes, kept, spans, captions)
+
+
+def best_blocks(
+    query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor, kept: Sequence[int],
+    spans: Sequence[int], captions: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Indices and counts of the lists; ``spans`` are two numbers a head.
+
+    No host waits for a device: what is read back are starts, which it has.
+    """
+    if query.device.type == "cpu" and not (query.isfinite().all() and key.isfinite().all()):
         raise ValueError("the predictor's scores are not finite")
-    video, count = len(blocks) - 1, len(groups) - 1
-    always = torch.arange(video, video + captions, device=query.device).expand(count, -1)
-    indices = []
+    video, firsts, ends = len(blocks) - 1, spans[::2], spans[1::2]
+    captioned = torch.arange(video, video + captions, device=query.device)
+    at_once = 1 if query.device.type == "cpu" else max(1, len(kept))  # a core's cache, or few launches
+    indices = [captioned[:0]]
     for clip in range(query.shape[0]):
-        for head, keep in enumerate(kept):
-            mass = predicted_mass(query[clip, head], key[clip, head], groups, blocks, sizes)
-            best = mass.sort(dim=-1, descending=True, stable=True).indices[:, :keep]
-            indices.append(torch.cat([best.sort(dim=-1).values, always], 1).reshape(-1))
-    return torch.cat(indices).int(), _counts(query, groups, kept, captions)
+        for head in range(0, len(kept), at_once):
+            heads = slice(head, head + at_once)
+            first, end = min(firsts[heads]), max(ends[heads])
+            if first == end:
+                continue
+            mass = predicted_mass(query[clip, heads], key[clip, heads], groups[first : end + 1], blocks, sizes)
+            best = mass.sort(dim=-1, descending=True, stable=True).indices
+            for ranked, keep, begin, stop in zip(best, kept[heads], firsts[heads], ends[heads], strict=True):
+                chosen = ranked[begin - first : stop - first, :keep].sort(dim=-1).values
+                indices.append(torch.cat([chosen, captioned.expand(len(chosen), -1)], 1).reshape(-1))
+    return torch.cat(indices).int(), _counts(query, groups, kept, spans, captions)
 
 
 @_critical_keys.register_fake
 def _(
-    query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor, kept: Sequence[int], captions: int
-) -> tuple[Tensor, Tensor]:
-    listed = query.shape[0] * (groups.shape[0] - 1) * (sum(kept) + captions * len(kept))
+    query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor, kept: Sequence[int],
+    spans: Sequence[int], captions: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    rows = zip(kept, spans[::2], spans[1::2], strict=True)
+    listed = query.shape[0] * sum((end - first) * (keep + captions) for keep, first, end in rows)
     counts = query.new_empty(query.shape[0], len(kept), groups.shape[0] - 1, dtype=torch.int32)
     return query.new_empty(listed, dtype=torch.int32), counts
 
 
-def _counts(query: Tensor, groups: Tensor, kept: Sequence[int], captions: int) -> Tensor:
-    of_heads = torch.tensor(kept, dtype=torch.int32, device=query.device) + captions
-    return of_heads[None, :, None].expand(query.shape[0], -1, len(groups) - 1).contiguous()
+def _counts(query: Tensor, groups: Tensor, kept: Sequence[int], spans: Sequence[int], captions: int) -> Tensor:
+    counts = torch.zeros(query.shape[0], len(kept), len(groups) - 1, dtype=torch.int32)
+    for head, keep in enumerate(kept):
+        counts[:, head, spans[2 * head] : spans[2 * head + 1]] = keep + captions
+    return counts.to(query.device)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from arachnec.kernels.attention.divided_heads import HeadShare
 
 
 @dataclass(frozen=True)
@@ -22,13 +25,21 @@ class KeyLists:
     def bytes(self) -> int:
         return self.indices.nbytes + self.counts.nbytes
 
-    def of_heads(self, first: int, end: int) -> KeyLists:
-        """The lists of heads first to end. Waits for the device."""
-        clips, heads, groups = self.counts.shape
-        wanted = torch.zeros(clips, heads, groups, dtype=torch.bool, device=self.counts.device)
-        wanted[:, first:end] = True
-        listed = torch.repeat_interleave(wanted.view(-1), self.counts.view(-1))
-        return KeyLists(self.indices[listed], self.counts[:, first:end].contiguous())
+    def of_shares(self, shares: Sequence[HeadShare]) -> KeyLists:
+        """The lists of these heads, in this order; empty for groups that a share does not have.
+
+        Waits for the device."""
+        clips, _, groups = self.counts.shape
+        starts = [0, *self.counts.view(-1).cumsum(0).tolist()]
+        counts = self.counts.new_zeros(clips, len(shares), groups)
+        listed = [self.indices[:0]]
+        for clip in range(clips):
+            for place, share in enumerate(shares):
+                end = groups if share.end is None else share.end
+                counts[clip, place, share.first : end] = self.counts[clip, share.head, share.first : end]
+                row = (clip * self.counts.shape[1] + share.head) * groups
+                listed.append(self.indices[starts[row + share.first] : starts[row + end]])
+        return KeyLists(torch.cat(listed), counts)
 
 
 def full_lists(clips: int, heads: int, groups: int, blocks: int) -> KeyLists:
@@ -63,7 +74,8 @@ def chosen_blocks(lists: KeyLists, blocks: int) -> Tensor:
     """[B, H, G, N] bool: whether a block is in the list."""
     counts = lists.counts
     table = torch.zeros(counts.numel(), blocks, dtype=torch.bool, device=counts.device)
-    owner = torch.repeat_interleave(torch.arange(counts.numel(), device=counts.device), counts.view(-1))
+    every = torch.arange(counts.numel(), device=counts.device)
+    owner = torch.repeat_interleave(every, counts.view(-1), output_size=len(lists.indices))
     table[owner, lists.indices.long()] = True
     return table.view(*counts.shape, blocks)
 

@@ -46,15 +46,20 @@ def cell_features(source: Tensor, projection: Tensor, cubes: TokenCubes) -> Tens
     """[B, H, C, r]: the projected means of the cells of video of a source [B, H or 1, video or S, D] in order."""
     video, sizes = cubes.video, cubes.cells.diff()
     source = source[:, :, :video].detach()
-    shape = (*source.shape[:2], len(sizes), -1, source.shape[3])
     if bool((sizes == sizes[0]).all()):
-        means: Tensor = source.reshape(shape).mean(3, dtype=projection.dtype)
+        cells = source.reshape(*source.shape[:2], len(sizes), -1, source.shape[3])
+        means: Tensor = cells.mean(3, dtype=projection.dtype)
         return means @ projection
-    cell = torch.repeat_interleave(torch.arange(len(sizes)), sizes).to(source.device)
-    sums = torch.zeros(*shape[:3], shape[4], dtype=projection.dtype, device=source.device)
-    sums.index_add_(2, cell, source.to(projection.dtype))
+    sums = _sums(source.to(projection.dtype), 2, cubes.cells)
     features: Tensor = (sums / sizes.to(source.device)[:, None]) @ projection
     return features
+
+
+def _sums(values: Tensor, dim: int, starts: Tensor) -> Tensor:
+    """Over the runs of a dimension that start there, in one fixed order: ``index_add_`` has none on a GPU."""
+    runs = starts.to(values.device, torch.int64)
+    first = values.movedim(dim, 0).contiguous()
+    return torch.segment_reduce(first, "sum", offsets=runs, axis=0, unsafe=True).movedim(0, dim)
 
 
 def predicted_scores(rows: Tensor, keys: Tensor, projections: Projections) -> Tensor:
@@ -72,18 +77,18 @@ def true_scores(rows: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def score_loss(predicted: Tensor, true: Tensor) -> Tensor:
-    """[H]: 0.95 (1 - cosine) + 0.05 |1 - ratio of the norms| of rows of scores, mean over clips and rows."""
+    """[B, H, n]: 0.95 (1 - cosine) + 0.05 |1 - ratio of the norms| of rows of scores."""
     cosine = F.cosine_similarity(predicted, true, dim=-1)
     ratio = predicted.norm(dim=-1) / true.norm(dim=-1).clamp_min(torch.finfo(true.dtype).tiny)
-    loss: Tensor = (COSINE * (1 - cosine) + NORM * (1 - ratio).abs()).mean((0, 2))
+    loss: Tensor = COSINE * (1 - cosine) + NORM * (1 - ratio).abs()
     return loss
 
 
 def measured_sparsity(scores: Tensor, mass: float = MASS) -> Tensor:
-    """[H]: keys outside the fewest that hold ``mass`` of a query's attention; mean over clips and rows."""
+    """[B, H, n]: of rows of scores, the share of keys outside the fewest that hold ``mass`` of the attention."""
     held = scores.softmax(-1).sort(-1, descending=True).values.cumsum(-1)
     needed = (held < mass).sum(-1) + 1
-    return 1 - needed.clamp_max(scores.shape[-1]).float().mean((0, 2)) / scores.shape[-1]
+    return 1 - needed.clamp_max(scores.shape[-1]).float() / scores.shape[-1]
 
 
 def held_mass(scores: Tensor, chosen: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -113,9 +118,7 @@ def needed_blocks(scores: Tensor, blocks: Tensor, mass: float = MASS) -> Tensor:
 
 def _block_mass(scores: Tensor, blocks: Tensor) -> Tensor:
     """[B, H, N]: the share of a group's attention that each block holds."""
-    block = torch.repeat_interleave(torch.arange(len(blocks) - 1), blocks.diff()).to(scores.device)
-    of_block = torch.zeros(*scores.shape[:2], len(blocks) - 1, device=scores.device)
-    return of_block.index_add_(2, block, scores.softmax(-1).mean(2))
+    return _sums(scores.softmax(-1).mean(2), 2, blocks)
 
 
 def moved(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:

@@ -39,7 +39,7 @@ def sparse_attention(
     if tuple(lists.counts.shape) != (*batch, groups):
         raise ValueError(f"lists of {groups} groups of {batch} are wanted, not {tuple(lists.counts.shape)}")
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    starts = (x.to(query.device) for x in (cubes.order, cubes.groups, cubes.blocks))
+    starts = (cubes.order.to(query.device), cubes.groups, cubes.blocks)  # where cubes start stays on the host
     out: Tensor = torch.ops.arachnec.sparse_attention(
         query, key, value, mask, lists.indices, lists.counts, *starts, scale
     )[0]

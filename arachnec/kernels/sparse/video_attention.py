@@ -36,14 +36,19 @@ def video_attention(
 
 
 def predicted_lists(
-    query: Tensor, key: Tensor, projections: Projections, cubes: TokenCubes, kept: Sequence[int]
+    query: Tensor,
+    key: Tensor,
+    projections: Projections,
+    cubes: TokenCubes,
+    kept: Sequence[int],
+    spans: Sequence[tuple[int, int]] | None = None,
 ) -> KeyLists:
-    """The lists of sources [B, H or 1, S, D] in the sequence's own order."""
+    """The lists of sources [B, H or 1, S, D] in the sequence's own order; ``spans`` as in ``critical_keys``."""
     order = cubes.order[: cubes.video].to(query.device)
     with torch.no_grad():
         query_cells = cell_features(query.index_select(2, order), projections.query, cubes)
         key_cells = cell_features(key.index_select(2, order), projections.key, cubes)
-        return critical_keys(query_cells, key_cells, cubes, kept)
+        return critical_keys(query_cells, key_cells, cubes, kept, spans)
 
 
 def is_full(lists: KeyLists, cubes: TokenCubes) -> bool:

@@ -4,13 +4,15 @@ Ways are tried in the order of what they take, milliseconds first, and each is j
 
 1. Every rank holds all stages, where the memory allows it: wrap-around over aligned blocks (``solver.malleable``), one
    degree for all, and the portfolio of ``solver.search`` over whole segments, which proves small instances.
-2. Two pools, one for each model: every share and degree by enumeration. Where the memory does not hold both models this
+2. Encoders and decoders on ranks of their own, beside the models.
+3. Two pools, one for each model: every share and degree by enumeration. Where the memory does not hold both models this
    is all there is.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,15 +20,15 @@ from typing import ClassVar, Literal
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.ir.nodes import Cascade, Level, Module, Phase
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase
 from arachnec.ir.sampling import CODING, arrival_of, models_of, planned_steps
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity
-from arachnec.planning.formulate import describe
 from arachnec.planning.placement import end_of, quick_placements
 from arachnec.planning.sampling.chains import Rates, RequestChain, request_chains, scheduled, with_pieces
 from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import (
+    coding_apart,
     in_order_of_length,
     one_degree,
     replica,
@@ -205,8 +207,26 @@ def _plans(cost: CostModel, bound: int, policy: Policy) -> Iterator[Plan]:
                 yield Plan(requests, pieces, together)
                 if policy == "search" and length(pieces) <= bound * (1 + CLOSE):
                     return
+    if policy == "search":
+        yield from _apart(module, cost, gpus, node, bound)
     if policy in ("search", "two-pools"):
         yield from _pools(module, cost, gpus, node, models_only=policy == "two-pools" or fits_together)
+
+
+def _apart(module: Module, cost: CostModel, gpus: int, node: int, bound: int) -> Iterator[Plan]:
+    """Encoders and decoders on ranks of their own: prompts are encoded and latents decoded beside the models."""
+    coding = frozenset(cascade.stage for cascade in module.cascades if cascade.phase in CODING)
+    halves = Halves(cost, before=frozenset(models_of(module)), behind=coding)
+    requests = request_chains(module, halves) if coding else []
+    if isinstance(requests, Cascade) or any(request.chain.release for request in requests):
+        return
+    chains = [request.chain for request in requests]
+    kinds = [[cascade.phase in CODING for cascade in request.cascades] for request in requests]
+    parts = [(row.index(False), len(row) - row[::-1].index(False)) for row in kinds]
+    for share in sorted({1, 2, gpus // 8}) if requests else ():
+        if 0 < share < gpus:
+            for pieces in coding_apart(chains, gpus, node, bound, parts, share):
+                yield Plan(requests, pieces, halves)
 
 
 def _everywhere(module: Module, cost: CostModel) -> Rates:
@@ -345,10 +365,30 @@ def fits_no_rank(cascade: Cascade, cost: CostModel) -> FitsNoRank:
     remedy = f"use devices of at least {least} GiB" + (
         ", or ask for fewer frames or a lower resolution" if room > 0 else f": its model alone has {state:.1f}"
     )
-    degree = next((d for d in (2**k for k in range(18)) if _fits_at(cascade, cost, d, room)), None)
+    degree = _least_degree(cascade, cost, room)
     if degree is not None and degree > cost.cluster.world:
-        remedy = f"use a cluster of at least {degree} of these devices"
-    return FitsNoRank(cascade.span, describe(cascade), needed + state, room + state, remedy)
+        remedy = f"use a cluster of at least {degree} of these devices, such as `{_short_form(cost.cluster, degree)}`"
+    names = {clip.id: str(clip.attrs.get("name", clip.id)) for clip in cost.module.clips}
+    requests = ", ".join(f"`{names[clip]}`" for clip in cascade.clips[:4])
+    what = f"request {requests} ({cascade.tokens} tokens, stage `@{cascade.stage}`)"
+    return FitsNoRank(cascade.span, what, needed + state, room + state, remedy)
+
+
+def _least_degree(cascade: Cascade, cost: CostModel, room: float) -> int | None:
+    """The least degree that fits: between two powers of two, as more ranks never need more."""
+    high = next((2**k for k in range(18) if _fits_at(cascade, cost, 2**k, room)), None)
+    if high is None:
+        return None
+    degrees = range(high // 2 + 1, high + 1)
+    return degrees[bisect_left(degrees, True, key=lambda degree: _fits_at(cascade, cost, degree, room))]
+
+
+def _short_form(cluster: Cluster, ranks: int) -> str:
+    """The cluster with whole nodes of as many as it has a node, or one larger node where it has one."""
+    device = cluster.attrs.get("device", "cpu")
+    if ranks <= cluster.gpus or device == "cpu":
+        return f"{ranks}:{device}"
+    return f"{-(-ranks // cluster.gpus)}x{cluster.gpus}:{device}"
 
 
 def _fits_at(cascade: Cascade, cost: CostModel, degree: int, room: float) -> bool:

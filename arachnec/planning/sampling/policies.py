@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import islice
 
-from arachnec.solver.malleable import Chain, Piece, length, wrapped
+from arachnec.solver.malleable import Chain, Piece, least_makespan, length, wrapped
 from arachnec.solver.pools import Pool, in_pools, johnson, two_pools
 from arachnec.solver.widths import chains as nested_widths
 
@@ -49,6 +51,59 @@ def shared_pools(chains: Sequence[Chain], gpus: int, node: int, borders: Sequenc
             if best is None or length(pieces) < length(best):
                 best = pieces
     return best
+
+
+def coding_apart(
+    chains: Sequence[Chain], gpus: int, node: int, bound: int, parts: Sequence[tuple[int, int]], share: int
+) -> Iterator[list[Piece]]:
+    """Encoders and decoders on the last ``share`` GPUs, one GPU each, and the models on all others.
+
+    ``parts`` are, one a chain, the first run of a model and the first run behind the models.
+    """
+    left = gpus - share
+    models = [Chain(chain.runs[begin:end]) for chain, (begin, end) in zip(chains, parts, strict=True)]
+    least = max(bound, least_makespan(models, left))
+    beside = side_by_side(models, left, node, least)
+    plans = [*wrap_arounds(models, left, node, least), *in_order_of_length(models, left, node)]
+    for pieces in plans if beside is None else (*plans, beside):
+        yield _coded(chains, parts, pieces, range(left, gpus))
+
+
+def _coded(
+    chains: Sequence[Chain], parts: Sequence[tuple[int, int]], pieces: Sequence[Piece], coding: Sequence[int]
+) -> list[Piece]:
+    """The models' pieces as early as their captions are encoded; encoders in the order in which these are needed,
+    decoders as latents come."""
+    free = [(0, gpu) for gpu in coding]
+    ready, busy = [0] * len(chains), [0] * coding[0]
+    timed: list[Piece] = []
+
+    def code(number: int, runs: range) -> None:
+        if not runs:
+            return
+        moment, gpu = heapq.heappop(free)
+        now = max(moment, ready[number])
+        for index in runs:
+            run = chains[number].runs[index]
+            until = now + run.steps * run.at(1).ticks
+            timed.append(Piece(number, index, 0, run.steps, 1, gpu, now, until))
+            now = until
+        ready[number] = now
+        heapq.heappush(free, (now, gpu))
+
+    begins = {piece.chain: piece.start for piece in sorted(pieces, key=lambda piece: -piece.start)}
+    for number in sorted(range(len(chains)), key=lambda n: begins[n]):
+        code(number, range(parts[number][0]))
+    for piece in sorted(pieces, key=lambda piece: (piece.start, piece.end, piece.chain, piece.run, piece.begin)):
+        gpus = range(piece.first, piece.first + piece.degree)
+        now = max(ready[piece.chain], max(busy[gpu] for gpu in gpus))
+        until = ready[piece.chain] = now + piece.end - piece.start
+        for gpu in gpus:
+            busy[gpu] = until
+        timed.append(replace(piece, run=piece.run + parts[piece.chain][0], start=now, end=until))
+    for number in sorted(range(len(chains)), key=lambda n: ready[n]):
+        code(number, range(parts[number][1], len(chains[number].runs)))
+    return timed
 
 
 def in_order_of_length(chains: Sequence[Chain], gpus: int, node: int) -> Iterator[list[Piece]]:

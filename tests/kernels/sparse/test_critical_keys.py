@@ -5,10 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arachnec.kernels.attention.divided_heads import HeadShare
 from arachnec.kernels.sparse import critical_keys as module
+from arachnec.kernels.sparse.block_launch import lists_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.cube_sides import group_count
-from arachnec.kernels.sparse.key_lists import checked_lists, chosen_blocks
+from arachnec.kernels.sparse.key_lists import KeyLists, checked_lists, chosen_blocks
+from arachnec.kernels.sparse.predictor import Projections, cell_features, held_mass, needed_blocks, true_scores
 from arachnec.kernels.sparse.token_cubes import cube_of, token_cubes
 
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 14), st.integers(1, 14))
@@ -79,7 +82,16 @@ def test_ties_go_to_the_lower_index() -> None:
 def test_the_operator_keeps_pytorch_s_rules() -> None:
     cubes = token_cubes((2, 4, 4), captions=3, queries=8, keys=4, cell=2)
     query = torch.randn(1, 2, 16, 4)
-    arguments = (query, query, cubes.group_cells, cubes.block_cells, cubes.cells.diff(), [1, 3], cubes.captions)
+    arguments = (
+        query,
+        query,
+        cubes.group_cells,
+        cubes.block_cells,
+        cubes.cells.diff(),
+        [1, 3],
+        [0, 4, 1, 2],
+        cubes.captions,
+    )
     torch.library.opcheck(torch.ops.arachnec.critical_keys.default, arguments)
 
 
@@ -103,3 +115,35 @@ def test_what_cannot_be_chosen_from_is_refused() -> None:
 def test_groups_are_counted_without_their_tokens(grid: tuple[int, int, int], queries: int, keys: int) -> None:
     """A plan counts them before there is a tensor."""
     assert group_count(grid, queries, keys) == len(token_cubes(grid, queries=queries, keys=keys).groups) - 1
+
+
+@pytest.mark.parametrize("grid", [(2, 4, 8), (1, 5, 7)])
+def test_no_host_waits_for_a_device_to_predict_choose_or_list(grid: tuple[int, int, int]) -> None:
+    """On the device `meta` no value can be read back and no size can follow from one: either raises."""
+    cubes = token_cubes(grid, captions=3, queries=16, keys=4, cell=2)
+    total, blocks, groups = len(cubes.order), len(cubes.blocks) - 1, len(cubes.groups) - 1
+    features = torch.empty(2, 2, total, 8, device="meta")
+    by = Projections(*(torch.empty(2, 8, 4, device="meta") for _ in "qk"))
+    cells = [cell_features(features, projection, cubes) for projection in (by.query, by.key)]
+    starts = (cubes.group_cells, cubes.block_cells, cubes.cells.diff())
+    indices, counts = module.best_blocks(*cells, *starts, [1, 3], [0, groups, 0, groups], cubes.captions)
+    lists = KeyLists(indices, counts)
+    assert len(indices) == 2 * groups * (1 + 3 + 2 * cubes.captions) and counts.shape == (2, 2, groups)
+    chosen = chosen_blocks(lists, blocks)[:, :, 0, : blocks - cubes.captions]
+    scores = true_scores(features[:, :, :5], features[:, :, : cubes.video], 0.5)
+    video = cubes.blocks[: blocks - cubes.captions + 1]
+    assert held_mass(scores, chosen, video)[0].shape == needed_blocks(scores, video).shape == (2,)
+    launch = lists_of(indices, counts, cubes.groups, cubes.blocks, total, 16)
+    assert len(launch.indices) == len(launch.readers) == len(indices) + 4 * blocks
+
+
+def test_lists_of_some_groups_are_those_of_all_groups_there() -> None:
+    cubes = token_cubes((2, 8, 8), captions=3, queries=16, keys=8, cell=4)
+    torch.manual_seed(0)
+    query, key = torch.randn(2, 2, 3, 32, 4)
+    every = critical_keys(query, key, cubes, [2, 5, 9])
+    shares = (HeadShare(2, None, 3, 7), HeadShare(0), HeadShare(1, None, 0, 1))
+    some = critical_keys(query[:, [2, 0, 1]], key[:, [2, 0, 1]], cubes, [9, 2, 5], [(3, 7), (0, 8), (0, 1)])
+    given = every.of_shares(shares)
+    assert torch.equal(some.indices, given.indices) and torch.equal(some.counts, given.counts)
+    assert some.counts[:, 0, :3].sum() == some.counts[:, 2, 1:].sum() == 0

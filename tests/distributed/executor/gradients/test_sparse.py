@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.supported import SparseCannotRun, demand_supported
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
@@ -17,11 +18,15 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.nodes import Module
 from arachnec.kernels.sparse.predictor import Projections
-from arachnec.model_state.sparse_predictors import SparsePredictors, heads_note
+from arachnec.model_state.key_list_files import read_lists, share_that_differs
+from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
-from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, lowered, traced, train_on
+from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
+from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, losses, lowered, traced, train_on
+from tests.distributed.harness import run_ranks
+from tests.distributed.ncclish import Settings
 
 CLIPS = (clip("long", 60), clip("short", 25), clip("dense", 2))
 LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
@@ -31,12 +36,17 @@ WORKS = (
     Work((1,), (0,), 1.0, attrs=SPARSE),
     Work((2,), (1,), 1.0),
 )
+ON_THREE = (
+    Work((0,), (2, 0, 1), 0.0, attrs=SPARSE),
+    Work((1,), (1, 2), 1.0, attrs=SPARSE),
+    Work((2,), (0,), 1.0),
+)
 
 
-def planned(rank: int, works: tuple[Work, ...] = WORKS) -> tuple[Module, Module]:
+def planned(rank: int, works: tuple[Work, ...] = WORKS, world: int = 2) -> tuple[Module, Module]:
     """The traced module and the program. Keys are in many blocks, so that a small step of a density leaves one out.
     Predictors of rank 4, the size of a head, are right from the first step."""
-    source = traced(2, [CLIPS])
+    source = traced(world, [CLIPS])
     (stage,) = source.stages
     density = density_rows({layer: LayerDensity(0.5, (0.2,) * 3) for layer in range(2)})
     attrs = stage.attrs.updated(
@@ -46,9 +56,9 @@ def planned(rank: int, works: tuple[Work, ...] = WORKS) -> tuple[Module, Module]
     return source, lowered(source, works)
 
 
-def executable(folder: Path, rank: int | None) -> Path:
+def executable(folder: Path, rank: int | None, works: tuple[Work, ...] = WORKS, world: int = 2) -> Path:
     """Without a ``rank`` the same plan, dense."""
-    source, program = planned(rank or 1)
+    source, program = planned(rank or 1, works, world)
     if rank is None:
         source = traced(2, [CLIPS])
         program = lowered(source, [replace(work, attrs=()) for work in WORKS])
@@ -101,7 +111,52 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
     trained(folder, steps=2, checkpoint=tmp_path / "kept")
     resumed = trained(folder, steps=1, checkpoint=tmp_path / "kept", resume=True)
     assert [step["loss"] for step in resumed["steps"]] == losses[2:]
+    for layer in (*resumed["sparse_layers"], *through["sparse_layers"]):
+        assert layer.pop("steps") == ([2] if layer["history"][1:] == [] else [0, 1, 2])
+        assert layer.pop("history")[-1] == pytest.approx(layer["sparsity"], abs=1e-4)
+        assert layer["planned_density"] == [0.2] * 3 and layer["known_imbalance"] <= layer["imbalance"]
     assert resumed["sparse_layers"] == through["sparse_layers"]
+
+
+def test_behind_the_switch_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
+    folder, wider = executable(tmp_path / "sparse", 4), executable(tmp_path / "wider", 4, ON_THREE, 3)
+    trained(folder, steps=2, checkpoint=tmp_path / "kept")
+    through = trained(folder, steps=3)
+    resumed = train_on(3, wider, steps=1, checkpoint=tmp_path / "kept", resume=True)
+    assert resumed["steps"][0]["loss"] == pytest.approx(through["steps"][2]["loss"], rel=1e-5)
+    for one, other in zip(through["sparse_layers"], resumed["sparse_layers"], strict=True):
+        assert one["sparse"] and other["sparse"]
+        assert other["sparsity"] == pytest.approx(one["sparsity"], abs=1e-4)
+
+
+def test_given_the_same_lists_any_two_plans_have_the_same_losses(tmp_path: Path) -> None:
+    """The other plan has a rank more, and divides heads otherwise. By itself it chooses what this one did."""
+    folder, wider = executable(tmp_path / "sparse", 4), executable(tmp_path / "wider", 4, ON_THREE, 3)
+    here = trained(folder, steps=3, save_lists=tmp_path / "here")
+    there = train_on(3, wider, steps=3, save_lists=tmp_path / "there")
+    replayed = {"replay_lists": tmp_path / "here", "save_lists": tmp_path / "again"}
+    again = train_on(3, wider, steps=3, **replayed)
+    assert [s["loss"] for s in again["steps"]] == pytest.approx([s["loss"] for s in here["steps"]], rel=1e-6)
+    lists = {name: read_lists(tmp_path / name, 2) for name in ("here", "there", "again")}
+    assert len(lists["here"]) == 4, "two clips of two layers"
+    assert share_that_differs(lists["here"], lists["again"]) == 0
+    assert share_that_differs(lists["here"], lists["there"]) <= 1e-3
+    assert there["steps"][0]["loss"] == pytest.approx(here["steps"][0]["loss"], rel=1e-6)
+    next((tmp_path / "here" / "step-2").glob("rank-1.*")).unlink()
+    with pytest.raises(UserError, match=r"cannot be replayed: head \d has no list for group"):
+        read_lists(tmp_path / "here", 2)
+    with pytest.raises(UserError, match="cannot be replayed: there are none"):
+        read_lists(tmp_path / "here", 7)
+
+
+def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:
+    """No sum of the predictors meets one of the model's out of order, and none connects a group in use."""
+    here, gloo = executable(tmp_path / "here", 4), executable(tmp_path / "gloo", 4)
+    settings = Settings(delay=1e-3, kernels=1)
+    for counts in run_ranks(2, train_ncclish, here, RunOptions(steps=3), settings):
+        assert not counts.freed_in_flight and not counts.written_in_flight and counts.connected_in_use == 0
+    trained(gloo, steps=3)
+    assert losses(here / "run.json") == pytest.approx(losses(gloo / "run.json"), rel=1e-6)
 
 
 def test_what_cannot_run_is_refused_at_load_with_what_to_do_instead() -> None:
@@ -139,8 +194,3 @@ def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None
     with pytest.raises(UserError, match="scores of layer 1 are not finite in step 7"):
         predictors._learn({0: (sums, gradients), 1: (sums, broken)}, 7)
     assert all(torch.equal(value, before[name]) for name, value in predictors.tensors().items())
-
-
-def test_a_person_is_told_where_the_plan_divides_heads_as_no_rank_does() -> None:
-    assert "by number, not by density" in (heads_note(planned(4)[1]) or "")  # 3 heads on 2 ranks: one is cut
-    assert heads_note(planned(4, WORKS[1:])[1]) is None

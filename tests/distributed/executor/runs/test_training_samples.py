@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from arachnec.driver import compile as compile_model
 from arachnec.executable.folder import HEADER
 from arachnec.executable.train_file import training_of
 from arachnec.executable.training_options import SampledRequests, Training
@@ -108,6 +109,8 @@ def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
     two = SampledRequests(str(tmp_path / "sampler.py"), str(tmp_path / "requests.jsonl"))
     with pytest.raises(UserError, match=r"it has the models other, tiny, and one is trained"):
         TrainingSamples.of(two, device, 0, 1, whole=True)
+    with pytest.raises(UserError, match=r"it has the models other, tiny, and one is trained"):
+        compile_model(tmp_path / "model.py", None, "1:cpu", training=Training(sampling=two))
     with pytest.raises(UserError, match=r"`sampling.requests` is None: one needs the other"):
         training_of(Training(), settings=["sampling.file=x.py"])
     with pytest.raises(UserError, match=r"sampling.every = 0"):

@@ -27,6 +27,16 @@ CLIPS = (clip("a", 3), clip("b", 5), clip("c", 2))
 HELD_BACK = tuple(clip(f"held {c.id}", c.frames) for c in CLIPS)
 ONE = [Work((0,), (0,), 0.0), Work((1,), (0,), 1.0), Work((2,), (0,), 2.0)]
 TWO = [Work((0,), (1,), 0.0), Work((1,), (0, 1), 1.0), Work((2,), (0,), 0.0)]
+READS_CAPTIONS = """
+
+drawn = sample
+
+
+def sample(clip, generator):
+    given, target = drawn(clip, generator)
+    return given, target + len(clip.caption or "")
+"""
+# Training drops every caption, validation none.
 TRAINING = Training(lr=0.05, optimizer=TorchClass("SGD", {"momentum": 0.9}), caption_dropout=1.0)
 
 
@@ -44,7 +54,7 @@ def validated(folder: Path, clips: Sequence[VideoClip], every: int = 1, **change
 
 
 def whole(folder: Path, ranks: int, works: Sequence[Work]) -> Path:
-    return executable(folder, [CLIPS], works, ranks, training=TRAINING)
+    return executable(folder, [CLIPS], works, ranks, training=TRAINING, more=READS_CAPTIONS)
 
 
 def cells(folder: Path) -> Path:
@@ -89,7 +99,7 @@ def trained_for_a_step(folder: Path, clips: Sequence[VideoClip]) -> nn.Module:
 
 
 def _held(c: VideoClip) -> VideoClip:
-    return VideoClip(f"held {c.id}", *c.shape)
+    return VideoClip(f"held {c.id}", *c.shape, caption="a word")
 
 
 def test_it_is_told_every_so_many_steps_as_other_metrics_are(tmp_path: Path) -> None:

@@ -1,0 +1,57 @@
+"""The order in which a run trains an executable's clips: as they are, shuffled, stratified, mixed, or drawn from a long
+manifest by rank 0."""
+
+from __future__ import annotations
+
+import msgspec
+import torch.distributed as dist
+
+from arachnec.checkpoint.folder import Position
+from arachnec.data.batch_source import BatchSource
+from arachnec.executable.batches import Batches, ManifestBatches, Mark
+from arachnec.executable.folder import Executable
+from arachnec.executable.mixed_batches import MixedBatches
+from arachnec.executable.shuffled_batches import ShuffledBatches
+from arachnec.executable.stratified_batches import StratifiedBatches
+from arachnec.executable.training_options import Training, bad_value
+from arachnec.ir.diagnostic import UserError
+from arachnec.runtime.agreement import share_text
+from arachnec.runtime.told_batches import ToldBatches, mark_of
+
+
+def demand_no_order(training: Training) -> None:
+    """Raises ``UserError`` for options that order batches, where they come from the caller."""
+    for key in ("shuffle", "stratified"):
+        if getattr(training, key):
+            raise UserError(bad_value(key, True, "batches come from the caller", "order them there"))
+    if training.mix.manifests:
+        raise UserError(bad_value("mix", training.mix, "batches come from the caller", "mix them there"))
+
+
+def drawn_batches(executable: Executable, training: Training, resumed: Position | None) -> Batches:
+    """The batches of an executable as the options order them. Collective where its manifest is long."""
+    if executable.header.long is not None:
+        return _from_long(executable, training, resumed)
+    if training.mix.manifests:
+        return MixedBatches(executable, training)
+    if training.stratified:
+        return StratifiedBatches(executable, training.seed)
+    if training.shuffle:
+        return ShuffledBatches(executable, training.seed)
+    return ManifestBatches(executable)
+
+
+def _from_long(executable: Executable, training: Training, resumed: Position | None) -> ToldBatches:
+    """Rank 0 opens the manifest, at the row where a checkpoint stood, and draws; the others are told each batch."""
+    if dist.get_rank() != 0:
+        clips, data, source = msgspec.json.decode(share_text(None), type=tuple[int, str, str])
+        return ToldBatches(Mark(clips, data, source))
+    long = executable.header.long
+    assert long is not None
+    seed = training.seed if training.shuffle or training.stratified else None
+    drawing = BatchSource(long.drawn(seed, stratified=training.stratified), long.batch, repeat=True)
+    if resumed is not None:
+        drawing.restore(resumed.steps * training.accumulate, resumed.clips, resumed.data, resumed.source)
+    start = mark_of(drawing)
+    share_text(msgspec.json.encode((start.clips, start.data, start.source)).decode())
+    return ToldBatches(start, drawing, long.tokens)

@@ -1,0 +1,160 @@
+"""A Parquet manifest too long for a list: what `compile` has to know of it. Rows are read as they are drawn.
+
+In: the file. Out: how many clips it has, and one clip of every shape. The columns of sizes are read once, window by
+window; captions are measured, and not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import msgspec
+
+from arachnec.data.clip import VideoClip
+from arachnec.data.manifest import clips_of_row
+from arachnec.data.parquet_clips import WINDOW, ParquetClips
+from arachnec.data.rows import ALIASES, parquet_row
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+LISTED = 100_000  # rows up to which a manifest is read as a list
+SIZES = ("frames", "height", "width")
+
+
+@dataclass(frozen=True)
+class LongManifestLacks(Diagnostic):
+    title: ClassVar[str] = "`{path}` has {rows} rows, too many to list, and {reason}"
+    help: ClassVar[str] = "{remedy}"
+    path: str
+    rows: int
+    reason: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class OtherManifest(Diagnostic):
+    title: ClassVar[str] = "`{path}` is not the manifest that was compiled: {reason}"
+    help: ClassVar[str] = "compile again, or put the file back"
+    path: str
+    reason: str
+
+
+class LongManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Of a manifest: its file, rows, clips, clips in a global batch, and the tokens of every shape."""
+
+    path: str
+    rows: int
+    clips: int
+    batch: int
+    shapes: tuple[tuple[int, int, int, int, int], ...] = ()  # frames, height, width, text tokens; transformer tokens
+
+    def drawn(self, seed: int | None, *, stratified: bool) -> ParquetClips:
+        """Its clips, in the file's order without a ``seed``. Raises ``UserError`` for a file that is another now."""
+        clips = ParquetClips(self.path, seed, stratified=self.batch if stratified else None)
+        if clips.rows != self.rows:
+            raise UserError(OtherManifest(None, self.path, f"it has {clips.rows} rows, and had {self.rows}"))
+        return clips
+
+    def tokens(self, clip: VideoClip) -> int:
+        """Transformer tokens of a clip. Raises ``UserError`` for a shape that the file did not have."""
+        known = {shape[:4]: shape[4] for shape in self.shapes}
+        if clip.shape not in known:
+            sizes = " x ".join(map(str, clip.shape[:3]))
+            raise UserError(OtherManifest(None, self.path, f"clip `{clip.id}` is {sizes}, which no clip was"))
+        return known[clip.shape]
+
+
+def is_long(path: Path) -> bool:
+    """Whether a manifest is not to be read as a list. One that cannot be read is not: `read_manifest` says why."""
+    if path.suffix.lower() != ".parquet" or not path.is_file():
+        return False
+    try:
+        import pyarrow
+        import pyarrow.parquet
+
+        return int(pyarrow.parquet.ParquetFile(path).metadata.num_rows) > LISTED
+    except (ImportError, OSError, pyarrow.ArrowException):
+        return False
+
+
+def read_long_manifest(path: Path, batch: int | None) -> tuple[LongManifest, list[VideoClip]]:
+    """The manifest without tokens, and a clip of every shape, the shortest first. Raises ``UserError``."""
+    import pyarrow.parquet
+
+    rows = ParquetClips(path).rows  # which holds the columns' names to what is known
+    file = pyarrow.parquet.ParquetFile(path, memory_map=True)
+    names = {ALIASES.get(name, name): name for name in file.schema_arrow.names}
+    _demand_listable(path, rows, names, batch)
+    assert batch is not None
+    first, count = _shapes(file, names)
+    for shape, place in first.items():
+        if None in shape[: len(SIZES)]:
+            remedy = "give it in every row: so many videos are not opened to look"
+            raise UserError(LongManifestLacks(None, str(path), rows, f"row {place + 1} has no size", remedy))
+    clips = sorted(_clips_at(path, file, sorted(first.values())), key=lambda clip: clip.shape)
+    shortest_first = {clip.shape: clip for clip in reversed(clips)}
+    return LongManifest(str(path.absolute()), rows, count, batch), list(reversed(shortest_first.values()))
+
+
+def _demand_listable(path: Path, rows: int, names: Mapping[str, str], batch: int | None) -> None:
+    reason, remedy = "", "order the rows as they are to be trained, and give --batch"
+    if "iteration" in names:
+        reason = "it has the column `iteration`"
+    elif batch is None:
+        reason = "nothing says how many clips make a global batch"
+    elif missing := [key for key in SIZES if key not in names]:
+        reason, remedy = f"it has no column `{missing[0]}`", "add it: so many videos are not opened to look"
+    if reason:
+        raise UserError(LongManifestLacks(None, str(path), rows, reason, remedy))
+
+
+def _shapes(file: Any, names: Mapping[str, str]) -> tuple[dict[tuple[Any, ...], int], int]:
+    """Of every shape the first row that has it, and the clips of all rows."""
+    import numpy
+    import pyarrow
+    import pyarrow.compute
+
+    columns = [names[key] for key in (*SIZES, "text_tokens", "caption", "clips") if key in names]
+    first: dict[tuple[Any, ...], int] = {}
+    start = clips = 0
+    for window in file.iter_batches(batch_size=WINDOW, columns=columns):
+        given = {key: _gaps_as_null(window.column(name)) for key, name in names.items() if name in columns}
+        texts = [given["text_tokens"]] if "text_tokens" in given else []
+        texts += [pyarrow.compute.binary_length(given["caption"])] if "caption" in given else []
+        table = {key: given[key] for key in SIZES} | ({"text": pyarrow.compute.coalesce(*texts)} if texts else {})
+        table["place"] = pyarrow.array(numpy.arange(start, start + len(window)))
+        keys = [key for key in table if key != "place"]
+        grouped = pyarrow.table(table).group_by(keys).aggregate([("place", "min")]).to_pydict()
+        for *shape, place in zip(*(grouped[key] for key in (*keys, "place_min")), strict=True):
+            first.setdefault(tuple(shape), place)
+        copies = given["clips"].fill_null(1) if "clips" in given else None
+        clips += len(window) if copies is None else int(pyarrow.compute.sum(copies).as_py())
+        start += len(window)
+    return first, clips
+
+
+def _gaps_as_null(column: Any) -> Any:
+    """A column of integers with gaps is commonly stored as floating point, with NaN in the gaps."""
+    import pyarrow
+    import pyarrow.compute
+
+    if not pyarrow.types.is_floating(column.type):
+        return column
+    return pyarrow.compute.if_else(pyarrow.compute.is_nan(column), None, column)
+
+
+def _clips_at(path: Path, file: Any, places: Sequence[int]) -> Iterator[VideoClip]:
+    """The clips of some rows, in ascending order; row groups without one are not read."""
+    start = 0
+    for group in range(file.num_row_groups):
+        end = start + file.metadata.row_group(group).num_rows
+        if any(start <= place < end for place in places):
+            for window in file.iter_batches(batch_size=WINDOW, row_groups=[group]):
+                for place in places:
+                    if start <= place < start + len(window):
+                        (values,) = window.slice(place - start, 1).to_pylist()
+                        yield next(clips_of_row(parquet_row(path, place, values)))
+                start += len(window)
+        start = end

@@ -1,0 +1,231 @@
+"""What one step of a sampler's models takes, on as many ranks as sampling uses.
+
+A measurement is a whole step of some requests: arguments, forwards of all branches together, guidance, scheduler. Its
+batch is the number of predictions, as a plan counts them. Rounds and ranks are those of ``profiling.profiler``. One
+rank of ``arachnec profile``: ``python -m arachnec.profiling.sampler_profiler SAMPLER DATA DEVICE AT_ONCE OUTPUT``.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from arachnec.backends.cascade_step import encode
+from arachnec.cost.profile import Measurement
+from arachnec.data.requests import Request, read_requests
+from arachnec.data.switch import ONE_MODEL
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Stage
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
+from arachnec.kernels.attention.subgroups import subgroups
+from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.models.decoders import DECODER, FromLatents, latents_of
+from arachnec.models.sampler_file import SamplerFile, load_sampler_file
+from arachnec.profiling.local import Measured
+from arachnec.profiling.points import SHAPES, Point, deciding_sizes, sizes_of, spread
+from arachnec.profiling.profiler import (
+    BUDGET_S,
+    ROUNDS,
+    SHARED_SHAPES,
+    TRAINED,
+    Job,
+    measure_links,
+    now,
+    shared_measurement,
+)
+from arachnec.runtime.agreement import gather, share_text
+from arachnec.sampling.forward import all_branches, branches_of
+from arachnec.sampling.loop import Loop, Sampling, begin, run
+from arachnec.spmd.sharded_model import SequenceModel, install
+
+
+@dataclass
+class SamplerProfiler:
+    """Measures every model of a sampler file on all ranks of the default group; every method is collective."""
+
+    sampler: SamplerFile
+    requests: Sequence[Request]
+    device: torch.device
+    at_once: int
+    jobs: list[Job] = field(init=False, default_factory=list)
+    _models: dict[str, torch.nn.Module] = field(init=False)
+    _encoders: dict[str, torch.nn.Module] = field(init=False)
+    _coders: dict[str, torch.nn.Module] = field(init=False)  # encoders and decoder
+    _stages: dict[tuple[str, str], Stage] = field(init=False, default_factory=dict)  # on rank 0 only
+    _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
+    _loops: dict[object, list[Loop]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        names = self.sampler.names()
+        tokens = self._trace(names)
+        torch.manual_seed(0)
+        encoders = self.sampler.encoders() if self.sampler.encoders is not None else {}
+        self._encoders = {name: e.to(self.device).eval().requires_grad_(False) for name, e in encoders.items()}
+        self._coders = dict(self._encoders)
+        if self.sampler.decoder is not None:
+            decoder = self.sampler.decoder().to(self.device).eval().requires_grad_(False)
+            self._coders[DECODER] = FromLatents(decoder, latents_of(self.sampler, [r.clip() for r in self.requests]))
+        self._models = {name: self.sampler.build(name).to(self.device).eval().requires_grad_(False) for name in names}
+        of_shape = {request.shape: (request, count) for request, count in zip(self.requests, tokens, strict=True)}
+        rows = sorted(of_shape.values(), key=lambda row: (row[1], row[0].text_tokens))
+        points = [Point((request.clip(),), count) for request, count in rows]
+        asked = {point.clips[0].shape: of_shape[point.clips[0].shape][0] for point in points}
+        for name in self._coders:
+            self.jobs += [
+                Job(name, ("forward",), self.at_once, partial(self._encode, name, point), point) for point in points
+            ]
+        for name in names:
+            alone = spread(points, SHAPES)
+            # pairs of requests at every size: whether a batch saves time or costs some is the machine's to say
+            ways = ((1, 1.0), (1, 2.0), (2, 2.0))
+            self.jobs += [
+                self._step_job(name, asked[point.clips[0].shape], point.tokens, count, guidance)
+                for point in alone
+                for count, guidance in ways
+            ]
+            if self.at_once > 1:
+                self.jobs += self._shared_jobs(name, spread(points, SHARED_SHAPES), asked)
+
+    def measure(self) -> Measured:
+        """As many rounds as the budget allows; no job's first time counts."""
+        self._round()
+        started = now(self.device)
+        times = [self._round()]
+        took = torch.tensor([now(self.device) - started], dtype=torch.float64)
+        once = max(float(value) for value in gather(took))
+        for _ in range(1, min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
+            times.append(self._round())
+        everyone = torch.stack(gather(torch.tensor(times, dtype=torch.float64)))  # ranks, rounds, jobs
+        rows: dict[tuple[str, str], list[Measurement]] = {}
+        for place, job in enumerate(self.jobs):
+            ms = everyone[: job.ranks, :, place].mean(0).quantile(0.5).item()
+            rows.setdefault((job.stage, "forward"), []).append(self._measurement(job, ms))
+        name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
+        links = measure_links(self.device) if dist.get_world_size() > 1 else None
+        return Measured(name, [(*key, runs) for key, runs in rows.items()], links, [])
+
+    def _round(self) -> list[float]:
+        times = []
+        for job in self.jobs:
+            dist.barrier()
+            times.append(job.run()[0] if dist.get_rank() < job.ranks else 0.0)
+        return times
+
+    def _trace(self, names: Sequence[str]) -> list[int]:
+        """S of every request; traced on rank 0, since the ranks share the machine's cores."""
+        text = None
+        if dist.get_rank() == 0:
+            from arachnec.passes.trace import trace_model
+
+            clips = [request.clip() for request in self.requests]
+            tokens: list[int] = []
+            for name in names:
+                traced = trace_model(self.sampler.model_file(name), clips)
+                self._stages |= {(name, stage.name): stage for stage in traced.stages}
+                tokens = tokens or [traced.tokens(clip) for clip in clips]
+            text = msgspec.json.encode(tokens).decode()
+        return msgspec.json.decode(share_text(text), type=list[int])
+
+    def _step_job(self, name: str, request: Request, tokens: int, count: int, scale: float) -> Job:
+        """A step of ``count`` equal requests, with a scale of guidance above 1 of both branches."""
+        guided = replace(request, guidance=scale)
+        predictions = count * self.sampler.branches(name, guided)
+        point = Point((request.clip(),) * predictions, tokens)
+        run = partial(self._step, name, guided, count, None, None)
+        return Job(name, ("forward",), self.at_once, run, point)
+
+    def _shared_jobs(
+        self, name: str, points: Sequence[Point], asked: Mapping[tuple[int, int, int, int], Request]
+    ) -> Iterator[Job]:
+        """Steps on 2, 4, ... ranks, side by side; none of a model whose blocks cannot be shared."""
+        sequence = self._sequence(name)
+        if sequence is None:
+            return
+        for degree in [2**i for i in range(1, self.at_once.bit_length()) if 2**i <= self.at_once]:
+            count = self.at_once // degree * degree
+            groups = [tuple(range(first, first + degree)) for first in range(0, count, degree)]
+            self._groups.ensure(group for ranks in groups for group in subgroups(ranks, degree, 1))
+            rank = dist.get_rank()
+            mine = groups[rank // degree] if rank < count else None
+            for point in points:
+                shard = self._groups.shard(mine, even_split(point.tokens, degree), degree, 1) if mine else None
+                request = replace(asked[point.clips[0].shape], guidance=1.0)
+                predictions = self.sampler.branches(name, request)
+                several = Point(point.clips * predictions, point.tokens)
+                run = partial(self._step, name, request, 1, sequence, shard)
+                yield Job(name, ("forward",), count, run, several, degree)
+
+    def _sequence(self, name: str) -> SequenceModel | None:
+        from arachnec.tracing.blocks import capture_blocks
+        from arachnec.tracing.sample import example_calls
+
+        model, source = self._models[name], self.sampler.model_file(name)
+        try:
+            calls = example_calls(model, source, [request.clip() for request in self.requests])
+            return install(model, capture_blocks(model, calls, verify=False))
+        except UserError:
+            return None
+
+    def _step(
+        self, name: str, request: Request, count: int, sequence: SequenceModel | None, shard: SequenceShard | None
+    ) -> tuple[float, ...]:
+        """ms of the next step of these requests, which begin anew where they have ended."""
+        key = name, request.id, request.guidance, count, shard is not None
+        loops = self._loops.get(key)
+        if loops is None or loops[0].ended:
+            sampling = Sampling(self.sampler, (name,), ONE_MODEL)
+            own = self._encoded(replace(request, steps=max(2, request.steps)))
+            loops = self._loops[key] = [begin(sampling, own, self.device) for _ in range(count)]
+        predict = all_branches(self.sampler, branches_of(self.sampler, self._models.__getitem__))
+        with sequence.use(shard) if sequence else nullcontext():
+            started = now(self.device)
+            run(loops, predict, loops[0].step + 1)
+            return ((now(self.device) - started) * 1e3,)
+
+    def _encoded(self, request: Request) -> Request:
+        rows = [
+            {
+                name: encode(encoder, [request.clip(conditional)], self.device)
+                for name, encoder in self._encoders.items()
+            }
+            for conditional in (True, False)
+        ]
+        return replace(request, encoded=rows[0], negative_encoded=rows[1])
+
+    def _encode(self, name: str, point: Point) -> tuple[float, ...]:
+        started = now(self.device)
+        encode(self._coders[name], point.clips, self.device)
+        return ((now(self.device) - started) * 1e3,)
+
+    def _measurement(self, job: Job, ms: float) -> Measurement:
+        assert job.point is not None
+        clip, batch, tokens = job.point.clips[0], len(job.point.clips), job.point.tokens
+        if job.stage in self._coders:
+            clips = [request.clip() for request in self.requests]
+            sizes = sizes_of(clip, deciding_sizes(self._coders[job.stage], clips))
+            return Measurement(batch, tokens, clip.text_tokens, job.degree, ms, sizes=sizes)
+        stage = self._stages.get((job.stage, TRAINED))
+        return shared_measurement(stage, "forward", batch, tokens, clip.text_tokens, job.degree, ms)
+
+
+def main(sampler: str, data: str, planned_device: str, at_once: str, output: str) -> None:
+    def work(device: torch.device) -> None:
+        profiler = SamplerProfiler(load_sampler_file(sampler), read_requests(data), device, int(at_once))
+        measured = profiler.measure()
+        if dist.get_rank() == 0:
+            Path(output).write_bytes(msgspec.json.encode(measured))
+
+    as_rank(work, cpu=planned_device == "cpu")
+
+
+if __name__ == "__main__":
+    exit_with(lambda: main(*sys.argv[1:]))
