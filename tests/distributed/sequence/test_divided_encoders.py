@@ -51,6 +51,6 @@ def test_ranks_of_a_group_encode_as_one_in_any_order() -> None:
 def test_diffusers_vaes_by_three_and_four_ranks_are_the_vae_on_one() -> None:
     pytest.importorskip("diffusers")
     names = ("wan", "cogvideox", "hunyuan")
-    found = largest_differences(names)
-    assert found.keys() == {(name, degree) for name in names for degree in (3, 4)}
-    assert max(found.values()) <= 1e-5, found
+    differences = largest_differences(names)
+    assert differences.keys() == {(name, degree) for name in names for degree in (3, 4)}
+    assert max(differences.values()) <= 1e-5, differences
