@@ -34,11 +34,9 @@ def whole(module: Module) -> Module:
     return replace(module, stages=stages)
 
 
-def planned(traced: Module, number: int) -> tuple[float, int] | str:
+def planned(model: Module, pipeline: Pipeline, number: int) -> tuple[float, int] | str:
     """Simulated ms of an iteration, and the largest degree of an `encode` cascade; or why there is no plan."""
-    pipeline = Pipeline.parse(PIPELINES["default"])
     try:
-        model, _ = plan_model(traced, pipeline)
         module, planning = plan_iteration(model, pipeline, number)
     except UserError as error:
         return str(error).splitlines()[0]
@@ -64,10 +62,13 @@ def main() -> None:
         )
     print(f"{'cluster':>14} {'iter':>4} {'whole s':>9} {'divided s':>9} {'ratio':>6} {'degree':>6}")
     for cluster in clusters:
-        here = replace(traced, cluster=parse_cluster(cluster))
+        here, pipeline = replace(traced, cluster=parse_cluster(cluster)), Pipeline.parse(PIPELINES["default"])
+        models = [
+            plan_model(module, pipeline)[0] for module in (whole(here), here)
+        ]  # a layout is chosen once for a run
         totals = [0.0, 0.0]
         for number in range(options.iterations):
-            results = [planned(whole(here), number), planned(here, number)]
+            results = [planned(model, pipeline, number) for model in models]
             times = [result[0] / 1e3 for result in results if not isinstance(result, str)]
             if len(times) < 2:
                 print(f"{cluster:>14} {number:>4} {results}", flush=True)

@@ -62,8 +62,8 @@ class Cut:
 
     def block_bytes_on(self, stage: int) -> int:
         """Of this, what blocks have made."""
-        outputs = (output for output in self.handed_on(stage) if self.flow.calls[output.call].is_block)
-        return sum(self.flow.form(output).bytes for output in outputs)
+        of_blocks = (output for output in self.handed_on(stage) if self.flow.calls[output.call].is_block)
+        return sum(self.flow.form(output).bytes for output in of_blocks)
 
 
 def single_blocks(layers: Sequence[str]) -> tuple[tuple[str, ...], ...]:

@@ -1,12 +1,13 @@
 """Which models work: every video transformer class of the installed Diffusers, and ten plain styles, at degrees 1 to 4.
 
-    python benchmarks/models/which_models.py [MODEL ...] [--write]
+    python benchmarks/models/which_models.py [MODEL ...] [--write] [--missing]
 
 Each model, small, trains one step on 4 gloo ranks by a plan whose cascades have degrees 3, 1, 4 and 2 in turn (a model
 whose blocks run whole: degree 1), and its gradients are compared with those of a plain loop. The clips are those of
 tests/acceptance. A row says what the model took: the step down (docs/models.md), and what a shared clip gathers.
 ``--write`` puts the rows into benchmarks/results/which_models.json and the table into docs/models.md; with names, only
-theirs are measured and the others are kept.
+theirs are measured and the others are kept. ``--missing`` measures those alone that the results have no row of: a run
+that was cut short goes on, and one from the start begins without the file of results.
 """
 
 from __future__ import annotations
@@ -168,6 +169,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("models", nargs="*", help="names of files in tests/acceptance/models; default: all")
     parser.add_argument("--write", action="store_true", help="write the results and the page")
+    parser.add_argument("--missing", action="store_true", help="measure what the results have no row of")
     arguments = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     import torch
@@ -177,7 +179,8 @@ def main() -> int:
     kept = {row["name"]: row for row in json.loads(RESULTS.read_text())["rows"]} if RESULTS.is_file() else {}
     rows = []
     for name, model in wanted:
-        known = kept.get(name) if arguments.models and model not in arguments.models else None
+        other = arguments.missing or (arguments.models and model not in arguments.models)
+        known = kept.get(name) if other else None
         if known is None and arguments.models and model not in arguments.models:
             continue
         row = known or measure(name, model)

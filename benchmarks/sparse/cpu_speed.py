@@ -80,8 +80,8 @@ def taken(case: Case, dense_pair: float) -> str:
     overhead = CPU_OVERHEAD * heads
     choice = Choice(256, options.block, CELL, RANK, options.mass, options.division, CPU_MOVED, overhead, speed)
 
-    def pairs(each: float, unit: str) -> Formula:
-        return Formula((Term(each * heads, (("B", 1), ("S", 2))),), unit)
+    def pairs(per_head: float, unit: str) -> Formula:
+        return Formula((Term(per_head * heads, (("B", 1), ("S", 2))),), unit)
 
     values = {
         "flops": pairs(4e-12 * HEAD, "TFLOP"),

@@ -43,7 +43,8 @@ GONE_S = 40.0  # until all processes of a job that was broken are to be gone
 ENDS_S = 120.0  # until a run that a fault broke is to have ended
 DISK = "4m"
 SHARED = Path("/dev/shm")
-CACHES = ("arachnec-", "torchinductor_")  # ours and torch's, one a user; torch makes its folder when it is imported
+# of torch and ours, one a user, made when it is imported; torchrun leaves a folder of logs at every start
+CACHES = ("arachnec-", "torchinductor_", "torchelastic_")
 MODEL = """
 import time
 import torch

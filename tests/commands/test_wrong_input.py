@@ -345,7 +345,7 @@ def test_an_option_of_run_that_cannot_be(
     assert options[0] in said or options[-1].split("/")[0] in said
 
 
-@pytest.mark.parametrize("found", [0, 1])
+@pytest.mark.parametrize("devices", [0, 1])
 def test_gpus_to_profile_that_this_machine_does_not_have(
     devices: int, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -101,8 +101,8 @@ class StageCascades:
         if self.sequence is None or consumer is None or not share_tokens_alike(producer, consumer, self._cascades):
             return {}
         calls = cut.flow.calls
-        outputs = (output for output in self._forms(producer, cut) if calls[output.call].is_block)
-        dims = ((output, self.sequence.token_dims(calls[output.call].path).get(output.leaf)) for output in outputs)
+        of_blocks = (output for output in self._forms(producer, cut) if calls[output.call].is_block)
+        dims = ((output, self.sequence.token_dims(calls[output.call].path).get(output.leaf)) for output in of_blocks)
         return {output: dim for output, dim in dims if dim is not None}
 
     def _own_forms(

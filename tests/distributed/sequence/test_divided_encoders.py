@@ -1,11 +1,13 @@
 """Ranks of a process group that encode one clip together."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.spmd.spatial.encoding import encode_divided
 from arachnec.spmd.spatial.peers import Group
+from tests.distributed.encoder_cases import largest_differences
 from tests.distributed.harness import run_ranks
 
 
@@ -44,3 +46,11 @@ def _apart(ranks: tuple[int, ...], height: int) -> float:
 
 def test_ranks_of_a_group_encode_as_one_in_any_order() -> None:
     assert max(*run_ranks(2, _apart, (0, 1), 12), *run_ranks(2, _apart, (1, 0), 7)) < 1e-5
+
+
+def test_diffusers_vaes_by_three_and_four_ranks_are_the_vae_on_one() -> None:
+    pytest.importorskip("diffusers")
+    names = ("wan", "cogvideox", "hunyuan")
+    differences = largest_differences(names)
+    assert differences.keys() == {(name, degree) for name in names for degree in (3, 4)}
+    assert max(differences.values()) <= 1e-5, differences
