@@ -11,7 +11,14 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from arachnec.ir.head_density import LayerDensity, group_count, layer_densities, sparse_layers
+from arachnec.ir.head_density import (
+    LayerDensity,
+    group_count,
+    latest_densities,
+    layer_densities,
+    measured_densities,
+    sparse_layers,
+)
 from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import count_in, formula_in, squared
@@ -68,6 +75,8 @@ class SparseLoads:
         stage, table = self.stages[name], self.densities(name)
         ahead, back, _ = speeds(stage)
         pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
+        measured = measured_densities(stage)
+        layers = layers if measured is None else tuple(layer for layer in layers if layer in measured)
         for layer in layers:
             density = table[layer]
             weights = head_weights(stage, density)
@@ -82,7 +91,7 @@ class SparseLoads:
     def densities(self, stage: str) -> Mapping[int, LayerDensity]:
         table = self._densities.get(stage)
         if table is None:
-            table = self._densities[stage] = layer_densities(self.stages[stage])
+            table = self._densities[stage] = latest_densities(self.stages[stage])
         return table
 
 
@@ -200,7 +209,7 @@ def lists_gib(stage: Stage, layers: tuple[int, ...], tokens: int, batch: int) ->
     group, block = count_in(stage, "query_group"), count_in(stage, "key_block")
     if not layers or not group or not block:
         return 0.0
-    table = layer_densities(stage)
+    table = latest_densities(stage)
     groups, blocks = math.ceil(tokens / group), math.ceil(tokens / block)
     entries = math.fsum(
         math.fsum(math.ceil(density * blocks) for density in table[layer].heads) + len(table[layer].heads)

@@ -124,7 +124,7 @@ def _stages(right: tuple[Stage, ...], given: tuple[Stage, ...]) -> Iterator[Diag
         if stage.trained != other.trained:
             words = ("trained" if trained else "frozen" for trained in (other.trained, stage.trained))
             yield OtherFigure(other.span, f"stage @{stage.name}", "phase", *words)
-        yield from _attributes(f"stage @{stage.name}", stage.attrs, other.attrs)
+        yield from _attributes(f"stage @{stage.name}", stage.attrs, other.attrs.updated(measured=None))
 
 
 def _attributes(node: str, right: Attributes, given: Attributes) -> Iterator[Diagnostic]:

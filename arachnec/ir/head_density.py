@@ -23,9 +23,9 @@ class LayerDensity:
         return math.fsum(self.heads) / len(self.heads)
 
 
-def layer_densities(stage: Stage) -> Mapping[int, LayerDensity]:
+def layer_densities(stage: Stage, attribute: str = "density") -> Mapping[int, LayerDensity]:
     """The layers that can be sparse, by number; empty for a stage that is dense."""
-    rows = stage.attrs.get("density", ())
+    rows = stage.attrs.get(attribute, ())
     assert isinstance(rows, tuple)
     table: dict[int, LayerDensity] = {}
     for row in rows:
@@ -34,6 +34,16 @@ def layer_densities(stage: Stage) -> Mapping[int, LayerDensity]:
         density = LayerDensity(_number(share), tuple(map(_number, heads)))  # type: ignore[arg-type]
         table |= dict.fromkeys(integers(layers), density)
     return dict(sorted(table.items()))
+
+
+def measured_densities(stage: Stage) -> Mapping[int, LayerDensity] | None:
+    """The layers that a run has made sparse by now, with what it measured; None before any run did."""
+    return layer_densities(stage, "measured") if "measured" in stage.attrs else None
+
+
+def latest_densities(stage: Stage) -> Mapping[int, LayerDensity]:
+    """Those of ``layer_densities``, as measured where they were."""
+    return {**layer_densities(stage), **(measured_densities(stage) or {})}
 
 
 def density_rows(layers: Mapping[int, LayerDensity]) -> tuple[Value, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, counted
@@ -22,12 +22,13 @@ DIVISIONS = ("groups", "heads")
 
 @dataclass(frozen=True)
 class WrongDensity(Diagnostic):
-    title: ClassVar[str] = "{node} has {what} in `density`"
+    title: ClassVar[str] = "{node} has {what} in `{attribute}`"
     label: ClassVar[str] = "expected {expected}"
     help: ClassVar[str] = "a row is `[layers, share of the stage's pairs of tokens, density of each head]`"
     node: str
     what: str
     expected: str
+    attribute: str = "density"
 
 
 @dataclass(frozen=True)
@@ -65,15 +66,16 @@ Problems = Iterator[Diagnostic]
 
 def densities_are_shares_of_keys(index: ModuleIndex) -> Problems:
     for stage in index.module.stages:
-        if "density" in stage.attrs:
-            yield from _density(stage)
+        for attribute in ("density", "measured"):
+            if attribute in stage.attrs:
+                yield from (replace(problem, attribute=attribute) for problem in _density(stage, attribute))
         yield from _settings(stage)
 
 
-def _density(stage: Stage) -> Problems:
-    rows = stage.attrs["density"]
+def _density(stage: Stage, attribute: str) -> Iterator[WrongDensity]:
+    rows = stage.attrs[attribute]
     assert isinstance(rows, tuple)
-    span, node = stage.attrs.span("density") or stage.span, label(stage)
+    span, node = stage.attrs.span(attribute) or stage.span, label(stage)
     layers = [layer for row in rows for layer in integers(row[0])]  # type: ignore[index]
     twice = next((layer for layer, count in Counter(layers).items() if count > 1), None)
     if twice is not None:
@@ -84,7 +86,11 @@ def _density(stage: Stage) -> Problems:
     if outside is not None:
         yield WrongDensity(span, node, f"layer {outside}", f"layers from 0 to {known - 1}")
         return
-    table = layer_densities(stage)
+    table = layer_densities(stage, attribute)
+    lacking = next((layer for layer in table if layer not in layer_densities(stage)), None)
+    if lacking is not None:
+        yield WrongDensity(span, node, f"layer {lacking}", "layers that have a `density`")
+        return
     heads = stage.attrs.get("heads")
     for layer, density in table.items():
         wrong = next((value for value in density.heads if not 0 < value <= 1), None)

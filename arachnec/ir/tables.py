@@ -138,6 +138,7 @@ STAGE = table("""
     token_cuts      | [[int, GiB formula]] | traced | optional | of `cuts`, what blocks make of tokens
     tied_layers     | [[[int], int]] | traced | optional | layers that read the same parameters, and how many train
     density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
+    measured        | [[[int], float, [float]]] | traced | optional | as `density`, of layers that a run made sparse
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
     query_group     | int            | traced | optional | queries whose keys are chosen together, at most
     key_block       | int            | traced | optional | keys that are chosen together, at most

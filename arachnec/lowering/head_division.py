@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from arachnec.cost.sparse_attention import divided
-from arachnec.ir.head_density import LayerDensity, group_count, layer_densities, sparse_layers
+from arachnec.ir.head_density import LayerDensity, group_count, latest_densities, sparse_layers
 from arachnec.ir.head_division import HeadPart, head_rows
 from arachnec.ir.nodes import Cascade, Clip, Module, Stage
 from arachnec.ir.stage_sizes import count_in
@@ -45,7 +45,7 @@ def groups_of(stage: Stage, tokens: int, clip: Clip | None) -> int:
 
 
 def _rows(stage: Stage, layers: Sequence[int], groups: int, degree: int) -> tuple[Value, ...]:
-    table: Mapping[int, LayerDensity] = layer_densities(stage)
+    table: Mapping[int, LayerDensity] = latest_densities(stage)
     parts = {
         layer: tuple(
             HeadPart(share.head, place, share.start, share.stop)

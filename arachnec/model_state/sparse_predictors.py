@@ -22,7 +22,7 @@ from torch import Tensor
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.head_density import layer_densities, sparse_layers
+from arachnec.ir.head_density import latest_densities, layer_densities, sparse_layers
 from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.ir.stage_sizes import count_in
@@ -35,6 +35,7 @@ from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
 
 RATE = 3e-3  # of the predictors' Adam
+LEAST = 1e-6  # of a density that is planned for
 MOST = 128  # steps whose sparsities are kept
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -227,6 +228,12 @@ class SparsePredictors:
                 value.grad = None
         self.optimizer.step()
 
+    @property
+    def running(self) -> dict[int, tuple[float, ...]]:
+        """By layer that is sparse in the next step, the share of keys that each head takes: above 0, to 1."""
+        sparse = {number: state.densities for number, state in self.layers.items() if state.sparse}
+        return {number: tuple(min(1.0, max(LEAST, x)) for x in row) for number, row in sparse.items()}
+
     def tensors(self) -> dict[str, Tensor]:
         """What the next step depends on: projections and moments over the memory in use, and of every layer sparsities,
         densities and whether it is sparse. What was loaded into these goes to ``loaded``."""
@@ -254,6 +261,9 @@ class SparsePredictors:
 
     def summary(self, module: Module) -> list[LayerSummary]:
         """``module`` is the program of the last step."""
+        stage = sparse_stage(module)
+        if stage is not None:
+            self.planned = {number: density.heads for number, density in latest_densities(stage).items()}
         told = forecasts(module, {number: state.densities for number, state in self.layers.items()})
         return [self._summary(number, state, told[number]) for number, state in self.layers.items()]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from arachnec.cost.sparse_attention import ATTENDS, divided, given_divisions, head_weights
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.head_density import LayerDensity, layer_densities, sparse_layers
+from arachnec.ir.head_density import LayerDensity, latest_densities, layer_densities, measured_densities, sparse_layers
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.sparsity.head_shares import imbalance
 
@@ -25,6 +25,7 @@ class SparseSummary:
     most: float
     chosen: tuple[Cascade, ...]  # cascades that run some layer sparse
     dense: tuple[Cascade, ...]  # those that run none
+    measured: int | None  # layers that were sparse in a run when this was planned; None for a plan before any run
     imbalance: float  # the heaviest rank's heads over the mean, the worst layer of all cascades; 1 without ranks
 
 
@@ -32,7 +33,7 @@ def sparse_summaries(module: Module) -> tuple[SparseSummary, ...]:
     """Of the stages with densities, in the order of the module."""
     summaries = []
     for stage in module.stages:
-        table = layer_densities(stage)
+        table = latest_densities(stage)
         if not table:
             continue
         heads = [density for layer in table.values() for density in layer.heads]
@@ -48,6 +49,7 @@ def sparse_summaries(module: Module) -> tuple[SparseSummary, ...]:
                 max(heads),
                 tuple(cascade for cascade in cascades if sparse_layers(cascade)),
                 tuple(cascade for cascade in cascades if not sparse_layers(cascade)),
+                None if (now := measured_densities(stage)) is None else len(now),
                 worst,
             )
         )
@@ -67,7 +69,7 @@ class Forecast:
 def forecasts(module: Module, measured: Mapping[int, Sequence[float]]) -> Mapping[int, Forecast]:
     """By layer with ``measured`` densities by head, of the trained stage that has some."""
     stage = next(stage for stage in module.stages if stage.trained and layer_densities(stage))
-    table, rows = layer_densities(stage), {}
+    table, rows = latest_densities(stage), {}
     cascades = [c for c in module.cascades if c.stage == stage.name and "heads" in c.attrs]
     divided_alike = list(distinct_divisions(cascades))
     for layer, heads in measured.items():
@@ -93,7 +95,7 @@ def distinct_divisions(cascades: Sequence[Cascade]) -> Iterator[Cascade]:
 
 def worst_imbalance(cascade: Cascade, stage: Stage) -> float:
     """The heaviest rank's heads over the mean, in the layer where that is most; 1 for a cascade without ``heads``."""
-    table, groups = layer_densities(stage), integer(cascade.attrs.get("groups", 1))
+    table, groups = latest_densities(stage), integer(cascade.attrs.get("groups", 1))
     divisions = given_divisions(cascade).items()
     ratios = [imbalance(division, head_weights(stage, table[layer]), groups) for layer, division in divisions]
     return max(ratios, default=1.0)

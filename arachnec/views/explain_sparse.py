@@ -30,6 +30,11 @@ def _of_stage(summary: SparseSummary) -> list[str]:
     sentences = [
         f"In {name} {which} may attend to chosen keys: predicted {_percent(summary.density)} of the keys, {heads}."
     ]
+    if summary.measured is not None:
+        sentences.append(
+            f"A run measured {counted(summary.measured, 'layer')} as sparse by then, and the plan is made for what it "
+            "measured; the others attend to all keys and their predictors learn."
+        )
     total = len(summary.chosen) + len(summary.dense)
     if summary.chosen:
         shortest = min(cascade.tokens for cascade in summary.chosen)

@@ -12,19 +12,22 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
+from arachnec.backends.torch_distributed.kept_plan import better_plan, with_densities
 from arachnec.cluster.topology import mix_of, with_measured, with_slowdowns
+from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
 from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
+from arachnec.passes.annotate import Annotate
 
 if TYPE_CHECKING:
     from arachnec.passes.infra.pipeline import Pipeline
@@ -83,13 +86,14 @@ class Question(msgspec.Struct, frozen=True):
     and on ranks that are so many times slower.
 
     ``version`` counts the measurements that plans were made for. ``clips`` are those of the iteration; without, they
-    are those that the executable has for it."""
+    are those that the executable has for it. ``densities`` are those of the layers that are sparse by now."""
 
     iteration: int
     version: int = 0
     links: list[tuple[int, int, float]] = []
     slowed: list[tuple[int, float]] = []
     clips: list[PlannedClip] | None = None
+    densities: list[tuple[int, tuple[float, ...]]] | None = None
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -125,6 +129,7 @@ class IterationPlanner:
 
     executable: Executable
     world: int
+    _kept: dict[object, Module] = field(default_factory=dict)  # the latest plan of shapes on a cluster
 
     def plan(
         self,
@@ -132,9 +137,11 @@ class IterationPlanner:
         links: Mapping[tuple[int, int], float] | None = None,
         clips: Sequence[PlannedClip] | None = None,
         slowed: Mapping[int, float] | None = None,
+        densities: Mapping[int, tuple[float, ...]] | None = None,
     ) -> Module:
         """The lowered module of one iteration, on ``links`` and ranks as they were measured; of the executable's own
-        ``clips`` where none are given. Raises ``UserError`` for what cannot be planned on so many ranks."""
+        ``clips`` where none are given. For measured ``densities`` the latest plan of these shapes is kept, unless a new
+        one is predicted to gain. Raises ``UserError`` for what cannot be planned on so many ranks."""
         model = self._model
         if clips is not None:
             model = replace(model, clips=tuple(clip.clip(number) for clip in clips))
@@ -143,7 +150,20 @@ class IterationPlanner:
             iteration = replace(iteration, cluster=with_measured(iteration.cluster, links))
         if slowed and iteration.cluster is not None:
             iteration = replace(iteration, cluster=with_slowdowns(iteration.cluster, slowed))
-        return self._pipeline.run_iteration_part(iteration)
+        iteration = with_densities(iteration, densities)
+        planned = self._pipeline.run_iteration_part(iteration)
+        key = shapes_key(iteration.clips), iteration.cluster
+        kept = self._kept.get(key) or self._compiled(key)
+        if kept is not None and densities is not None:
+            profile = next((step.profile for step in self._pipeline.passes if isinstance(step, Annotate)), None)
+            planned = better_plan(kept, planned, profile)
+        self._kept[key] = planned
+        return planned
+
+    def _compiled(self, key: object) -> Module | None:
+        """The executable's own program, where it is of these shapes on this cluster."""
+        clips = iteration_of(self.executable.traced, 0).clips
+        return self.executable.program if key == (shapes_key(clips), self.executable.model.cluster) else None
 
     @cached_property
     def _pipeline(self) -> Pipeline:
@@ -234,8 +254,9 @@ def key_of(message: Question | Answer) -> tuple[int, int]:
 
 def answer(planner: IterationPlanner, question: Question) -> Answer:
     links = {(a, b): speed for a, b, speed in question.links}
+    densities = None if question.densities is None else dict(question.densities)
     try:
-        module = planner.plan(question.iteration, links, question.clips, dict(question.slowed))
+        module = planner.plan(question.iteration, links, question.clips, dict(question.slowed), densities)
         return Answer(*key_of(question), text=print_module(module))
     except UserError as error:
         if question.slowed:  # a run goes on with the plan for equal ranks

@@ -42,10 +42,12 @@ CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class MeasuredSpeeds:
-    """What plans are made for where it is not as the cluster says: GB/s of links, how many times slower ranks are."""
+    """What plans are made for where it is not as the cluster says: GB/s of links, how many times slower ranks are. And
+    the densities of the layers that are sparse by now, by number and head; None where nothing was measured."""
 
     links: Mapping[tuple[int, int], float] = field(default_factory=dict)
     slowed: Mapping[int, float] = field(default_factory=dict)
+    densities: Mapping[int, tuple[float, ...]] | None = None
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class Plans:
         self._compiled_key = shapes_key(self._compiled_clips)
         # where links choose the grouping, plans follow what is measured of them
         self.follows_links = "grouping" in program.attrs
+        # and where they say which layers are sparse, what is measured of these
+        self.follows_densities = "sparsify" in executable.header.pipeline
         replans = replans or self.batches.told or executable.header.iterations > 1 or not fits or self.follows_links
         self._group: dist.ProcessGroup | None = None
         self._planner: BackgroundPlanner | None = None
@@ -142,6 +146,11 @@ class Plans:
         """Plan for ranks that are so many times slower from ``step`` on; none where all are as planned. Collective."""
         self._plan_anew()
         self._follow(replace(self._latest, slowed=dict(slowed)), step)
+
+    def follow_densities(self, densities: Mapping[int, tuple[float, ...]], step: int) -> None:
+        """Plan for layers that are sparse with these densities from ``step`` on. Collective, as the others are."""
+        self._plan_anew()
+        self._follow(replace(self._latest, densities=dict(densities)), step)
 
     @property
     def _latest(self) -> MeasuredSpeeds:
@@ -200,6 +209,8 @@ class Plans:
         text = self._compiled if compiled else self._shared(drawn, key)
         module = checked_program(text or "", f"iteration {drawn.number}")
         clips = self._compiled_clips if compiled else drawn.planned
+        if self._speeds[key[1]].densities is not None and shapes_key(module.clips) == key[0]:
+            clips = module.clips  # a plan that is kept may be of an earlier batch
         demand_own_input(self._executable, module, drawn.number, self._cluster, clips)
         demand_room(module, self._more_state)
         return module
@@ -220,7 +231,8 @@ class Plans:
         speeds = self._speeds[version]
         links = [(a, b, speed) for (a, b), speed in speeds.links.items()]
         clips = [PlannedClip.of(clip) for clip in drawn.planned]
-        return Question(drawn.number, version, links, sorted(speeds.slowed.items()), clips)
+        densities = None if speeds.densities is None else sorted(speeds.densities.items())
+        return Question(drawn.number, version, links, sorted(speeds.slowed.items()), clips, densities)
 
     def _is_compiled(self, key: PlanKey) -> bool:
         return key == (self._compiled_key, 0) and self._compiled is not None

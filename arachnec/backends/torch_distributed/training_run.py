@@ -24,6 +24,7 @@ from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
 from arachnec.backends.torch_distributed.interpreter import run_iteration
 from arachnec.backends.torch_distributed.iteration import Iteration, Share, program_of
+from arachnec.backends.torch_distributed.kept_plan import have_moved
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.other_options import state_beyond_plan
@@ -135,6 +136,7 @@ class Trainer:
         self._samples = self._samples_of(training, device)
         self._samples_folder = (options.checkpoint or executable.folder) / "samples"
         self._slowed: Mapping[int, float] = {}
+        self._densities: Mapping[int, tuple[float, ...]] | None = None  # that plans were last made for
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
@@ -229,6 +231,7 @@ class Trainer:
             if share.ends and not last:
                 following = self._following(begin + self._each)
             reports.append(self._iterate(planned, share, following, save_gradients if share.ends else None))
+        self._follow_densities(number, last=last)
         self._watch_links(number)
         self._follow_ranks(number)
         if not reports:
@@ -333,6 +336,17 @@ class Trainer:
             self._links = watch
             self._plans.follow_links(watch.planned, (number + 1) * self._each + 2)
 
+    def _follow_densities(self, number: int, *, last: bool) -> None:
+        """Plan the step after the next one for what this one measured of layers that are sparse. All ranks know it."""
+        predictors = self._context.predictors
+        if predictors is None or not self._plans.follows_densities or last:
+            return
+        step, now = (number + 1) * self._each + 1, predictors.running
+        if have_moved(self._densities, now):
+            self._densities = now
+            self._plans.follow_densities(now, step)
+        self._plans.prepare(step)
+
     def _follow_ranks(self, number: int) -> None:
         """Where ranks have become slow, or are no longer: plan anew, as for links. All ranks have seen the same."""
         slowed = self._account.slowed
@@ -383,7 +397,8 @@ class Trainer:
         """A later step, where its plan is there by now; the one after it is made meanwhile."""
         started = time.perf_counter()
         planned = self._plans.get_ready(number)
-        self._plans.prepare(number + 1)
+        if not self._plans.follows_densities:  # else when this step has measured them
+            self._plans.prepare(number + 1)
         self._waited += (time.perf_counter() - started) * 1e3
         return planned
 

@@ -56,7 +56,9 @@ def planned(rank: int, works: tuple[Work, ...] = WORKS, world: int = 2) -> tuple
     return source, lowered(source, works)
 
 
-def executable(folder: Path, rank: int | None, works: tuple[Work, ...] = WORKS, world: int = 2) -> Path:
+def executable(
+    folder: Path, rank: int | None, works: tuple[Work, ...] = WORKS, world: int = 2, pipeline: str = QUICK
+) -> Path:
     """Without a ``rank`` the same plan, dense."""
     source, program = planned(rank or 1, works, world)
     if rank is None:
@@ -70,7 +72,7 @@ def executable(folder: Path, rank: int | None, works: tuple[Work, ...] = WORKS, 
         folder,
         program=program,
         traced=source,
-        pipeline=QUICK,
+        pipeline=pipeline,
         model_file=file,
         clips=CLIPS,
         training=Training(clip_norm=0.5),
@@ -147,6 +149,20 @@ def test_given_the_same_lists_any_two_plans_have_the_same_losses(tmp_path: Path)
         read_lists(tmp_path / "here", 2)
     with pytest.raises(UserError, match="cannot be replayed: there are none"):
         read_lists(tmp_path / "here", 7)
+
+
+def test_what_a_step_measured_plans_the_step_after_the_next_and_changes_no_loss(tmp_path: Path) -> None:
+    """Step 1 makes both layers sparse, so step 3 has a plan for their densities. The planner's is faster than ours."""
+    following = executable(tmp_path / "following", 4, pipeline=f"sparsify,{QUICK}")
+    reports = [trained(folder, steps=4) for folder in (following, executable(tmp_path / "kept", 4))]
+    losses = [[step["loss"] for step in report["steps"]] for report in reports]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for layer, kept in zip(*(report["sparse_layers"] for report in reports), strict=True):
+        assert layer["sparse"] and kept["planned_density"] == [0.2] * 3
+        for planned, before, now in zip(
+            layer["planned_density"], kept["planned_density"], layer["density"], strict=True
+        ):
+            assert planned != before and now < planned <= 1, "densities begin at 1 and fall"
 
 
 def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:

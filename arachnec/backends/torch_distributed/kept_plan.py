@@ -1,0 +1,51 @@
+"""Whether a plan for what a run has measured of its sparse layers is worth changing to.
+
+In: the plan in use, a new one, and costs. Out: the one to run next. docs/sparse_planning.md, "Planned again".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from arachnec.backends.simulator import simulate
+from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities
+from arachnec.ir.nodes import Module
+from arachnec.passes.recost import Recost
+
+GAIN = 0.02  # of the iteration's time: less is within what is known of it
+MOVED = 0.02  # of a head's density: where all have moved less there is nothing to plan anew
+
+
+def have_moved(before: Mapping[int, Sequence[float]] | None, now: Mapping[int, Sequence[float]]) -> bool:
+    """Whether other layers are sparse than before, or some head's density is another."""
+    if before is None or before.keys() != now.keys():
+        return True
+    return any(
+        abs(new - old) > MOVED * old for layer in now for old, new in zip(before[layer], now[layer], strict=True)
+    )
+
+
+def with_densities(module: Module, densities: Mapping[int, tuple[float, ...]] | None) -> Module:
+    """The module, its trained stage with these ``measured`` densities of the layers that are sparse by now."""
+    if densities is None:
+        return module
+    stages = []
+    for stage in module.stages:
+        table = layer_densities(stage) if stage.trained else {}
+        rows = density_rows({n: LayerDensity(table[n].share, heads) for n, heads in densities.items() if n in table})
+        stages.append(replace(stage, attrs=stage.attrs.updated(measured=rows)) if table else stage)
+    return replace(module, stages=tuple(stages))
+
+
+def better_plan(kept: Module, planned: Module, profile: str | None) -> Module:
+    """``planned`` where it is predicted to take 2 % less than the plan in use by the same costs, else ``kept``.
+
+    Both are lowered, of clips of equal shapes. ``profile`` is the pipeline's own.
+    """
+    measured = {stage.name: stage.attrs.get("measured") for stage in planned.stages}
+    stages = tuple(replace(s, attrs=s.attrs.updated(measured=measured.get(s.name))) for s in kept.stages)
+    in_use = replace(kept, stages=stages, cluster=planned.cluster)
+    recost = Recost(profile)
+    before, after = (simulate(recost.run(module)).iteration_ms for module in (in_use, planned))
+    return planned if after < (1 - GAIN) * before else kept
