@@ -99,7 +99,6 @@ class SparsePredictors:
     layers: dict[int, LayerState]
     sizes: tuple[int, int, int]  # tokens of a group, a block and a cell
     mass: float  # of a group's attention, that its blocks are to hold
-    planned: Mapping[int, tuple[float, ...]]  # densities by layer and head
     optimizer: torch.optim.Adam
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
     files: ListFiles = field(default_factory=lambda: ListFiles())
@@ -127,8 +126,7 @@ class SparsePredictors:
         queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
         mass = stage.attrs.get("mass", MASS)
         assert isinstance(mass, int | float)
-        planned = {number: density.heads for number, density in layer_densities(stage).items()}
-        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), float(mass), planned, optimizer)
+        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), float(mass), optimizer)
 
     def cascade(
         self, cascade: Cascade, clips: Mapping[int, VideoClip], seed: int, step: int, weight: float | None
@@ -262,12 +260,12 @@ class SparsePredictors:
     def summary(self, module: Module) -> list[LayerSummary]:
         """``module`` is the program of the last step."""
         stage = sparse_stage(module)
-        if stage is not None:
-            self.planned = {number: density.heads for number, density in latest_densities(stage).items()}
+        assert stage is not None, "plans of a run with predictors have densities"
+        planned = latest_densities(stage)
         told = forecasts(module, {number: state.densities for number, state in self.layers.items()})
-        return [self._summary(number, state, told[number]) for number, state in self.layers.items()]
+        return [self._summary(n, state, planned[n].heads, told[n]) for n, state in self.layers.items()]
 
-    def _summary(self, number: int, state: LayerState, forecast: Forecast) -> LayerSummary:
+    def _summary(self, number: int, state: LayerState, planned: tuple[float, ...], forecast: Forecast) -> LayerSummary:
         measured = self.measured.get(number)
         means = () if measured is None else (measured.loss, measured.held, measured.of_best)
         names = ("loss", "mass", "of_best")
@@ -278,7 +276,7 @@ class SparsePredictors:
             list(state.sparsities),
             list(state.densities),
             **{name: float(value.mean()) for name, value in zip(names, means, strict=False)},
-            planned_density=list(self.planned[number]),
+            planned_density=list(planned),
             planned_imbalance=forecast.planned,
             imbalance=forecast.measured,
             known_imbalance=forecast.known,
