@@ -118,6 +118,7 @@ UNSAID: dict[str, None] = dict.fromkeys(
         "cell",
         "host",
         "density",
+        "measured",
         "division",
         "sparse_speed",
         "query_group",
