@@ -68,6 +68,20 @@ MISTAKES = {
         "the model `small` predicts 1 x 12 x 5 from",
     ),
     "a scheduler has so many steps": ([], FEW_STEPS, {"steps": 5000}, "cannot take 5000 steps"),
+    "a switch is after a step that there is": (
+        ["--switch", "fixed=5"],
+        SAMPLER,
+        {},
+        "request `0` has 4 steps, and `fixed=5` switches after 5 at the earliest",
+    ),
+    "an adaptive switch too": (["--switch", "adaptive=0.1,least=5"], SAMPLER, {}, "give it at least 5 steps"),
+    "the file's rule is text": ([], SAMPLER + "\n\ndef switch():\n    return 0.5\n", {}, "`switch()` returned float"),
+    "the file's guidance is a number": (
+        [],
+        SAMPLER + '\n\ndef guidance(name, request):\n    return float("nan")\n',
+        {},
+        "returned nan",
+    ),
     "an unknown key": ([], SAMPLER, {"step": 4}, "did you mean `steps`?"),
 }
 
