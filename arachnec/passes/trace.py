@@ -146,7 +146,8 @@ def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool =
     """Trace a model file's transformer and its encoders for these clips.
 
     ``meta`` builds on the meta device; without it, or where the model's forward cannot run there, the model is built
-    where its ``build`` puts it. Without ``gradients`` it only runs forward, and none are verified. Raises ``UserError`` for a model that cannot be traced.
+    where its ``build`` puts it. Without ``gradients`` it only runs forward, and none are verified. Raises ``UserError``
+    for a model that cannot be traced.
     """
     if not meta:
         return _trace(source, source.build(), clips, gradients)

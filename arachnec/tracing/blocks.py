@@ -62,8 +62,9 @@ def capture_blocks(
 
     ``examples`` vary one thing at a time: the first is exported (a batch of 2 or more, all sizes distinct); another
     clip shape, another caption length, another batch tell which dimension is which; at the last, different in all of
-    them, each graph is compared with eager, and its ``gradients`` too where it trains. With ``at``, calls that differ in their batch alone, the graphs are for
-    clips of that one shape. Raises ``UserError`` for a model that cannot be captured.
+    them, each graph is compared with eager, and its ``gradients`` too where it trains. With ``at``, calls that differ
+    in their batch alone, the graphs are for clips of that one shape. Raises ``UserError`` for a model that cannot be
+    captured.
     """
     recorded = record_blocks(model, examples)
     groups = recorded.groups
