@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from arachnec import cli
+from arachnec.commands.generated import generate_here
 from arachnec.data.switch import ONE_MODEL, parse_switch
 from arachnec.executable.sampling_folder import Settings, StoredRequest
 from arachnec.generation import run as generation
@@ -153,6 +154,20 @@ def test_a_request_without_a_result_ends_the_command_with_its_name(
         generation.run_here(left)
     assert "request `a` has no result: its latents are no numbers" in render(caught.value.diagnostics[0])
     assert json.loads((tmp_path / "report.json").read_text())["requests"][0]["id"] == "a"
+
+
+def test_an_interrupted_run_says_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(left: generation.Generation) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "run_here", interrupted)
+    results = Results(tmp_path, Settings("sampler.py", ("large",), "always"), "digest")
+    left = generation.Generation(tmp_path / "plan", tmp_path / "sampler.py", results, REQUESTS, (), None)
+    with pytest.raises(KeyboardInterrupt):
+        generate_here(left)
+    assert "the same command does the requests that are not" in capsys.readouterr().err
 
 
 def json_of(outcome: Outcome) -> bytes:
