@@ -76,7 +76,7 @@ MISTAKES = {
         "request `0` has 4 steps, and `fixed=5` switches after 5 at the earliest",
     ),
     "an adaptive switch too": (["--switch", "adaptive=0.1,least=5"], SAMPLER, {}, "give it at least 5 steps"),
-    "the file's rule is text": ([], SAMPLER + "\n\ndef switch():\n    return 0.5\n", {}, "`switch()` returned float"),
+    "the file's rule is text": ([], SAMPLER + "\n\ndef switch():\n    return 0.5\n", {}, "`switch` returned float"),
     "the file's guidance is a number": (
         [],
         SAMPLER + '\n\ndef guidance(name, request):\n    return float("nan")\n',
