@@ -110,7 +110,9 @@ class WeightFiles:
         for name in sorted(self.tensors):
             stored = self.tensors[name]
             digest.update(repr((name, stored.shape, stored.dtype)).encode())
-            sample = self.piece(name, 0, min(SAMPLED, torch.Size(stored.shape).numel()))
+            row = torch.Size(stored.shape[1:]).numel()
+            rows = min(stored.shape[0], max(1, SAMPLED // max(1, row))) if stored.shape else 1
+            sample = self.piece(name, 0, min(SAMPLED, rows * row))
             digest.update(sample.reshape(-1)[:SAMPLED].contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
