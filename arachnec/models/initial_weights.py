@@ -65,6 +65,10 @@ class InitialWeights:
         source = self.sources.get(name)
         return None if source is None else self.files.read(source).to(dtype)
 
+    def piece(self, name: str, dtype: torch.dtype, start: int, size: int) -> Tensor:
+        """Some elements of the flattened tensor, which ``sources`` has; see ``WeightFiles.piece``."""
+        return self.files.piece(self.sources[name], start, size).to(dtype)
+
     def fill(self, module: nn.Module) -> None:
         """Write into the parameters and buffers of a module with values, one tensor at a time."""
         self._fill(module.named_parameters())

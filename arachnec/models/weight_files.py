@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import msgspec
 import torch
@@ -75,23 +75,44 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the CPU, in the precision it is stored in. Raises ``UserError`` for a damaged file."""
-        stored = self.tensors[name]
+        return self._opened(name, lambda opened: opened.get_tensor(name))
+
+    def _opened(self, name: str, reading: Callable[[Any], Tensor]) -> Tensor:
+        file = self.tensors[name].file
         try:
-            with safe_open(stored.file, "pt") as opened:
-                value: Tensor = opened.get_tensor(name)
+            with safe_open(file, "pt") as opened:
+                return reading(opened)
         except (SafetensorError, OSError) as error:
-            raise UserError(UnreadableWeights(None, str(stored.file), _first_line(error))) from None
-        return value
+            raise UserError(UnreadableWeights(None, str(file), _first_line(error))) from None
+
+    def piece(self, name: str, start: int, size: int) -> Tensor:
+        """``size`` elements of the flattened tensor from ``start`` on, as ``read``.
+
+        Of the file only the rows that they lie in are read. A row is an entry of the first dimension that is not 1.
+        """
+        shape = self.tensors[name].shape
+        leading = next((place for place, length in enumerate(shape) if length != 1), len(shape))
+        if not size or leading == len(shape):
+            return self.read(name).reshape(-1)[start : start + size]
+        row = torch.Size(shape[leading + 1 :]).numel()
+        first, last = start // row, -(-(start + size) // row)
+        rows = self._opened(
+            name, lambda opened: opened.get_slice(name)[(slice(None),) * leading + (slice(first, last),)]
+        )
+        return rows.reshape(-1)[start - first * row :][:size]
 
     def fingerprint(self) -> str:
-        """SHA-256 of names, shapes, precisions and the first elements of every tensor: not of all values."""
+        """SHA-256 of names, shapes, precisions and the first elements of every tensor: not of all values.
+
+        Raises as ``read``.
+        """
         digest = hashlib.sha256()
         for name in sorted(self.tensors):
             stored = self.tensors[name]
             digest.update(repr((name, stored.shape, stored.dtype)).encode())
-            with safe_open(stored.file, "pt") as opened:
-                rows = max(1, SAMPLED // max(1, torch.Size(stored.shape[1:]).numel()))
-                sample = opened.get_slice(name)[:rows] if stored.shape else opened.get_tensor(name)
+            row = torch.Size(stored.shape[1:]).numel()
+            rows = min(stored.shape[0], max(1, SAMPLED // max(1, row))) if stored.shape else 1
+            sample = self.piece(name, 0, min(SAMPLED, rows * row))
             digest.update(sample.reshape(-1)[:SAMPLED].contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 

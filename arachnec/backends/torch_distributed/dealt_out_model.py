@@ -1,4 +1,4 @@
-"""A model whose weights rank 0 reads or draws, and every rank keeps its shards of: none ever holds the whole."""
+"""A model whose weights rank 0 draws or every rank reads, and every rank keeps its shards of: none holds the whole."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.shared_weights import put_in_place
-from arachnec.backends.torch_distributed.streamed_weights import Take, absent, streamed_model
+from arachnec.backends.torch_distributed.streamed_weights import Offered, Take, absent, streamed_model
 from arachnec.executable.training_options import Training
 from arachnec.model_state.cells.flat_layer import FlatLayer
 from arachnec.model_state.cells.layout import FlatLayout, layouts_of
@@ -60,11 +60,11 @@ def dealt_out_model(
                 layouts = layouts_of(named, numbered(model, stage.paths), stage.cell)
                 shards_of[stage.name] = _Shards(layouts, device, copies if stage.in_host else None)
 
-        def take(name: str, value: Tensor) -> None:
+        def take(name: str, value: Offered) -> None:
             for shards in shards_of.values():
                 shards.take(name, value)
             if name in left and (own is None or name in own):
-                kept[name] = value.clone()
+                kept[name] = value.whole()
 
         return take
 
@@ -110,7 +110,7 @@ class _Shards:
     def flat(self, layout: FlatLayout, shard: Tensor, parameters: Mapping[str, nn.Parameter]) -> FlatLayer:
         return FlatLayer.of(layout, shard, parameters, self.member, self._copies)
 
-    def take(self, name: str, value: Tensor) -> None:
+    def take(self, name: str, value: Offered) -> None:
         if name in self._pieces:
             piece, shard = self._pieces[name]
-            shard[piece.place : piece.place + piece.size] = value.reshape(-1)[piece.start : piece.start + piece.size]
+            shard[piece.place : piece.place + piece.size] = value.piece(piece.start, piece.size)

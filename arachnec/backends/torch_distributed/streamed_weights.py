@@ -1,15 +1,18 @@
-"""A model whose weights rank 0 draws or reads and hands round one by one: no rank ever holds more than it keeps.
+"""A model whose weights rank 0 draws and hands round one by one, or every rank reads: none holds more than it keeps.
 
 Every rank builds the model on the meta device. Rank 0 then builds it with values (``streamed_build``), and what its
 constructor is done with goes to all ranks at once, behind its number. Each rank takes what it wants of it. Where a
-model cannot be built so, rank 0 holds it whole and sends it then.
+model cannot be built so, rank 0 holds it whole and sends it then. Weights in a folder that all ranks see are not sent:
+every rank reads its own pieces of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -30,9 +33,22 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import InitialWeights, initial_weights
 from arachnec.models.streamed_build import Construction, OtherConstruction, streamed_build, watched_build
-from arachnec.runtime.agreement import agree
+from arachnec.runtime.agreement import agree, gather_text
 
-Take = Callable[[str, Tensor], None]
+
+class Offered(Protocol):
+    """A parameter that a rank may take, or some of it, on its device."""
+
+    def piece(self, start: int, size: int) -> Tensor:
+        """Some elements of it, flattened. They may share its memory."""
+        ...
+
+    def whole(self) -> Tensor:
+        """All of it, in memory of its own."""
+        ...
+
+
+Take = Callable[[str, Offered], None]
 END = -1  # in the place of a parameter's number
 CANNOT = (NotImplementedError, RuntimeError, TypeError, UserError)  # build on the meta device; a mistake shows again
 
@@ -46,9 +62,9 @@ def own_model(
     """
     kept: dict[str, Tensor] = {}
 
-    def take(name: str, value: Tensor) -> None:
+    def take(name: str, value: Offered) -> None:
         if name in own:
-            kept[name] = value.clone()
+            kept[name] = value.whole()
 
     model = streamed_model(model_file, training, device, lambda model: take, init)
     for name, parameter in list(model.named_parameters()):
@@ -73,10 +89,10 @@ def streamed_model(
 ) -> nn.Module:
     """The model of ``build_model``, with its buffers, its parameters as they were built without memory. Collective.
 
-    ``taking`` makes of this model what sees every parameter by name, on ``device``, and copies what this rank keeps. It
-    may see all of them a second time, and the later values count. Those in the folder ``init`` come from there: rank 0
-    reads one at a time, and nobody else reads. Raises ``UserError`` where the ranks' models have other tensors, or
-    ``init`` has other weights.
+    ``taking`` makes of this model what is offered every parameter by name, and copies what this rank keeps. It may be
+    offered all of them a second time, and the later values count. Those in the folder ``init`` come from there: every
+    rank reads what it keeps, or rank 0 reads one at a time and sends it where not all ranks see the same files. Raises
+    ``UserError`` where the ranks' models have other tensors, or ``init`` has other weights.
     """
     build = partial(build_model, model_file, training)
     construction, weights = None, None
@@ -86,12 +102,18 @@ def streamed_model(
     else:
         model = without_memory(lambda home: {"model": build(home)})["model"]
     agree({"the tensors of the model": digest_of({"model": model})})
-    exchange = _Exchange(model, device, taking(model))
+    take = taking(model)
+    own = _own_files(init, model, weights)
+    exchange = _Exchange(model, device, take)
     if dist.get_rank() == 0:
-        source = _sent(build, model, construction, exchange, weights)
+        source = _sent(build, model, construction, exchange, weights, frozenset(() if own is None else own.sources))
     else:
         exchange.receive()
         source = model
+    if own is not None:
+        for name, parameter in model.named_parameters():
+            if name in own.sources:
+                take(name, _Stored(own, name, parameter.detach(), device))
     for name, buffer in list(model.named_buffers()):
         value = source.get_buffer(name)
         home = torch.empty_like(value, device=device) if value.is_meta else value.detach().to(device)
@@ -99,6 +121,18 @@ def streamed_model(
         put_in_place(buffer, home)
     share_random_state()
     return model
+
+
+def _own_files(init: Path | None, model: nn.Module, weights: InitialWeights | None) -> InitialWeights | None:
+    """The folder's weights for this rank to read, where every rank sees those of rank 0; else None. Collective."""
+    if init is None:
+        return None
+    try:
+        weights = initial_weights(init, model) if weights is None else weights
+        seen = weights.files.fingerprint()
+    except UserError:
+        seen = ""
+    return weights if set(gather_text(seen)) == {seen} and seen else None
 
 
 def _watched(build: Callable[[torch.device], nn.Module]) -> tuple[nn.Module, Construction | None]:
@@ -118,11 +152,14 @@ def _sent(
     construction: Construction | None,
     exchange: _Exchange,
     weights: InitialWeights | None,
+    unsent: Collection[str],
 ) -> nn.Module:
-    """Rank 0's part. Returns the model that has the buffers."""
+    """Rank 0's part; ``unsent`` is what every rank reads. Returns the model that has the buffers."""
     source = model
 
     def send(name: str, value: Tensor) -> None:
+        if name in unsent:
+            return
         read = None if weights is None else weights.value(name, value.dtype)
         exchange.send(name, value if read is None else read)
 
@@ -140,6 +177,36 @@ def _sent(
     return source
 
 
+@dataclass(frozen=True)
+class _Sent:
+    """A parameter that is here as long as it is offered."""
+
+    value: Tensor
+
+    def piece(self, start: int, size: int) -> Tensor:
+        return self.value.reshape(-1)[start : start + size]
+
+    def whole(self) -> Tensor:
+        return self.value.clone()
+
+
+@dataclass(frozen=True)
+class _Stored:
+    """A parameter in a file, of which is read what is asked for. ``like`` has its strides and precision."""
+
+    weights: InitialWeights
+    name: str
+    like: Tensor
+    device: torch.device
+
+    def piece(self, start: int, size: int) -> Tensor:
+        return self.weights.piece(self.name, self.like.dtype, start, size).to(self.device)
+
+    def whole(self) -> Tensor:
+        value = torch.empty_strided(self.like.shape, self.like.stride(), dtype=self.like.dtype, device=self.device)
+        return value.copy_(self.piece(0, self.like.numel()).view(self.like.shape))
+
+
 class _Exchange:
     """Parameters on their way from rank 0 to all ranks, itself included."""
 
@@ -153,7 +220,7 @@ class _Exchange:
         home = value.to(self._device)
         broadcast(torch.tensor(self._names.index(name), device=self._device))
         broadcast(home)
-        self._take(name, home)
+        self._take(name, _Sent(home))
 
     def end(self) -> None:
         broadcast(torch.tensor(END, device=self._device))
@@ -164,7 +231,7 @@ class _Exchange:
             shape = self._parameters[name].detach()
             value = torch.empty_strided(shape.shape, shape.stride(), dtype=shape.dtype, device=self._device)
             broadcast(value)
-            self._take(name, value)
+            self._take(name, _Sent(value))
 
     def _next(self) -> str | None:
         number = torch.tensor(END, device=self._device)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from arachnec.cluster.device_agreement import check_devices
-from arachnec.cluster.device_selection import DeviceRecord, Gpu, select_device
+from arachnec.cluster.device_selection import DeviceRecord, Gpu, TorchDevices, select_device, use_device
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.values import Attributes, Quantity
@@ -113,6 +115,21 @@ def test_a_rank_takes_the_gpu_of_its_local_rank_or_the_only_one_it_is_shown(
     taken = record(5, node(5))
     assert (taken.kind, taken.index, taken.uuid) == ("cuda", index, "GPU-5")
     assert check_devices(run_of([node, node]), cluster()) == ()
+
+
+def test_a_task_that_is_shown_one_gpu_uses_torchs_first_device_whatever_its_local_rank(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = SimpleNamespace(name=H100, total_memory=79.2 * 2**30, uuid="GPU-5")
+    current: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", [shown].__getitem__)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    environment = {"RANK": "13", "LOCAL_RANK": "5", "LOCAL_WORLD_SIZE": "8", "CUDA_VISIBLE_DEVICES": "5"}
+    taken = select_device(False, environment, TorchDevices())
+    assert (taken.index, taken.name, taken.uuid, taken.visible) == (0, H100, "GPU-5", 1)
+    assert use_device(taken) == torch.device("cuda", 0)
+    assert current == [torch.device("cuda", 0)]
 
 
 def test_the_cpu_is_taken_where_it_was_planned_hidden_on_purpose_or_all_there_is() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from arachnec.backends.torch_distributed.dealt_out_model import DealtStage, deal
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import load_model_file
-from arachnec.models.weight_files import write_weights
+from arachnec.models.weight_files import NoWeights, WeightFiles, weight_files, write_weights
 from tests.distributed.harness import RankError, run_ranks
 
 MODEL = """
@@ -127,6 +129,44 @@ def test_ranks_begin_with_the_weights_of_the_folder(folder: Path, kind: str, dty
     assert compared == (
         set(expected) if kind != "stages" else {"layers.0.weight", "layers.1.base_layer.weight", "scale"}
     )
+
+
+def pieces_read(folder: Path, kind: str) -> tuple[int, dict[str, Tensor]]:
+    """How many elements of parameters this rank read, and what it has; ``hidden`` where rank 0 alone sees the files."""
+    read: list[int] = []
+
+    class Counting(WeightFiles):
+        def _opened(self, name: str, reading: Any) -> Tensor:
+            value = super()._opened(name, reading)
+            read.append(value.numel() if name != "scale" else 0)
+            return value
+
+        def fingerprint(self) -> str:
+            return WeightFiles(self.folder, self.tensors).fingerprint()
+
+    def counting(place: Path) -> WeightFiles:
+        if dist.get_rank() and kind.endswith("hidden"):
+            raise UserError(NoWeights(None, str(place), "there is no such folder"))
+        files = weight_files(place)
+        return Counting(files.folder, files.tensors)
+
+    with patch("arachnec.models.initial_weights.weight_files", counting):
+        values = weights_of(folder, kind.split()[0], "fp32")
+    return sum(read), values
+
+
+@pytest.mark.parametrize("kind", ["stages", "cells"])
+def test_each_rank_reads_its_own_pieces_and_rank_0_all_where_others_do_not_see_the_folder(
+    folder: Path, kind: str
+) -> None:
+    whole = sum(torch.Size(shape).numel() for name, shape in PLAIN.items() if name != "scale")
+    own = run_ranks(2, pieces_read, folder, kind)
+    sent = run_ranks(2, pieces_read, folder, f"{kind} hidden")
+    assert all(0 < read < 0.75 * whole for read, _ in own)  # at the ends of a piece rows of 6 are another's too
+    assert [read for read, _ in sent] == [whole, 0]
+    for (_, mine), (_, theirs) in zip(own, sent, strict=True):
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(value, theirs[name]) for name, value in mine.items())
 
 
 def test_what_no_file_has_stays_as_it_was_built(folder: Path) -> None:
