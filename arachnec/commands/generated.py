@@ -26,6 +26,9 @@ def generate_here(generation: Generation, as_json: bool = False, report_file: Pa
         # The launcher's own traceback would only hide the rank's.
         print(crash, file=sys.stderr)
         sys.exit(1)
+    except KeyboardInterrupt:
+        click.echo("what is finished stays; the same command does the requests that are not", err=True)
+        raise
     if report_file is not None:
         report_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if as_json:

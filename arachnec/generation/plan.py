@@ -12,7 +12,7 @@ import torch
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.generation.switches_seen import Seen
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cluster, Level, Module, Stage
 from arachnec.models.batch import prediction_of
 from arachnec.models.decoders import DECODER, FromLatents, latents_of
@@ -51,6 +51,18 @@ class OtherLatents(Diagnostic):
     found: str
     latents: str
     request: str | int
+
+
+@dataclass(frozen=True)
+class FewerSteps(Diagnostic):
+    title: ClassVar[str] = "request `{request}` has {steps}, and `{rule}` switches after {least} at the earliest"
+    help: ClassVar[str] = (
+        "give it at least {least} steps, or switch earlier: after all of a request's steps is the latest"
+    )
+    request: str | int
+    steps: str
+    rule: str
+    least: int
 
 
 @dataclass(frozen=True)
@@ -112,8 +124,9 @@ def ordered(sampler: SamplerFile, first: str | None) -> tuple[str, ...]:
 def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen] = ()) -> Traced:
     """Trace the models, and hold what they predict against the latents. Raises ``UserError`` for what cannot run."""
     clips = [request.clip() for request in requests]
+    demand_steps(sampling, requests)
     demand_latents(sampling, requests)
-    traces = {name: trace_model(sampling.sampler.model_file(name), clips) for name in sampling.names}
+    traces = {name: trace_model(sampling.sampler.model_file(name), clips, gradients=False) for name in sampling.names}
     decoder = decoder_stage(sampling, clips, traces[sampling.names[0]].tokens)
     return Traced(sampling, traces, tuple(requests), decoder, tuple(seen))
 
@@ -145,6 +158,18 @@ def forecast(sampling: Sampling, request: Request, seen: Sequence[Seen] = ()) ->
     shares = [row.switched / row.steps for row in seen if row.of(sampling)]
     middle = round(statistics.median(shares) * steps) if shares else (least + most) // 2
     return SwitchForecast(least, most, min(max(middle, least), most))
+
+
+def demand_steps(sampling: Sampling, requests: Sequence[Request]) -> None:
+    """Raises ``UserError`` where a request ends before the step at which it is to switch."""
+    rule = sampling.switch
+    least = {"fixed": int(rule.value), "adaptive": rule.least}.get(rule.kind, 0)
+    if len(sampling.names) == 1:
+        return
+    for request in requests:
+        steps = len(sampling.schedule(request))
+        if steps < least:
+            raise UserError(FewerSteps(None, request.id, counted(steps, "step"), str(rule), least))
 
 
 def demand_latents(sampling: Sampling, requests: Sequence[Request]) -> None:

@@ -189,8 +189,11 @@ def _class_difference(place: Path, module: nn.Module) -> str:
 def read_config(place: Path) -> dict[str, Any]:
     """``config.json``; empty where there is none. Raises ``UserError`` for one that is no JSON object."""
     path = place / CONFIG if place.is_dir() else place.parent / CONFIG
-    if not path.is_file():
-        return {}
+    return read_json_object(path) if path.is_file() else {}
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """A configuration that Diffusers wrote. Raises ``UserError`` for a file that is no JSON object."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

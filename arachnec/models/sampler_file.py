@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import numbers
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -203,6 +205,17 @@ def _wrong_decoder(decoder: Any) -> tuple[str, str] | None:
     return called(decoder), "a torch.nn.Module from latents to pixels [1, 3, frames, height, width] on [-1, 1]"
 
 
+def _wrong_guidance(scale: Any) -> tuple[str, str] | None:
+    number = isinstance(scale, numbers.Real) and not isinstance(scale, bool)
+    if number and math.isfinite(scale) and scale >= 0:
+        return None
+    return repr(scale) if number else called(scale), "a number of at least 0; up to 1 there is no guidance"
+
+
+def _wrong_switch(rule: Any) -> tuple[str, str] | None:
+    return None if isinstance(rule, str) else (called(rule), 'a switch rule as text, such as "boundary=0.875"')
+
+
 SAMPLER_FILE = FileForm(
     kind="sampler file",
     page=PAGE,
@@ -222,5 +235,7 @@ SAMPLER_FILE = FileForm(
         "scheduler": _wrong_scheduler,
         "encoders": wrong_encoders,
         "decoder": _wrong_decoder,
+        "guidance": _wrong_guidance,
+        "switch": _wrong_switch,
     },
 )

@@ -142,27 +142,30 @@ def _sizes(clip: VideoClip) -> str:
     return f"{clip.frames} x {clip.height} x {clip.width}"
 
 
-def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True) -> Trace:
+def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True, gradients: bool = True) -> Trace:
     """Trace a model file's transformer and its encoders for these clips.
 
     ``meta`` builds on the meta device; without it, or where the model's forward cannot run there, the model is built
-    where its ``build`` puts it. Raises ``UserError`` for a model that cannot be traced.
+    where its ``build`` puts it. Without ``gradients`` it only runs forward, and none are verified. Raises ``UserError``
+    for a model that cannot be traced.
     """
     if not meta:
-        return _trace(source, source.build(), clips)
+        return _trace(source, source.build(), clips, gradients)
     with torch.device("meta"):
         model = source.build()
     try:
-        return _trace(source, model, clips)
+        return _trace(source, model, clips, gradients)
     except UserError as refusal:
         if not cannot_on_meta(refusal):
             raise
-    return _trace(source, source.build(), clips)  # it reads numbers, or asks torch what the meta device does not answer
+    return _trace(
+        source, source.build(), clips, gradients
+    )  # it reads numbers, or asks torch what the meta device does not answer
 
 
-def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip]) -> Trace:
+def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip], gradients: bool) -> Trace:
     encoders = meta_encoders(source)
-    special = specialise(model, source, clips, encoders)
+    special = specialise(model, source, clips, encoders, gradients=gradients)
     captured, calls = special.captured, special.calls
     counter = TokenCounter(model, captured, source, encoders)
     if special.step.graphs is Graphs.ONE and not captured.folded:

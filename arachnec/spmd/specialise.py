@@ -36,14 +36,19 @@ class SpecialisedModel:
 
 
 def specialise(
-    model: nn.Module, source: ModelSource, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]
+    model: nn.Module,
+    source: ModelSource,
+    clips: Sequence[VideoClip],
+    encoders: Mapping[str, nn.Module],
+    *,
+    gradients: bool = True,
 ) -> SpecialisedModel:
-    """Raises ``UserError`` for a model that cannot be trained at any step."""
+    """Raises ``UserError`` for a model that cannot be trained at any step, or without ``gradients`` not be run."""
     refusals: list[UserError] = []
     for step in STEPS:
         started = time.perf_counter()
         try:
-            calls, captured, shared = _at(step, model, source, clips, encoders)
+            calls, captured, shared = _at(step, model, source, clips, encoders, gradients)
         except UserError as refusal:
             if not _another_step_may_do(refusal, refusals):
                 raise (refusals[0] if refusals and not _final(refusal) else refusal) from refusal
@@ -61,15 +66,16 @@ def _at(
     source: ModelSource,
     clips: Sequence[VideoClip],
     encoders: Mapping[str, nn.Module],
+    gradients: bool,
 ) -> tuple[list[ExampleCall], CapturedModel, list[ShardedBlock]]:
     calls = sample.example_calls(model, source, clips, encoders, most=step.clips)
     if step.graphs is Graphs.NONE:
         return calls, blocks.whole_blocks(model, calls), []
     if step.graphs is Graphs.SHAPES:
         at = [call for call in calls if (call.clip, call.text) == (calls[0].clip, calls[0].text)]
-        captured = blocks.capture_blocks(model, calls, at=at)
+        captured = blocks.capture_blocks(model, calls, at=at, gradients=gradients)
     else:
-        captured = blocks.capture_blocks(model, calls)
+        captured = blocks.capture_blocks(model, calls, gradients=gradients)
     return calls, captured, [shard_block(block) for block in captured.blocks]  # what no rank could run is refused here
 
 

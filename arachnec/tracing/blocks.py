@@ -56,20 +56,23 @@ def capture_blocks(
     *,
     at: Sequence[ExampleCall] = (),
     verify: bool = True,
+    gradients: bool = True,
 ) -> CapturedModel:
     """Capture the blocks of ``model``, on any device, meta included.
 
     ``examples`` vary one thing at a time: the first is exported (a batch of 2 or more, all sizes distinct); another
     clip shape, another caption length, another batch tell which dimension is which; at the last, different in all of
-    them, each graph is compared with eager. With ``at``, calls that differ in their batch alone, the graphs are for
-    clips of that one shape. Raises ``UserError`` for a model that cannot be captured.
+    them, each graph is compared with eager, and its ``gradients`` too where it trains. With ``at``, calls that differ
+    in their batch alone, the graphs are for clips of that one shape. Raises ``UserError`` for a model that cannot be
+    captured.
     """
     recorded = record_blocks(model, examples)
     groups = recorded.groups
     there = [recorded.again(model, example, grad=i == 0) for i, example in enumerate(at)]
     _refuse_unequal(model, [*recorded.recordings[:1], *there])
     blocks = tuple(
-        _capture(name, recorded, members, there, at, verify=verify) for name, members in zip(*groups, strict=True)
+        _capture(name, recorded, members, there, at, verify=verify, gradients=gradients)
+        for name, members in zip(*groups, strict=True)
     )
     return _model(blocks, groups[1], recorded)
 
@@ -136,6 +139,7 @@ def _capture(
     at: Sequence[ExampleCall],
     *,
     verify: bool,
+    gradients: bool,
 ) -> CapturedBlock:
     recordings = there or recorded.recordings
     chosen = _representative(recordings[0], members)
@@ -155,7 +159,8 @@ def _capture(
     if verify:
         first = [recording.calls[members[0]] for recording in recordings]
         alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
-        verify_block(captured, block, _different(versions) if alike else [*_different(versions), first[0]])
+        calls = _different(versions) if alike else [*_different(versions), first[0]]
+        verify_block(captured, block, calls, gradients=gradients)
     return captured
 
 

@@ -1,5 +1,7 @@
 """The same latents for any plan, degree and other requests, and for every outcome of a switch through one program.
 
+At both ends of the switch, on one rank, they are those of one model alone to the bit: a difference of 0.
+
     python -m benchmarks.sampling.invariance [FILE.json]
 
 A tiny pair of models, fp32, 50 steps, on gloo ranks of one machine. The reference is each request alone on one rank.
@@ -8,7 +10,7 @@ A tiny pair of models, fp32, 50 steps, on gloo ranks of one machine. The referen
 import json
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -53,23 +55,25 @@ def difference(latents: torch.Tensor, reference: torch.Tensor) -> float:
     return float((latents - reference).abs().max() / reference.abs().max())
 
 
-def at_every_outcome(folder: Path, program: Module, switch: Switch) -> list[torch.Tensor]:
-    """The latents of the first request for K = 0 to all steps. The ranks build and capture their models once."""
-    told = run_ranks(len(program.programs), _every_outcome, folder, print_module(program), switch)
-    latents: list[torch.Tensor | None] = [None] * (STEPS + 1)
+def at_outcomes(folder: Path, program: Module, switch: Switch, outcomes: Sequence[int]) -> dict[int, torch.Tensor]:
+    """The latents of the first request for each of these K. The ranks build and capture their models once."""
+    told = run_ranks(len(program.programs), _at_outcomes, folder, print_module(program), switch, outcomes)
+    latents: dict[int, torch.Tensor] = {}
     for rank in told:
         for outcome, steps, produced in rank:
             assert steps == STEPS
             latents[outcome] = torch.tensor(produced)
-    assert all(produced is not None for produced in latents)
-    return [produced for produced in latents if produced is not None]
+    assert sorted(latents) == sorted(outcomes)
+    return latents
 
 
-def _every_outcome(folder: Path, program: str, switch: Switch) -> list[tuple[int, int, list[object]]]:
+def _at_outcomes(
+    folder: Path, program: str, switch: Switch, outcomes: Sequence[int]
+) -> list[tuple[int, int, list[object]]]:
     sampler, module, models = load_sampler_file(folder / "sampler.py"), parse_module(program), None
     settings = Settings(str(folder / "sampler.py"), ("large", "small"), str(switch))
     told: list[tuple[int, int, list[object]]] = []
-    for outcome in range(STEPS + 1):
+    for outcome in outcomes:
         sampling = sampling_of(sampler, Forced(switch.kind, switch.value, switch.least, switch.most, outcome))
         results = Results(folder / "out", settings, sampler.digest)
         ended: list[Outcome] = []
@@ -107,11 +111,19 @@ def main() -> None:
         ranks = ((0,), (1,), (0, 1))
         program = lowered(module, {c.name: {"ranks": ranks[n % 3]} for n, c in enumerate(module.cascades)})
         worst = 0.0
-        for outcome, produced in enumerate(at_every_outcome(folder, program, adaptive)):
+        for outcome, produced in at_outcomes(folder, program, adaptive, range(STEPS + 1)).items():
             fixed = sampling_of(sampling.sampler, parse_switch(f"fixed={outcome}"))
             worst = max(worst, difference(produced, expected(fixed, REQUESTS[0])))
         rows.append({"what": f"every K from 0 to {STEPS} through one program", "relative_difference": worst})
         print(f"{rows[-1]['what']:34} {worst:.1e}", flush=True)
+        program = lowered(partitioned(sampling_of(sampling.sampler, adaptive), REQUESTS[:1], 1, length=10), {})
+        ends = at_outcomes(folder, program, adaptive, (0, STEPS))
+        for outcome, name in ((0, "small"), (STEPS, "large")):
+            alone = expected(sampling_of(sampling.sampler, parse_switch("fixed=0"), name), REQUESTS[0])
+            rows.append(
+                {"what": f"K = {outcome} is {name} alone", "relative_difference": difference(ends[outcome], alone)}
+            )
+            print(f"{rows[-1]['what']:34} {rows[-1]['relative_difference']:.1e}", flush=True)
     if len(sys.argv) > 1:
         Path(sys.argv[1]).write_text(json.dumps(rows, indent=1) + "\n")
 

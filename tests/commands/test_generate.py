@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from arachnec import cli
+from arachnec.commands.generated import generate_here
 from arachnec.data.switch import ONE_MODEL, parse_switch
 from arachnec.executable.sampling_folder import Settings, StoredRequest
 from arachnec.generation import run as generation
@@ -68,6 +69,20 @@ MISTAKES = {
         "the model `small` predicts 1 x 12 x 5 from",
     ),
     "a scheduler has so many steps": ([], FEW_STEPS, {"steps": 5000}, "cannot take 5000 steps"),
+    "a switch is after a step that there is": (
+        ["--switch", "fixed=5"],
+        SAMPLER,
+        {},
+        "request `0` has 4 steps, and `fixed=5` switches after 5 at the earliest",
+    ),
+    "an adaptive switch too": (["--switch", "adaptive=0.1,least=5"], SAMPLER, {}, "give it at least 5 steps"),
+    "the file's rule is text": ([], SAMPLER + "\n\ndef switch():\n    return 0.5\n", {}, "`switch` returned float"),
+    "the file's guidance is a number": (
+        [],
+        SAMPLER + '\n\ndef guidance(name, request):\n    return float("nan")\n',
+        {},
+        "returned nan",
+    ),
     "an unknown key": ([], SAMPLER, {"step": 4}, "did you mean `steps`?"),
 }
 
@@ -139,6 +154,20 @@ def test_a_request_without_a_result_ends_the_command_with_its_name(
         generation.run_here(left)
     assert "request `a` has no result: its latents are no numbers" in render(caught.value.diagnostics[0])
     assert json.loads((tmp_path / "report.json").read_text())["requests"][0]["id"] == "a"
+
+
+def test_an_interrupted_run_says_how_it_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(left: generation.Generation) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(generation, "run_here", interrupted)
+    results = Results(tmp_path, Settings("sampler.py", ("large",), "always"), "digest")
+    left = generation.Generation(tmp_path / "plan", tmp_path / "sampler.py", results, REQUESTS, (), None)
+    with pytest.raises(KeyboardInterrupt):
+        generate_here(left)
+    assert "the same command does the requests that are not" in capsys.readouterr().err
 
 
 def json_of(outcome: Outcome) -> bytes:

@@ -114,3 +114,27 @@ def test_there_is_a_file() -> None:
     told = message(lambda: load_sampler_file("nowhere.py"))
     assert "there is no sampler file" in told
     assert "models(), scheduler(), start(request, generator) and arguments(name, latents" in told
+
+
+def test_a_models_own_prediction_type_is_its_schedulers(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    from diffusers import WanTransformer3DModel
+
+    from arachnec.models.diffusers.sampler import wan_sampler
+
+    tiny = {"num_attention_heads": 2, "attention_head_dim": 12, "text_dim": 8, "freq_dim": 8, "ffn_dim": 16}
+    for pipeline, kind in (("flow", "flow_prediction"), ("noise", "epsilon")):
+        WanTransformer3DModel(**tiny, num_layers=1).save_pretrained(tmp_path / pipeline / "transformer")
+        (tmp_path / pipeline / "scheduler").mkdir()
+        config = f'{{"_class_name": "UniPCMultistepScheduler", "prediction_type": "{kind}"}}'
+        (tmp_path / pipeline / "scheduler" / "scheduler_config.json").write_text(config)
+    flow, noise = (tmp_path / name / "transformer" for name in ("flow", "noise"))
+    wan_sampler(large=flow)
+    wan_sampler(large=noise, pipeline=tmp_path / "noise")
+    told = message(lambda: wan_sampler(large=flow, small=noise))
+    assert "other prediction types: flow_prediction and epsilon" in told and "trained with one scheduler" in told
+    assert "`large` predicts `epsilon`, and the scheduler UniPCMultistepScheduler takes `flow_prediction`" in message(
+        lambda: wan_sampler(large=noise)
+    )
+    (tmp_path / "noise" / "scheduler" / "scheduler_config.json").write_text("{")
+    assert "is not JSON" in message(lambda: wan_sampler(large=noise))

@@ -7,7 +7,6 @@ Each is five lines: a name for each model, and what it is. A configuration's nam
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +21,12 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.decoders import VideoDecoder
 from arachnec.models.diffusers import cogvideox, common, hunyuan_video, wan
 from arachnec.models.diffusers.pretrained import pipeline_encoders
-from arachnec.models.initial_weights import encoder_weights, initial_weights, read_config
+from arachnec.models.initial_weights import encoder_weights, initial_weights, read_config, read_json_object
 
 UNIPC = "diffusers.schedulers.scheduling_unipc_multistep"
 EULER = "diffusers.schedulers.scheduling_flow_match_euler_discrete"
 SWITCH = "boundary=0.9"  # about 13 of 50 steps at a flow shift of 3
+PREDICTION = "prediction types"
 TEXT = {"wan": 512, "cogvideox": 226, "hunyuan_video": 256}  # tokens that the pipelines pad captions to
 
 
@@ -52,11 +52,24 @@ class NoModels(Diagnostic):
 @dataclass(frozen=True)
 class OtherLatents(Diagnostic):
     title: ClassVar[str] = "`{first}` and `{second}` have other {what}: {found}"
-    help: ClassVar[str] = "only models of one latent space can hand a request on: take two of one family's VAE"
+    help: ClassVar[str] = "only models of one latent space can hand a request on: take two {remedy}"
     first: str
     second: str
     what: str
     found: str
+    remedy: str
+
+
+@dataclass(frozen=True)
+class OtherPrediction(Diagnostic):
+    title: ClassVar[str] = "`{model}` predicts `{kind}`, and the scheduler {scheduler} takes `{taken}`"
+    help: ClassVar[str] = (
+        "give the sampler the scheduler of the model's own pipeline, as `scheduler=` or `pipeline=FOLDER`"
+    )
+    model: str
+    kind: str
+    scheduler: str
+    taken: str
 
 
 @dataclass(frozen=True)
@@ -162,9 +175,8 @@ def wan_sampler(
     make = functools.partial(wan.text_to_video, text_length=text_length, dtype=dtype)
     unipc = functools.partial(_unipc, flow_shift)
     experts = _experts(models, wan.CONFIGURATIONS, make)
-    return VideoSampler(
-        experts, scheduler or _of_folder(pipeline) or unipc, _wan_text, boundary=boundary, pipeline=_path(pipeline)
-    )
+    own = _fitting(experts, scheduler or _of_folder(pipeline) or unipc)
+    return VideoSampler(experts, own, _wan_text, boundary=boundary, pipeline=_path(pipeline))
 
 
 def cogvideox_sampler(
@@ -180,9 +192,8 @@ def cogvideox_sampler(
     make = functools.partial(cogvideox.text_to_video, text_length=text_length, dtype=dtype)
     ddim = functools.partial(cogvideox.ddim_scheduler, snr_shift)
     experts = _experts(models, cogvideox.CONFIGURATIONS, make)
-    return VideoSampler(
-        experts, scheduler or _of_folder(pipeline) or ddim, _cogvideox_text, frames_first=True, pipeline=_path(pipeline)
-    )
+    own = _fitting(experts, scheduler or _of_folder(pipeline) or ddim)
+    return VideoSampler(experts, own, _cogvideox_text, frames_first=True, pipeline=_path(pipeline))
 
 
 def hunyuan_sampler(
@@ -199,7 +210,7 @@ def hunyuan_sampler(
     ``true_guidance`` above 1 adds an unconditional one. The scheduler is the pipeline's, Euler from 1 to 0."""
     make = functools.partial(hunyuan_video.text_to_video, text_length=text_length, dtype=dtype)
     experts = _experts(models, hunyuan_video.CONFIGURATIONS, make)
-    euler = scheduler or functools.partial(_euler, flow_shift)
+    euler = _fitting(experts, scheduler or functools.partial(_euler, flow_shift))
     return VideoSampler(experts, euler, _hunyuan_text, true_guidance=true_guidance, pipeline=_path(pipeline))
 
 
@@ -223,19 +234,36 @@ def _experts(models: Mapping[str, Any], named: Mapping[str, Any], make: Callable
         facts = {
             "latent channels": [expert.adapter.geometry.channels for expert in (a, b)],
             "strides": [expert.adapter.geometry.stride for expert in (a, b)],
-            "prediction types": [_prediction_type(expert.folder) for expert in (a, b)],
+            PREDICTION: [_prediction_type(expert.folder) for expert in (a, b)],
         }
         for what, (here, there) in facts.items():
             if here != there and None not in (here, there):
-                raise UserError(OtherLatents(None, first, second, what, f"{here} and {there}"))
+                alike = "trained with one scheduler" if what == PREDICTION else "of one family's VAE"
+                raise UserError(OtherLatents(None, first, second, what, f"{here} and {there}", alike))
     return experts
+
+
+def _fitting(experts: Mapping[str, Expert], scheduler: Callable[[], Any]) -> Callable[[], Any]:
+    """The scheduler, held to what the models' folders say they predict; where one of both is silent it fits.
+
+    Raises ``UserError``.
+    """
+    kinds = {name: kind for name, expert in experts.items() if (kind := _prediction_type(expert.folder)) is not None}
+    if not kinds:
+        return scheduler
+    own = scheduler()
+    taken = getattr(getattr(own, "config", None), "prediction_type", None)
+    for name, kind in kinds.items():
+        if taken is not None and kind != taken:
+            raise UserError(OtherPrediction(None, name, kind, type(own).__name__, str(taken)))
+    return scheduler
 
 
 def _scheduler_config(folder: Path | None) -> dict[str, Any]:
     """Of a pipeline's folder, or of the folder that a transformer's lies in; empty without."""
     places = () if folder is None else (folder, folder.parent)
     path = next((p for place in places if (p := place / "scheduler" / "scheduler_config.json").is_file()), None)
-    return {} if path is None else json.loads(path.read_text(encoding="utf-8"))
+    return {} if path is None else read_json_object(path)
 
 
 def _prediction_type(folder: Path | None) -> str | None:
