@@ -75,32 +75,33 @@ def pipedream_plan(instance: Instance) -> HybridPlan:
     It balances one micro-batch's time, or its all-reduce where that is longer, and the transfers, and knows nothing of
     fill and drain. Devices are taken machine by machine.
     """
+    import numpy as np  # `arachnec passes` answers without it
+
     machines, layers = instance.machines, instance.layers
     count = machines.count * machines.devices
     m = instance.batch // instance.micro_batch
-    least: list[list[tuple[float, tuple[tuple[int, int], ...]]]] = [[(math.inf, ())] * (count + 1)]
-    least[0][0] = (0.0, ())
+    replicas = np.arange(1.0, count + 1)[:, None]
+    until, parameters = np.array(instance.until), np.array(instance.parameters, dtype=float)
+    crossing = (2e3 * cut * instance.batch / instance.profile_batch for cut in instance.profile.cuts)
+    sent = np.array([0.0, *(transfer / machines.send / m for transfer in crossing)])
+    # least[i, n]: the bottleneck of the first i layers on n devices; plans[i][n]: their (last, replicas)
+    least = np.full((layers + 1, count + 1), math.inf)
+    least[0, 0] = 0.0
+    plans: list[list[tuple[tuple[int, int], ...]]] = [[()] * (count + 1) for _ in range(layers + 1)]
     for last in range(1, layers + 1):
-        row: list[tuple[float, tuple[tuple[int, int], ...]]] = [(math.inf, ())] * (count + 1)
+        reduce = 2e3 * (replicas - 1) * (parameters[last] - parameters[:last]) / machines.reduce
+        own = np.maximum(np.maximum((until[last] - until[:last]) / m, reduce) / replicas, sent[:last])
         for n in range(1, count + 1):
-            for replicas in range(1, n + 1):
-                for first in range(last):
-                    before, cuts = least[first][n - replicas]
-                    size = instance.parameters[last] - instance.parameters[first]
-                    reduce = 1e3 * 2 * (replicas - 1) * size / machines.reduce
-                    own = max(instance.time(first, last) / m, reduce) / replicas
-                    sent = (
-                        2e3 * instance.profile.cuts[first - 1] * instance.batch / instance.profile_batch if first else 0
-                    )
-                    bottleneck = max(before, own, sent / machines.send / m)
-                    if bottleneck < row[n][0]:
-                        row[n] = (bottleneck, (*cuts, (last, replicas)))
-        least.append(row)
-    _, parts = min(least[layers])
+            bottleneck = np.maximum(least[:last, n - 1 :: -1].T, own[:n])  # by replicas and first layer
+            fewer, first = divmod(int(bottleneck.argmin()), last)
+            if bottleneck[fewer, first] < math.inf:
+                least[last, n] = bottleneck[fewer, first]
+                plans[last][n] = (*plans[first][n - fewer - 1], (last, fewer + 1))
+    _, parts = min(zip(least[layers].tolist(), plans[layers], strict=True))
     used: Allocation = (0,) * machines.count
     stages: list[Stage] = []
-    for last, replicas in parts:
-        devices = _filled(used, machines.devices, replicas)
+    for last, shared in parts:
+        devices = _filled(used, machines.devices, shared)
         stages.append(Stage(stages[-1].last if stages else 0, last, devices))
         used = _sum(used, devices)
     return hybrid_plan(instance, tuple(stages))
@@ -166,6 +167,7 @@ def _least_latency(instance: Instance, copies: _Copies, best: HybridPlan) -> Hyb
     """The best plan with these copies, or ``best``."""
     m = instance.micro_batches(copies.pipelines) or 1
     way = instance.total / (copies.pipelines * m)
+    deep = _deep(instance, copies, m)
     none: Allocation = (0,) * copies.machines
     states: list[dict[tuple[Allocation, Allocation], list[_Partial]]] = [{} for _ in range(instance.layers)]
     states[0][none, none] = [_Partial((), none, 0.0, 0.0, ())]
@@ -183,11 +185,35 @@ def _least_latency(instance: Instance, copies: _Copies, best: HybridPlan) -> Hyb
                         plan = hybrid_plan(instance, longer.stages, copies.pipelines, copies.apart)
                         best = min(best, plan, key=lambda plan: plan.latency)
                         continue
-                    least = longer.longest / m * (m - 1) + way + longer.sends / (copies.pipelines * m)
-                    if least < best.latency:
-                        _keep(states[stage.last].setdefault((longer.used, stage.devices), []), longer, m, copies)
+                    sends = longer.sends / (copies.pipelines * m)
+                    if _least(instance, copies, longer, m) + way + sends < best.latency * (1 + SLACK):
+                        _keep(states[stage.last].setdefault((longer.used, stage.devices), []), longer, m, deep)
         states[placed].clear()
     return best
+
+
+def _least(instance: Instance, copies: _Copies, partial: _Partial, m: int) -> float:
+    """ms of all blocks but one and of what sticks out of the all-reduces, at least, whatever stages follow.
+
+    The layers left share the devices left. What sticks out of one of the first m stages' all-reduces shrinks with a
+    larger block no faster than the blocks before it grow.
+    """
+    free = copies.machines * copies.devices - sum(partial.used)
+    left = instance.total - instance.until[partial.stages[-1].last]
+    if not free:
+        return math.inf
+    block = max(partial.longest, left / (free * copies.pipelines)) / m
+    return block * (m - 1) + max(0.0, *(reduce - i * block for i, reduce in partial.reduces if i < m))
+
+
+def _deep(instance: Instance, copies: _Copies, m: int) -> bool:
+    """Whether a stage behind the first m may have an all-reduce that m blocks do not hide.
+
+    m blocks are the longest stage, which takes at least an even share of the work.
+    """
+    machines, count = instance.machines, copies.machines * copies.devices
+    reduce = 2e3 * instance.parameters[-1] / min(machines.reduce, machines.inside)
+    return count > m and reduce > instance.total / (count * copies.pipelines)
 
 
 def _next(instance: Instance, copies: _Copies, partial: _Partial, placed: int, most: float) -> Iterator[_Partial]:
@@ -216,9 +242,8 @@ def _next(instance: Instance, copies: _Copies, partial: _Partial, placed: int, m
                 )
 
 
-def _keep(partials: list[_Partial], new: _Partial, m: int, copies: _Copies) -> None:
+def _keep(partials: list[_Partial], new: _Partial, m: int, deep: bool) -> None:
     """Add the new one where none beats it, and drop those that it beats."""
-    deep = copies.machines * copies.devices > m
     if not any(_beats(old, new, m, deep) for old in partials):
         partials[:] = [old for old in partials if not _beats(new, old, m, deep)]
         partials.append(new)
@@ -227,8 +252,9 @@ def _keep(partials: list[_Partial], new: _Partial, m: int, copies: _Copies) -> N
 def _beats(a: _Partial, b: _Partial, m: int, deep: bool) -> bool:
     """Whether whatever ends ``b`` ends ``a`` at least as early.
 
-    The stages that follow count from the number of those before: more stages hide their all-reduces better. With more
-    stages than micro-batches (``deep``) a larger block may be the better one, as it hides more than it costs.
+    The stages that follow count from the number of those before: more stages hide their all-reduces better. Where a
+    stage behind the first m has a long all-reduce (``deep``) a larger block may be the better one, as it hides more
+    than it costs.
     """
     if a.longest > b.longest or a.sends > b.sends or len(a.stages) < len(b.stages):
         return False

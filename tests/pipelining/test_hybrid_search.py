@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations, product
+from math import inf
 
 import pytest
 from hypothesis import given, settings
@@ -116,6 +117,38 @@ def test_eight_layers_on_six_devices_by_brute_force() -> None:
         instance = Instance(LayerProfile(layers, tuple(1e6 * (9 - k) for k in range(7))), machines, 12, 2, 2)
         least = min(plan.latency for plan in all_plans(instance))
         assert best_plan(instance, range(1, 7)).latency == pytest.approx(least, rel=1e-9)
+
+
+def least_bottlenecks(instance: Instance) -> list[float]:
+    """PipeDream's recurrence as it is published, by number of devices."""
+    machines, m = instance.machines, instance.batch // instance.micro_batch
+    count = machines.count * machines.devices
+    least = [[0.0, *[inf] * count]]
+    for last in range(1, instance.layers + 1):
+        row = [inf] * (count + 1)
+        for n, first in product(range(1, count + 1), range(last)):
+            crossing = instance.profile.cuts[first - 1] * instance.batch / instance.profile_batch if first else 0.0
+            size = instance.parameters[last] - instance.parameters[first]
+            for replicas in range(1, n + 1):
+                reduce = 2e3 * (replicas - 1) * size / machines.reduce
+                own = max(instance.time(first, last) / m, reduce) / replicas
+                row[n] = min(row[n], max(least[first][n - replicas], own, 2e3 * crossing / machines.send / m))
+        least.append(row)
+    return least[instance.layers]
+
+
+@given(instances())
+def test_pipedreams_partition_has_the_least_bottleneck(instance: Instance) -> None:
+    machines, m = instance.machines, instance.batch // instance.micro_batch
+    bottleneck = 0.0
+    for stage in pipedream_plan(instance).stages:
+        cut = instance.profile.cuts[stage.first - 1] if stage.first else 0.0
+        size = instance.parameters[stage.last] - instance.parameters[stage.first]
+        reduce = 2e3 * (stage.replicas - 1) * size / machines.reduce
+        own = max(instance.time(stage.first, stage.last) / m, reduce) / stage.replicas
+        sent = 2e3 * cut * instance.batch / instance.profile_batch / machines.send / m
+        bottleneck = max(bottleneck, own, sent)
+    assert bottleneck == pytest.approx(min(least_bottlenecks(instance)), rel=1e-12)
 
 
 def test_the_three_policies() -> None:
