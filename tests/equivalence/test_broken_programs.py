@@ -8,10 +8,9 @@ from collections import Counter
 import pytest
 
 from arachnec.equivalence.compare import demand_equivalent
-from arachnec.ir.printer import print_module
 from arachnec.passes.check import checked
 from benchmarks.trust import interleavings
-from benchmarks.trust.program_mutations import MUTATIONS, judged, sources
+from benchmarks.trust.program_mutations import MUTATIONS, judged, rows_of, sources
 from benchmarks.trust.random_programs import random_program
 
 
@@ -22,7 +21,7 @@ def test_each_kind_of_mutation_is_refused(mutate) -> None:  # type: ignore[no-un
     for number in range(6):
         rng = random.Random(f"{mutate.__name__}/{number}")
         before = known[rng.choice(sorted(known))]
-        rows = print_module(before).splitlines()
+        rows = rows_of(before)
         mutate(rows, rng)
         kinds[judged(before, "\n".join(rows) + "\n", execute=False)[0]] += 1
     assert kinds["SURVIVES"] == 0
