@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 import tokenize
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,6 +46,7 @@ OTHER = {
     "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min", "True": "False", "False": "True",
     "any": "all", "all": "any", "0": "1", "1": "2", "2": "3", "1.0": "2.0", "0.0": "1.0",
 }  # fmt: skip
+IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # of hypothesis, before this run of pytest
 SURVIVES, DIES, SLOW = "survives", "dies", "not judged: its tests did not end in time"
 
 
@@ -122,7 +124,9 @@ def judged(change: Change, root: Path, seconds: float) -> tuple[str, str]:
                 failed = [
                     row.split(" - ")[0] for row in said.read_text().splitlines() if row.startswith(("FAILED", "ERROR"))
                 ]
-                return (SURVIVES, "") if status == 0 else (DIES, (failed or [f"it ended with {status}"])[0])
+                if status and not failed:  # no test has noticed anything
+                    raise SystemExit(said.read_text()[-3000:])
+                return (DIES, failed[0]) if failed else (SURVIVES, "")
             time.sleep(0.05)
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -147,8 +151,10 @@ def _tested(tests: list[str], root: Path, said: Path) -> NoReturn:
         sys.path[:] = [str(root), *(place for place in sys.path if Path(place or ".").resolve() != ROOT)]
         for name in [name for name in sys.modules if name.split(".")[0] in ("arachnec", "benchmarks", "tests")]:
             del sys.modules[name]
-        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", IMPORTED, *tests]))
         sys.stdout.flush()
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
     finally:
         os._exit(code)
 
