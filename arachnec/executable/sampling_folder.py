@@ -121,12 +121,12 @@ def samples(folder: Path) -> bool:
     """Whether a folder is an executable that samples, and not one that trains."""
 
     class Kind(msgspec.Struct):
-        settings: msgspec.Raw = msgspec.Raw()  # empty where there is none
+        settings: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
     if not (folder / HEADER).is_file():
         return False
     try:
-        return msgspec.json.decode(read_part(folder, HEADER), type=Kind).settings != b""
+        return msgspec.json.decode(read_part(folder, HEADER), type=Kind).settings is not msgspec.UNSET
     except msgspec.MsgspecError:
         return False  # whoever reads it says what is wrong
 
