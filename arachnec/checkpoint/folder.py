@@ -27,6 +27,7 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``steps`` optimizer steps and ``clips`` clips are done; the next step's data follow from them. ``model`` is the
     digest of the model file, ``data`` that of the clips and their global batches, ``init`` that of the weights which
     stay frozen, and which no checkpoint holds. ``source`` is what a dataset without a manifest said of its place.
+    A step is ``accumulate`` global batches; 0 in checkpoints that do not say it.
     """
 
     steps: int
@@ -36,6 +37,7 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     data: str = ""
     init: str = ""
     source: str = ""
+    accumulate: int = 0
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

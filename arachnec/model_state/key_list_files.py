@@ -71,9 +71,10 @@ def read_lists(folder: Path, step: int) -> dict[Key, KeyLists]:
         except (SafetensorError, OSError) as error:
             raise UserError(ListsUnreadable(None, str(folder), step, f"{file.name}: {error}")) from None
         for name in [name for name in tensors if name.endswith("|shares")]:
-            clip, layer, _ = name.split("|")
-            indices, counts, shares = (tensors.get(f"{clip}|{layer}|{part}", torch.empty(0)) for part in PARTS)
-            if shares.dim() != 2 or counts.shape[:1] != shares.shape[:1] or int(counts.sum()) != len(indices):
+            of_layer = name.removesuffix("|shares")
+            clip, _, layer = of_layer.rpartition("|")
+            indices, counts, shares = (tensors.get(f"{of_layer}|{part}", torch.empty(0)) for part in PARTS)
+            if not _are_lists(indices, counts, shares):
                 raise UserError(ListsUnreadable(None, str(folder), step, f"{file.name} has no lists for {clip}"))
             own = pieces.setdefault((clip, layer), {})
             of_heads = indices.split(counts.long().sum(1).tolist())
@@ -83,6 +84,20 @@ def read_lists(folder: Path, step: int) -> dict[Key, KeyLists]:
                     raise UserError(ListsUnreadable(None, str(folder), step, told))
                 own[head, first] = (end, row, listed)
     return {key: _whole(own, str(folder), step) for key, own in pieces.items()}
+
+
+def _are_lists(indices: Tensor, counts: Tensor, shares: Tensor) -> bool:
+    """Whether these have the form that ``write_lists`` gives them: each row of counts within the groups of its share,
+    and as many indices as they say."""
+    if not all(x.dtype is torch.int32 and (x.numel() == 0 or int(x.min()) >= 0) for x in (indices, counts, shares)):
+        return False
+    if indices.dim() != 1 or counts.dim() != 2 or shares.dim() != 2 or 0 in counts.shape:
+        return False
+    if tuple(shares.shape) != (len(counts), 3) or int(counts.sum()) != len(indices):
+        return False
+    groups = torch.arange(counts.shape[1])
+    inside = (groups >= shares[:, 1:2]) & (groups < shares[:, 2:3])
+    return not bool(counts[~inside].any())
 
 
 def _whole(pieces: Mapping[tuple[int, int], tuple[int, Tensor, Tensor]], folder: str, step: int) -> KeyLists:

@@ -14,10 +14,10 @@ import argparse
 import json
 import random
 import re
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from arachnec.equivalence.compare import demand_equivalent
 from arachnec.ir.diagnostic import UserError
@@ -28,8 +28,15 @@ from arachnec.ir.verify import verify
 from arachnec.passes.check import find_problems
 from benchmarks.trust.random_programs import random_program
 
-GOLDEN = Path(__file__).parents[2] / "tests" / "golden" / "check"
-NAMED = ("valid", "buckets_valid", "cells_valid", "tied_stages_valid", "updates_gathered_valid", "host_valid")
+GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
+NAMED = (
+    "valid", "buckets_valid", "cells_valid", "heads_valid", "host_valid", "tied_stages_valid", "updates_gathered_valid",
+)  # fmt: skip
+LOWERED = (
+    "lower/cells", "lower/host_memory", "lower/pipeline_1f1b", "lower/pipeline_zero_bubble", "lower/sparse_heads",
+    "schedule_pipeline/a_degree_for_each_stage", "schedule_pipeline/stages_in_cells", "stages/sparse_parts",
+    "shard_optimizer/over_the_ranks_of_a_stage",
+)  # fmt: skip
 SECONDS = 25.0  # until a program that stands still is given up
 HELD = re.compile(r"\b(memory|workspace|state|host|host_state|from_host|to_host) = ([\d.e+-]+)")
 TOKEN = re.compile(r"%\w+|\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|\btrue\b|\bfalse\b")
@@ -37,6 +44,20 @@ ATTRIBUTE = re.compile(r"\w+ = (?:\[[^{}]*?\]|\"[^\"]*\"|[^,{}\[\]]+?)(?:, | (?=
 OPERATION = re.compile(r"^ +(encode|forward|backward|weight|send|receive|gather|reduce|norm|step|free)\b")
 OPERATIONS = ("encode", "forward", "backward", "send", "receive", "reduce", "norm", "step", "free")
 Rows = list[str]
+
+
+def rows_of(module: Module) -> Rows:
+    """A module's lines, each with all of its attributes: what the printer wraps is one line."""
+    rows: Rows = []
+    wrapped = False
+    for row in print_module(module).splitlines():
+        if wrapped:
+            rows[-1] += " }" if row.strip() == "}" else f" {row.strip()}"
+            wrapped = row.strip() != "}"
+        else:
+            rows.append(row)
+            wrapped = row.endswith("{") and not row.startswith(("module", "  program"))
+    return [row.replace(", }", " }") for row in rows]
 
 
 def in_programs(rows: Rows) -> list[int]:
@@ -161,11 +182,7 @@ def judged(before: Module, text: str, *, execute: bool = True) -> tuple[str, str
         return "refused", type(problems[0]).__name__
     if module == before:
         return "unchanged", ""
-    if (
-        before.name == "step"
-        and "saved" in before.stages[-1].attrs
-        and less_claimed(print_module(before), print_module(module))
-    ):
+    if before.name == "step" and "saved" in before.stages[-1].attrs and less_claimed(rows_of(before), rows_of(module)):
         return "SURVIVES", "a claim of less memory"
     if not execute:
         return "accepted", ""
@@ -176,17 +193,18 @@ def judged(before: Module, text: str, *, execute: bool = True) -> tuple[str, str
     return "harmless", ""
 
 
-def less_claimed(before: str, after: str) -> bool:
+def less_claimed(before: Rows, after: Rows) -> bool:
     """Whether one line claims less than before; lines that are not in both do not count."""
-    pairs = [(a, b) for a, b in zip(before.splitlines(), after.splitlines(), strict=False) if a != b]
-    if len(pairs) != 1 or len(before.splitlines()) != len(after.splitlines()):
+    pairs = [(a, b) for a, b in zip(before, after, strict=False) if a != b]
+    if len(pairs) != 1 or len(before) != len(after):
         return False
     held = [dict(HELD.findall(row)) for row in pairs[0]]
     return any(float(held[1].get(name, 0.0)) < float(value) for name, value in held[0].items())
 
 
 def sources(seed: int, count: int) -> dict[str, Module]:
-    golden = {name: parse_module((GOLDEN / f"{name}.cascade").read_text(), name) for name in NAMED}
+    golden = {name: parse_module((GOLDEN / "check" / f"{name}.cascade").read_text(), name) for name in NAMED}
+    golden |= {name: parse_module((GOLDEN / f"{name}.expect").read_text(), name) for name in LOWERED}
     drawn = {f"random_{n}": random_program(random.Random(f"{seed}/{n}"), ranks=4) for n in range(count)}
     return golden | {name: module for name, module in drawn.items() if len(module.programs) > 1}
 
@@ -198,39 +216,43 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     known = sources(options.seed, 6)
-    rng = random.Random(options.seed)
-    kinds: Counter[str] = Counter()
-    rules: Counter[str] = Counter()
-    survivors = []
-    started = time.time()
+    result: dict[str, Any] = {
+        "drawn": 0,
+        "seed": options.seed,
+        "kinds": {},
+        "rules": {},
+        "programs": {},
+        "survivors": [],
+    }
+    if options.output and options.output.exists():  # goes on where it was stopped
+        earlier = json.loads(options.output.read_text())
+        result = earlier if earlier["seed"] == options.seed else result
+    kinds, rules, programs = (Counter(result[name]) for name in ("kinds", "rules", "programs"))
+    survivors = result["survivors"]
     while sum(kinds.values()) < options.mutations:
+        rng = random.Random(f"{options.seed}/{result['drawn']}")
+        result["drawn"] += 1
         name, mutate = rng.choice(sorted(known)), rng.choice(MUTATIONS)
         before = known[name]
-        rows = print_module(before).splitlines()
+        rows = rows_of(before)
         mutate(rows, rng)
         text = "\n".join(rows) + "\n"
         kind, why = judged(before, text)
         if kind == "unchanged":
             continue
         kinds[kind] += 1
+        programs[name] += 1
         if kind == "refused":
             rules[why] += 1
         if kind == "SURVIVES":
-            old = print_module(before).splitlines()
+            old = rows_of(before)
             changed = [row for row in rows if row not in old] + [f"- {row}" for row in old if row not in rows]
             survivors.append({"program": name, "mutation": mutate.__name__, "lines": changed[:4], "why": why})
             print(json.dumps(survivors[-1]), flush=True)
-    result = {
-        "mutations": options.mutations,
-        "seed": options.seed,
-        **kinds,
-        "rules": dict(rules.most_common()),
-        "survivors": survivors,
-        "wall_s": round(time.time() - started),
-    }
+        result |= {"kinds": dict(kinds), "rules": dict(rules.most_common()), "programs": dict(sorted(programs.items()))}
+        if options.output:
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

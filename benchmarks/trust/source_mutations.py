@@ -1,28 +1,38 @@
 """One-token changes of the proofs, lowering, placement and cost: do the tests of that part notice?
 
 Drawn by seed: operators, comparisons, numbers, booleans, ``min`` for ``max``, ``and`` for ``or``. Each is made in a
-copy of the repository, and the tests of its part run there until the first that fails. A survivor is shown with its
-line.
+copy of the repository, and the tests of its part run there until the first that fails: those that name the changed
+file first. They run in a fork of this process, which has imported the libraries and nothing of ours. A survivor is
+shown with its line. What is in the output file already is not judged again.
 
-    python benchmarks/trust/source_mutations.py --sample 60 --seed 1 -o benchmarks/results/source_mutations.json
+    python -m benchmarks.trust.source_mutations --sample 60 --seed 1 -o benchmarks/results/source_mutations.json
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import ctypes
+import importlib
 import io
 import json
 import os
 import random
 import shutil
-import subprocess
+import signal
 import sys
 import tempfile
+import time
 import tokenize
+import traceback
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+
+from tests.warm_python import END_WITH_PARENT, LIBRARIES
 
 ROOT = Path(__file__).parents[2]
 PARTS: dict[str, tuple[str, ...]] = {
@@ -36,6 +46,7 @@ OTHER = {
     "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min", "True": "False", "False": "True",
     "any": "all", "all": "any", "0": "1", "1": "2", "2": "3", "1.0": "2.0", "0.0": "1.0",
 }  # fmt: skip
+IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # of hypothesis, before this run of pytest
 SURVIVES, DIES, SLOW = "survives", "dies", "not judged: its tests did not end in time"
 
 
@@ -83,19 +94,69 @@ def applied(change: Change, root: Path) -> None:
     path.write_text("".join(rows))
 
 
-def judged(change: Change, root: Path, seconds: float) -> str:
-    part = change.file.split("/")[1]
+def nearest_first(change: Change, root: Path) -> list[str]:
+    """The test files of the change's part: those that name its file or import from it most often first, then the
+    shortest, then the golden tests, which start with what is imported everywhere."""
+    part, stem = change.file.split("/")[1], Path(change.file).stem
+    files = [
+        file
+        for place in PARTS[part]
+        for file in (sorted((root / place).glob("test_*.py")) if (root / place).is_dir() else [root / place])
+    ]
+    texts = {file: file.read_text() for file in files}
+    files.sort(key=lambda file: (-texts[file].count(stem), "golden" in file.parts, len(texts[file])))
+    return [str(file.relative_to(root)) for file in files]
+
+
+def judged(change: Change, root: Path, seconds: float) -> tuple[str, str]:
+    """What becomes of it, and the test that failed."""
+    said = root / "tests.log"
     whole = (root / change.file).read_text()
     applied(change, root)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *PARTS[part]]
-    environment = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    begun = time.monotonic()
     try:
-        done = subprocess.run(command, cwd=root, env=environment, capture_output=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return SLOW
+        child = os.fork()
+        if not child:
+            _tested(nearest_first(change, root), root, said)
+        while time.monotonic() - begun < seconds:
+            done, status = os.waitpid(child, os.WNOHANG)
+            if done:
+                failed = [
+                    row.split(" - ")[0] for row in said.read_text().splitlines() if row.startswith(("FAILED", "ERROR"))
+                ]
+                if status and not failed:  # no test has noticed anything
+                    raise SystemExit(said.read_text()[-3000:])
+                return (DIES, failed[0]) if failed else (SURVIVES, "")
+            time.sleep(0.05)
+        os.killpg(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        return SLOW, ""
     finally:
         (root / change.file).write_text(whole)
-    return SURVIVES if done.returncode == 0 else DIES
+
+
+def _tested(tests: list[str], root: Path, said: Path) -> NoReturn:
+    """Run them in this fork, on the copy, and end."""
+    code = 1
+    try:
+        os.setsid()
+        ctypes.CDLL(None).prctl(END_WITH_PARENT, signal.SIGKILL)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        output = os.open(said, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
+        for number in (1, 2):
+            os.dup2(output, number)
+        os.chdir(root)
+        os.environ.update(PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+        sys.dont_write_bytecode = True
+        sys.path[:] = [str(root), *(place for place in sys.path if Path(place or ".").resolve() != ROOT)]
+        for name in [name for name in sys.modules if name.split(".")[0] in ("arachnec", "benchmarks", "tests")]:
+            del sys.modules[name]
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", "-W", IMPORTED, *tests]))
+        sys.stdout.flush()
+    except BaseException:
+        os.write(2, traceback.format_exc().encode())
+    finally:
+        os._exit(code)
 
 
 def main() -> None:
@@ -109,16 +170,25 @@ def main() -> None:
     parts = options.parts.split(",")
     every = [change for file in files() if file.parent.name in parts for change in changes(file)]
     sample = random.Random(options.seed).sample(every, options.sample)
-    told = []
+    told: list[dict[str, Any]] = []
+    if options.output and options.output.exists():  # goes on where it was stopped
+        earlier = json.loads(options.output.read_text())
+        told = earlier["changes"] if earlier["seed"] == options.seed and earlier["parts"] == parts else []
+    for library in LIBRARIES:
+        importlib.import_module(library)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copy goes with it
     with tempfile.TemporaryDirectory(prefix="arachnec-mutations-") as folder:
         root = Path(folder) / "repository"
         shutil.copytree(
             ROOT, root, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"), symlinks=True
         )
         for number, change in enumerate(sample, 1):
-            fate = judged(change, root, options.seconds)
-            told.append({"file": change.file, "line": change.line, "text": change.text.strip(),
-                         "change": f"{change.before} -> {change.after}", "fate": fate})  # fmt: skip
+            key = (change.file, change.line, f"{change.before} -> {change.after}", change.column)
+            if key in {(one["file"], one["line"], one["change"], one["column"]) for one in told}:
+                continue
+            fate, by = judged(change, root, options.seconds)
+            told.append({"file": change.file, "line": change.line, "column": change.column, "text": change.text.strip(),
+                         "change": f"{change.before} -> {change.after}", "fate": fate, "by": by})  # fmt: skip
             print(f"{number}/{len(sample)} {fate}: {change.file}:{change.line} {change.before} -> {change.after}: "
                   f"{change.text.strip()[:90]}", flush=True)  # fmt: skip
             if options.output:

@@ -14,12 +14,15 @@ from arachnec.cli import run
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.profile import read_profile
 from arachnec.data.manifest import read_manifest
+from arachnec.data.requests import read_requests
 from arachnec.executable.folder import read_header
+from arachnec.generation.switches_seen import read_seen
 from arachnec.ir.diagnostic import LONGEST_SHOWN, Diagnostic, UserError, render_all
 from arachnec.ir.nodes import MOST_GPUS
 from arachnec.ir.parser import parse_module
 from arachnec.ir.verify import check_module
 from arachnec.planning.duration_table import read_table
+from arachnec.sparsity.density_file import read_densities
 from arachnec.views.format import terminal
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -41,6 +44,9 @@ READERS: dict[str, Callable[[Path], object]] = {
     "table.json": lambda path: read_table(path, parse_cluster("2:cpu")),
     "profile.json": read_profile,
     "executable.json": lambda path: read_header(path.parent),
+    "requests.jsonl": read_requests,
+    "densities.json": read_densities,
+    "switches.jsonl": lambda path: read_seen(path.parent),
 }
 SEEDS = {
     "module.cascade": (GOLDEN / "check" / "pipeline_1f1b.cascade").read_text(),
@@ -73,6 +79,19 @@ SEEDS = {
             "versions": {},
         }
     ),
+}
+SEEDS |= {
+    "requests.jsonl": "".join(
+        json.dumps(
+            {"id": name, "caption": "a fox", "frames": 9, "height": 32, "width": 48, "steps": 4, "guidance": 2.5}
+        )
+        + "\n"
+        for name in "ab"
+    ),
+    "densities.json": json.dumps(
+        {"model": "Tiny", "layers": [{"layer": 0, "heads": [0.05, 0.3]}, {"layer": 1, "heads": [1]}]}
+    ),
+    "switches.jsonl": json.dumps({"models": ["a", "b"], "switch": "adaptive=0.1", "steps": 8, "switched": 3}) + "\n",
 }
 SHORT = ("", *'{}[]"\\@%=, \n\x00\ud800\U0001f600', "\x1b[2J", "[/bold]", "-1", "0", "1e400", "nan", "//", "../../x")
 LONG = (HUGE, "a" * 5000, "[" * 3000, "null", "true", "1000000000")

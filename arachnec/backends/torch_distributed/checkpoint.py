@@ -179,7 +179,7 @@ def restore(whole: Whole, state: State, wanted: Position) -> None:
     """Read a checkpoint into ``state`` in place.
 
     ``wanted`` says what this is a run of. Raises ``UserError`` for a checkpoint of another model, of other batches of
-    clips or another seed.
+    clips, of steps of other batches or another seed.
     """
     if difference := _difference(whole.position, wanted):
         raise UserError(ForeignCheckpoint(None, str(whole.path), difference))
@@ -214,6 +214,8 @@ def _difference(kept: Position, wanted: Position) -> str:
         return "it was made with another model file"
     if kept.data != wanted.data:
         return "it was made with other clips, or in other batches"
+    if kept.accumulate not in (0, wanted.accumulate):
+        return f"a step of it is {kept.accumulate} global batches, of this run {wanted.accumulate}"
     if kept.seed != wanted.seed:
         return f"it draws with seed {kept.seed}, this run with {wanted.seed}"
     if kept.init != wanted.init:

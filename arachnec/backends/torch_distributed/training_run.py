@@ -436,7 +436,7 @@ class Trainer:
         drawn = planned is not None and planned.step // self._each + 1 == steps
         mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps * self._each)
         seed, model = self._context.training.seed, self._executable.digests[MODEL]
-        return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source)
+        return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source, self._each)
 
     def close(self) -> None:
         """End the planner and the threads."""

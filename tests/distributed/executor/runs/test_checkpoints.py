@@ -19,7 +19,7 @@ from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError, run_ranks
 
-POSITION = Position(1, 0, "model", 4, "data")
+POSITION = Position(1, 0, "model", 4, "data", accumulate=2)
 CPU = torch.device("cpu")
 WORKS = [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)]
 
@@ -70,7 +70,7 @@ def told(act: Callable[[], object]) -> str:
     return ""
 
 
-CASES: list[dict[str, object]] = [{"model": "other"}, {"data": "other"}, {"seed": 9}]
+CASES: list[dict[str, object]] = [{"model": "other"}, {"data": "other"}, {"seed": 9}, {"accumulate": 1}]
 
 
 def test_only_the_same_run_resumes(tmp_path: Path) -> None:
@@ -78,6 +78,7 @@ def test_only_the_same_run_resumes(tmp_path: Path) -> None:
         assert "another model file" in said[0]
         assert "other clips, or in other batches" in said[1]
         assert "draws with seed 0, this run with 9" in said[2]
+        assert "a step of it is 2 global batches, of this run 1" in said[3]
 
 
 def on_a_full_disk(folder: Path) -> str:
