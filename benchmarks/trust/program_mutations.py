@@ -33,7 +33,7 @@ NAMED = (
     "valid", "buckets_valid", "cells_valid", "heads_valid", "host_valid", "tied_stages_valid", "updates_gathered_valid",
 )  # fmt: skip
 LOWERED = (
-    "lower/cells", "lower/host_memory", "lower/pipeline_1f1b", "lower/pipeline_zero_bubble", "lower/sparse_heads",
+    "lower/cells", "lower/host_memory", "lower/sparse_heads",
     "schedule_pipeline/a_degree_for_each_stage", "schedule_pipeline/stages_in_cells", "stages/sparse_parts",
     "shard_optimizer/over_the_ranks_of_a_stage",
 )  # fmt: skip
