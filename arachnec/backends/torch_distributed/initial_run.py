@@ -1,4 +1,4 @@
-"""What a run remembers, and says, of the weights that it began with."""
+"""What a run begins from: a checkpoint, or weights that it remembers and says something of."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
+from arachnec.backends.torch_distributed import checkpoint, events, report
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.models.initial_weights import ENCODER_FOLDERS, config_differences, encoder_folder, model_folder
 from arachnec.models.weight_files import weight_files
@@ -37,3 +39,19 @@ def init_notes(init: Path | None, model: nn.Module, encoders: Iterable[str]) -> 
         folders = ", ".join(f"{ENCODER_FOLDERS.get(name, name)}/" for name in built)
         notes.append(f"{init} has no {folders}: the weights of {', '.join(built)} are those that encoders() makes")
     return notes
+
+
+def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
+    """The checkpoint that a run goes on from. Raises ``UserError`` where it must not write among those of another."""
+    if options.checkpoint is None:
+        return None
+    if not options.resume:
+        checkpoint.demand_empty(options.checkpoint)
+        return None
+    whole = checkpoint.newest(options.checkpoint)
+    if whole is None:
+        there = len(list(options.checkpoint.glob("step-*")))
+        which = f"none of the {there} checkpoints in {options.checkpoint} is whole"
+        none = which if there else f"no checkpoint in {options.checkpoint} yet"
+        events.emit(report.Note(f"{none}: beginning at step 0"))
+    return whole

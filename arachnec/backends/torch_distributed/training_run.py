@@ -21,7 +21,7 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLog
 from arachnec.backends.torch_distributed.drawn_batches import demand_no_order, drawn_batches
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes
+from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes, newest_checkpoint
 from arachnec.backends.torch_distributed.interpreter import run_iteration
 from arachnec.backends.torch_distributed.iteration import Iteration, Share, program_of
 from arachnec.backends.torch_distributed.kept_plan import have_moved
@@ -489,22 +489,6 @@ class Trainer:
             self._context.optimizer.done = whole.position.steps
             if self._context.predictors is not None:
                 self._context.predictors.loaded(state)
-
-
-def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
-    """The checkpoint that a run goes on from. Raises ``UserError`` where it must not write among those of another."""
-    if options.checkpoint is None:
-        return None
-    if not options.resume:
-        checkpoint.demand_empty(options.checkpoint)
-        return None
-    whole = checkpoint.newest(options.checkpoint)
-    if whole is None:
-        there = len(list(options.checkpoint.glob("step-*")))
-        which = f"none of the {there} checkpoints in {options.checkpoint} is whole"
-        none = which if there else f"no checkpoint in {options.checkpoint} yet"
-        events.emit(report.Note(f"{none}: beginning at step 0"))
-    return whole
 
 
 def described(device: torch.device) -> str:
