@@ -22,6 +22,7 @@ from torch import nn
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
 from arachnec.backends.torch_distributed.background_planner import cluster_for
+from arachnec.backends.torch_distributed.initial_run import newest_checkpoint
 from arachnec.backends.torch_distributed.iteration import program_of
 from arachnec.backends.torch_distributed.job_end import end_of_job
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -33,7 +34,6 @@ from arachnec.backends.torch_distributed.training_run import (
     Enter,
     Trainer,
     described,
-    newest_checkpoint,
     unwatched,
 )
 from arachnec.cluster.file import parse_cluster
