@@ -85,7 +85,7 @@ def command(
         model,
         data,
         cluster,
-        passes=options.pipeline(passes or "default", profile),
+        passes=options.pipeline("default" if passes is None else passes, profile),
         batch=batch,
         training=training,
         instruments=options.instruments(),
@@ -123,7 +123,7 @@ def compile_sampler(
     from arachnec.report import plan_report
 
     requests, machine = read_requests(data), parse_cluster(cluster)
-    pipeline = options.pipeline(passes or DEFAULT, profile)
+    pipeline = options.pipeline(DEFAULT if passes is None else passes, profile)
     switch, first, history = how
     sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
     compiled = compile_requests(sampling, settings, requests, machine, pipeline, options.instruments())

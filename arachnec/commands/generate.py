@@ -69,7 +69,7 @@ def command(
         switch=switch,
         first=first,
         history=history,
-        passes=options.pipeline(passes or DEFAULT, profile),
+        passes=options.pipeline(DEFAULT if passes is None else passes, profile),
         instruments=options.instruments(),
     )
     if not plan_only:

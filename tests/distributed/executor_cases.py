@@ -330,6 +330,7 @@ def captured_once() -> Iterator[None]:
         *,
         at: Sequence[ExampleCall] = (),
         verify: bool = True,
+        gradients: bool = True,
     ) -> CapturedModel:
         written = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
         sources = frozenset(map(inspect.getsource, written))
@@ -337,9 +338,9 @@ def captured_once() -> Iterator[None]:
         calls = tuple(
             (call.clip, call.batch, call.text, *map(_form, call.arguments.items())) for call in [*examples, *at]
         )
-        key = (sources, weights, calls, len(at))
+        key = (sources, weights, calls, len(at), gradients)
         if (key, True) not in _CAPTURED and (key, verify) not in _CAPTURED:
-            _CAPTURED[key, verify] = capture(model, examples, at=at, verify=verify)
+            _CAPTURED[key, verify] = capture(model, examples, at=at, verify=verify, gradients=gradients)
         return _CAPTURED[key, (key, True) in _CAPTURED]
 
     with pytest.MonkeyPatch.context() as patch:
