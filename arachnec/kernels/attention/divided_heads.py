@@ -41,6 +41,11 @@ def whole_heads(total: int, ranks: int) -> Division:
     return tuple(tuple(map(HeadShare, range(a, a + n))) for a, n in zip(firsts, sizes, strict=True))
 
 
+def _on_device(rows: Tensor, x: Tensor) -> Tensor:
+    """Rows for tensors like ``x``; from pinned memory, so that the host does not wait for the device."""
+    return rows.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else rows.to(x.device)
+
+
 class DividedHeads:
     """Who needs and who holds what of queries, keys and values, or of the output. Moves as
     ``arachnec.kernels.attention.exchange`` does, whose autograd functions take it."""
@@ -90,8 +95,8 @@ class _OfTensor:
     def of_rank(self, x: Tensor, owner: int, holder: int) -> list[Tensor]:
         """From all heads of the holder's tokens, what the owner needs."""
         whole, cut = self._split(owner)
-        heads = x[:, [share.head for share in whole]]
-        return [heads, *(x[:, share.head, self._rows(share, holder)[1].to(x.device)] for share in cut)]
+        heads = torch.cat([x[:, :0], *(x[:, share.head : share.head + 1] for share in whole)], 1)
+        return [heads, *(x[:, share.head, _on_device(self._rows(share, holder)[1], x)] for share in cut)]
 
     def joined_tokens(self, x: Tensor, owner: int, received: Sequence[Iterator[Tensor]]) -> Tensor:
         whole, cut = self._split(owner)
@@ -104,7 +109,7 @@ class _OfTensor:
                 out[:, : len(whole), first:end] = piece[:, :, local : local + end - first]
                 local += end - first
             for place, share in enumerate(cut, len(whole)):
-                rows = self._rows(share, holder)[0].to(x.device)
+                rows = _on_device(self._rows(share, holder)[0], x)
                 out[:, place].index_copy_(1, rows, next(pieces))
         return out
 
@@ -112,7 +117,7 @@ class _OfTensor:
         """From the owner's heads of all tokens, what the holder has."""
         whole, cut = self._split(owner)
         heads = torch.cat([x[:, : len(whole), first:end] for first, end in self._ranges(holder)], 2)
-        rows = [self._rows(share, holder)[0].to(x.device) for share in cut]
+        rows = [_on_device(self._rows(share, holder)[0], x) for share in cut]
         return [heads, *(x[:, place, r] for place, r in enumerate(rows, len(whole)))]
 
     def joined_heads(self, x: Tensor, total: int, holder: int, received: Sequence[Iterator[Tensor]]) -> Tensor:
@@ -124,9 +129,10 @@ class _OfTensor:
         for owner, pieces in enumerate(received):
             whole, cut = self._split(owner)
             piece = next(pieces).to(dtype)
-            out[:, [share.head for share in whole]] += piece
+            for place, share in enumerate(whole):
+                out[:, share.head] += piece[:, place]
             for share in cut:
-                local = self._rows(share, holder)[1].to(x.device)
+                local = _on_device(self._rows(share, holder)[1], x)
                 out[:, share.head].index_copy_(1, local, next(pieces))
         return out.to(x.dtype)
 
