@@ -49,11 +49,12 @@ class _Moves:
 
 
 @functools.lru_cache(maxsize=256)
-def _moves(before: Dealt, after: Dealt, index: int) -> _Moves:
+def _moves(before: Dealt, after: Dealt, index: int, device: torch.device) -> _Moves:
+    """On the ``device``, once: a copy at every use would make the host wait for it."""
     mine, wanted = before.held(index), after.held(index)
     peers = range(len(before.shares))
-    send = tuple(after.held(j)[mine].nonzero().flatten() for j in peers)
-    receive = tuple(before.held(j)[wanted].nonzero().flatten() for j in peers)
+    send = tuple(after.held(j)[mine].nonzero().flatten().to(device) for j in peers)
+    receive = tuple(before.held(j)[wanted].nonzero().flatten().to(device) for j in peers)
     return _Moves(send, receive)
 
 
@@ -77,13 +78,13 @@ def _same(before: Dealt, after: Dealt) -> bool:
 
 
 def _moved(x: Tensor, dim: int, before: Dealt, after: Dealt, shard: SequenceShard) -> Tensor:
-    moves = _moves(before, after, shard.index)
-    send = [[x.index_select(dim, positions.to(x.device))] for positions in moves.send]
+    moves = _moves(before, after, shard.index, x.device)
+    send = [[x.index_select(dim, positions)] for positions in moves.send]
     shapes = [[(*x.shape[:dim], len(positions), *x.shape[dim + 1 :])] for positions in moves.receive]
     received = exchange(send, shapes, shard.ranks, shard.group)
     result = x.new_empty(*x.shape[:dim], after.local(shard.index), *x.shape[dim + 1 :])
     for positions, (piece,) in zip(moves.receive, received, strict=True):
-        result.index_copy_(dim, positions.to(x.device), piece)
+        result.index_copy_(dim, positions, piece)
     return result
 
 
