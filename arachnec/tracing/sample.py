@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
@@ -52,8 +55,7 @@ def arguments_of(
     if device == "meta":
         try:
             # Everything in it claims to be on the CPU, so a user's `device="cpu"` and CPU generators work.
-            with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
+            with FakeTensorMode(allow_non_fake_inputs=True), _quiet():
                 encoded = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in shapes.items()}
                 kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
             return _on(kwargs, device)
@@ -65,6 +67,19 @@ def arguments_of(
         encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
         kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
     return _on(kwargs, device)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """No warnings, and no log of what torch raises as well: shapes that do not fit."""
+    log = logging.getLogger(fake_tensor.__name__)
+    disabled, log.disabled = log.disabled, True
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.disabled = disabled
 
 
 def encoded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:

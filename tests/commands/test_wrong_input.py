@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import textwrap
 from collections.abc import Callable
@@ -170,6 +171,21 @@ MODELS = {
 def test_a_model_file_with_a_mistake(text: str, refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(text)
     assert MODELS[text] in refused(*COMPILE, "-o", "build")
+
+
+def test_shapes_that_do_not_fit_are_told_once(refused: Callable[..., str], tmp_path: Path) -> None:
+    """Torch logs a traceback, too, where a fake tensor's operator refuses."""
+    text = instead("sample", "def sample(clip, generator): return torch.ones(2, 3) @ torch.ones(2, 3)")
+    (tmp_path / "model.py").write_text(text)
+    records: list[logging.LogRecord] = []
+    handler, log = logging.Handler(), logging.getLogger("torch._subclasses.fake_tensor")
+    handler.emit = records.append  # type: ignore[method-assign]
+    log.addHandler(handler)
+    try:
+        assert "same reduction dim" in refused(*COMPILE, "-o", "build")
+    finally:
+        log.removeHandler(handler)
+    assert records == []
 
 
 @pytest.mark.parametrize("model", ["none.py", "folder", "binary", "clips.jsonl"])
