@@ -20,6 +20,8 @@ from arachnec.pipelining.hybrid_plan import Allocation, HybridPlan, Instance, St
 from arachnec.pipelining.placement_policies import allocations
 
 SLACK = 1e-9  # relative: what rounding may do to a comparison
+EXACT = 20_000  # partial plans looked at (1 s) before a gain must be worth its search
+GAIN = 0.01  # of the latency: from then on, a plan that gains less is not looked for
 
 
 @dataclass(frozen=True)
@@ -164,7 +166,7 @@ def _smallest_block(instance: Instance, copies: _Copies) -> tuple[Stage, ...]:
 
 
 def _least_latency(instance: Instance, copies: _Copies, best: HybridPlan) -> HybridPlan:
-    """The best plan with these copies, or ``best``."""
+    """The best plan with these copies, or ``best``: to the last digit, or in a large space to within ``GAIN``."""
     m = instance.micro_batches(copies.pipelines) or 1
     way = instance.total / (copies.pipelines * m)
     deep = _deep(instance, copies, m)
@@ -172,21 +174,28 @@ def _least_latency(instance: Instance, copies: _Copies, best: HybridPlan) -> Hyb
     states: list[dict[tuple[Allocation, Allocation], list[_Partial]]] = [{} for _ in range(instance.layers)]
     states[0][none, none] = [_Partial((), none, 0.0, 0.0, ())]
 
+    looked_at = 0
+
+    def most_latency() -> float:
+        """The latency from which on a plan is not worth looking for."""
+        return best.latency * (1 + SLACK if looked_at < EXACT else 1 - GAIN)
+
     def most_block() -> float:
         """The largest block times m with which a plan can still be better."""
-        return (best.latency - way) * m / (m - 1) * (1 + SLACK) if m > 1 else math.inf
+        return (most_latency() - way) * m / (m - 1) * (1 + SLACK) if m > 1 else math.inf
 
     for placed in range(instance.layers):
         for partials in states[placed].values():
             for partial in partials:
                 for longer in _next(instance, copies, partial, placed, most_block()):
+                    looked_at += 1
                     stage = longer.stages[-1]
                     if stage.last == instance.layers:
                         plan = hybrid_plan(instance, longer.stages, copies.pipelines, copies.apart)
                         best = min(best, plan, key=lambda plan: plan.latency)
                         continue
                     sends = longer.sends / (copies.pipelines * m)
-                    if _least(instance, copies, longer, m) + way + sends < best.latency * (1 + SLACK):
+                    if _least(instance, copies, longer, m) + way + sends < most_latency():
                         _keep(states[stage.last].setdefault((longer.used, stage.devices), []), longer, m, deep)
         states[placed].clear()
     return best
