@@ -31,9 +31,7 @@ def start_reduce_scatter_flat(own: Tensor, everyone: Tensor, group: dist.Process
     return work
 
 
-def start_reduce_scatter_in_place(
-    everyone: Tensor, member: int, group: dist.ProcessGroup
-) -> tuple[Tensor, dist.Work]:
+def start_reduce_scatter_in_place(everyone: Tensor, member: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
     """Start summing the flat ``everyone`` over the ranks where it lies; the first of the two, a view of the share that
     is ``member``'s, holds its sum. What the others' shares hold then is not said.
 
