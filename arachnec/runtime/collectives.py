@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.kernels.attention.collectives import is_gloo
+
 
 def all_gather_flat(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> None:
     """``own`` of every rank of the group, one behind the other, into the flat ``everyone``."""
@@ -27,6 +29,20 @@ def start_reduce_scatter_flat(own: Tensor, everyone: Tensor, group: dist.Process
     work: dist.Work | None = scatter(own, everyone, group=group, async_op=True)
     assert work is not None
     return work
+
+
+def start_reduce_scatter_in_place(everyone: Tensor, member: int, group: dist.ProcessGroup) -> tuple[Tensor, dist.Work]:
+    """Start summing the flat ``everyone`` over the ranks where it lies; the first of the two, a view of the share that
+    is ``member``'s, holds its sum. What the others' shares hold then is not said.
+
+    gloo's own reduce-scatter all-reduces a copy. Here it does so without one.
+    """
+    own = everyone.view(dist.get_world_size(group), -1)[member]
+    if not is_gloo(group, everyone.device):
+        return own, start_reduce_scatter_flat(own, everyone, group)
+    work: dist.Work | None = dist.all_reduce(everyone, group=group, async_op=True)
+    assert work is not None
+    return own, work
 
 
 def gathered_on_first(own: Tensor, ranks: tuple[int, ...]) -> Tensor | None:

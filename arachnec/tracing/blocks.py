@@ -32,7 +32,7 @@ from arachnec.tracing.captured import (
 )
 from arachnec.tracing.dims import S, Sizes, T, fit_dimension, moves_with_batch, moves_with_clip
 from arachnec.tracing.errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
-from arachnec.tracing.export import PREFIX, FlatBlock, export_block, refuse_dropout_modules
+from arachnec.tracing.export import PREFIX, FlatBlock, export_block, forget_weights, refuse_dropout_modules
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
 from arachnec.tracing.record import BlockCall, ExampleCall, Recording, Repeats, is_meta, record, run_once
 from arachnec.tracing.verify import example_inputs, materialised, verify_block
@@ -161,6 +161,7 @@ def _capture(
         alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
         calls = _different(versions) if alike else [*_different(versions), first[0]]
         verify_block(captured, block, calls, gradients=gradients)
+    forget_weights(exported)
     return captured
 
 

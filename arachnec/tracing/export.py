@@ -80,6 +80,13 @@ def export_block(
     return program
 
 
+def forget_weights(program: ExportedProgram) -> None:
+    """Give back the memory of the block and the inputs that it was exported from: a graph is kept for a whole run."""
+    meta = {name: value.detach().to("meta") for name, value in program.state_dict.items()}
+    program.state_dict.update(meta)
+    program.example_inputs = None
+
+
 def _without_cache() -> contextlib.AbstractContextManager[None]:
     """Without torch's cache of results: operations rarely recur on equal symbols, and keys are much of the time."""
     import torch._dynamo.config

@@ -106,6 +106,12 @@ def test_inputs_are_named_and_shaped_whatever_way_they_are_passed(plain):
     assert block.output_dims == ((B, T, WIDTH), (B, S, WIDTH))
 
 
+def test_a_graph_that_is_kept_for_a_run_keeps_neither_weights_nor_inputs(plain):
+    exported = plain[1].blocks[0].exported
+    assert exported.state_dict and all(value.is_meta for value in exported.state_dict.values())
+    assert exported.example_inputs is None
+
+
 def test_captured_on_meta_is_captured_on_the_cpu():
     torch.manual_seed(0)
     real = Model()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from arachnec.model_state.cells.host_shard import HostShard, Waited
 from arachnec.model_state.cells.layout import FlatLayout
 from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
-from arachnec.runtime.collectives import start_reduce_scatter_flat
+from arachnec.runtime.collectives import start_reduce_scatter_in_place
 from arachnec.runtime.host_copies import HostCopies
 
 EXACT = 4  # bytes of an element, from which on a collective itself may sum
@@ -107,15 +107,15 @@ class FlatLayer:
             self.add(flat)
             return None
         if flat.itemsize >= EXACT:
-            sums = flat.new_empty(self.layout.shard_size)
-            return Scattering(self, flat, sums, start_reduce_scatter_flat(sums, flat, group))
+            return Scattering(self, flat, *start_reduce_scatter_in_place(flat, self.member, group))
         parts = torch.empty_like(flat)
         work = dist.all_to_all_single(parts, flat, group=group, async_op=True)
         assert work is not None
         return Scattering(self, flat, parts, work)
 
     def add(self, sums: Tensor) -> None:
-        """A cascade's gradient of the shard; from a rank alone, with those of the cascades before."""
+        """A cascade's gradient of the shard, a view for the moment; from a rank alone, with those of the cascades
+        before."""
         if self.host is not None:
             if self.layout.ranks > 1 and self.gradient is not None:
                 before = torch.empty_like(sums)
@@ -123,7 +123,7 @@ class FlatLayer:
                 sums = sums.add_(before)
             self.gradient = self.host.take_gradient(sums)
             return
-        self.gradient = sums if self.gradient is None else self.gradient.add_(sums)
+        self.gradient = sums.clone() if self.gradient is None else self.gradient.add_(sums)
 
 
 @dataclass(frozen=True)
