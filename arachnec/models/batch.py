@@ -108,7 +108,7 @@ def prediction_of(output: Any) -> Tensor:
 
 
 def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
-    check_sample(result, model_file.span("sample"), clip.id)
+    check_sample(result, lambda: model_file.span("sample"), clip.id)
     kwargs, target = result
     return kwargs, target
 
@@ -129,17 +129,16 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
     first = values[0]
     if len(values) == 1:
         return first
-    span = model_file.span("sample")
     if _is_batched(first):
         for clip, value in zip(clips, values, strict=True):
             if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
                 difference = f"{_described(first)} and {_described(value)}"
-                raise UserError(UnequalArgument(span, name, clips[0].id, clip.id, difference))
+                raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].id, clip.id, difference))
         return torch.cat(list(values))
     for clip, value in zip(clips, values, strict=True):
         if not _equal(first, value):
             difference = f"{_described(first)} and {_described(value)}"
-            raise UserError(UnequalArgument(span, name, clips[0].id, clip.id, difference))
+            raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].id, clip.id, difference))
     return first
 
 

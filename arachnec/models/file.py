@@ -251,7 +251,7 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
         result = guarded(*args, **kwargs)
         if name == "sample":
             clip: Any = args[0]
-            check_sample(result, defined, clip.id)
+            check_sample(result, lambda: defined, clip.id)
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
             raise UserError(WrongResult(defined, name, *wrong, form.page))
@@ -280,17 +280,20 @@ def own_errors(path: Path, where: str, kind: str = "model file") -> Iterator[Non
         raise UserError(_raised(error, path, where, kind)) from error
 
 
-def check_sample(result: Any, span: Span | None, clip: str | int) -> None:
-    """Raises ``UserError`` where it is not a pair of keyword arguments and a target."""
+def check_sample(result: Any, defined: Callable[[], Span | None], clip: str | int) -> None:
+    """Raises ``UserError`` where it is not a pair of keyword arguments and a target.
+
+    ``defined`` looks up the line of ``sample``, and is asked for nothing else: it parses the file.
+    """
     import torch
 
     if not isinstance(result, tuple) or len(result) != 2:
-        raise UserError(BadSample(span, clip, f"{type(result).__name__}, not a pair"))
+        raise UserError(BadSample(defined(), clip, f"{type(result).__name__}, not a pair"))
     kwargs, target = result
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise UserError(BadSample(span, clip, f"{type(kwargs).__name__} in place of keyword arguments"))
+        raise UserError(BadSample(defined(), clip, f"{type(kwargs).__name__} in place of keyword arguments"))
     if not isinstance(target, torch.Tensor):
-        raise UserError(BadSample(span, clip, f"{type(target).__name__} in place of a target tensor"))
+        raise UserError(BadSample(defined(), clip, f"{type(target).__name__} in place of a target tensor"))
 
 
 def _wrong_model(model: Any) -> tuple[str, str] | None:
