@@ -1,6 +1,7 @@
 """What is lost where a small model takes steps of a large one: a tiny pair, trained on real clips, at equal computing.
 
-    python -m benchmarks.sampling.quality FILE.json
+    python -m benchmarks.sampling.quality FILE.json [SEED ...]       adds these seeds to the file, all three by default
+    python -m benchmarks.sampling.quality table FILE.json            their means and spread
 
 The pair is the demo's (``examples/generate``), trained here by flow matching on windows of three videos; the last part
 of each video is held out. Every way samples the same requests from the same noise. ``ways`` are compared with the large
@@ -58,6 +59,7 @@ GRID = tuple(range(0, FINE + 1, 4))
 LEAST, MOST = 2, 44  # of the adaptive rule
 BANDS = 6
 LEVELS = tuple((n + 0.5) / 8 for n in range(8))
+SIDES = ("distance", "fixed_at_that_cost")  # of an adaptive switch, and of fixed ones
 LOW = 0.25  # of the sampling rate in each direction's half: below are low frequencies
 
 
@@ -296,13 +298,50 @@ def between(grid: Mapping[int, Mapping[str, float]], k: float, name: str) -> flo
     return (1 - share) * grid[below][name] + share * grid[above][name]
 
 
-def main(output: str) -> None:
+def measure(output: Path, seeds: Sequence[int]) -> None:
+    """Seeds that are in the file already stay there, those that are measured now replace their own."""
     torch.set_num_threads(1)
-    texts, seeds = embeddings(), []
-    for seed in SEEDS:
-        seeds.append(of_seed(seed, texts))
-        settings = {"fine_steps": FINE, "speed_up": SPEED_UP, "training_steps": TRAINING_STEPS, "levels": LEVELS}
-        Path(output).write_text(json.dumps({**settings, "seeds": seeds}, indent=1) + "\n")
+    texts = embeddings()
+    settings = {"fine_steps": FINE, "speed_up": SPEED_UP, "training_steps": TRAINING_STEPS, "levels": LEVELS}
+    for seed in seeds:
+        measured = of_seed(seed, texts)
+        others = json.loads(output.read_text())["seeds"] if output.exists() else []
+        rows = sorted([*(row for row in others if row["seed"] != seed), measured], key=lambda row: row["seed"])
+        output.write_text(json.dumps({**settings, "seeds": rows}, indent=1) + "\n")
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean over seeds, and least to most."""
+    return f"{sum(values) / len(values):.3f} ({min(values):.3f} to {max(values):.3f})"
+
+
+def table(file: Path) -> None:
+    """As Markdown."""
+    seeds = json.loads(file.read_text())["seeds"]
+    print("| way | steps | large steps | all | low | high | motion | contrast | spectrum |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for number, first in enumerate(seeds[0]["ways"]):
+        rows = [seed["ways"][number] for seed in seeds]
+        measures = [("distance", name) for name in ("all", "low", "high")]
+        measures += [("from_data", name) for name in ("motion", "contrast", "spectrum")]
+        cells = [spread([row[kind][name] for row in rows]) for kind, name in measures]
+        print(f"| {first['way']} | {first['steps']} | {first['large_steps']:.1f} | {' | '.join(cells)} |")
+    print("\n| adaptive, K | all | fixed at that mean K |\n|---|---|---|")
+    for number, _ in enumerate(seeds[0]["switches"]):
+        rows = [seed["switches"][number] for seed in seeds]
+        parts = [[row["mean_k"] for row in rows], *([row[name]["all"] for row in rows] for name in SIDES)]
+        print(f"| {' | '.join(spread(part) for part in parts)} |")
+    print("\n| level | large | small |\n|---|---|---|")
+    for number, level in enumerate(LEVELS):
+        cells = [spread([seed["losses"][name][number] for seed in seeds]) for name in ("large", "small")]
+        print(f"| {level:.2f} | {' | '.join(cells)} |")
+
+
+def main(first: str, *more: str) -> None:
+    if first == "table":
+        table(Path(more[0]))
+    else:
+        measure(Path(first), [int(seed) for seed in more] or SEEDS)
 
 
 if __name__ == "__main__":
