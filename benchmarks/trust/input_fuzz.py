@@ -31,7 +31,8 @@ from typing import Any
 
 from arachnec import cli
 from arachnec.executable.folder import FINGERPRINTED, HEADER, _digest
-from benchmarks.trust.program_mutations import MUTATIONS, NAMED
+from benchmarks.trust.program_mutations import NAMED
+from benchmarks.trust.text_mutations import MUTATIONS
 from tests.commands.test_hostile_input import GOLDEN, LONG, READERS, SEEDS, SHORT
 
 MOST_ERRORS, MOST_BYTES, MOST_S, MOST_GIB = 20, 10_000, 10, 1

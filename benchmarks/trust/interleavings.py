@@ -1,9 +1,10 @@
 """Deadlock three ways: every interleaving of a program's ranks, Z3, and ``check``. They must agree on every program.
 
-Small random programs, most of them with instructions moved, dropped or doubled. Host by host, every send waits for its
+Small random programs, of whole models and of stages, cells and host memory, most of them with instructions moved,
+dropped or doubled. Host by host, every send waits for its
 receive and every collective for its members, which is what ``check`` proves.
 
-    python benchmarks/trust/interleavings.py --programs 1000 -o benchmarks/results/interleavings.json
+    python -m benchmarks.trust.interleavings --programs 1000 -o benchmarks/results/interleavings.json
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from arachnec.analysis.execution_model import HOST_HANDOFFS
 from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces
 from arachnec.ir.nodes import Instruction, Module, Program
 from arachnec.verification.deadlock import check_deadlock
+from benchmarks.trust.random_layouts import random_layout
 from benchmarks.trust.random_programs import random_program
 
 Meeting = tuple[str, object, tuple[int, ...]]  # kind, what, and who must come; of a handoff the sender first
 Lists = list[list[Meeting]]
-LEAST = 8  # meetings of a program, counted on each of its ranks
+LEAST, MOST = 8, 120  # meetings of a program, counted on each of its ranks
+LAYOUTS = 0.3  # of the programs
 
 
 def meetings(module: Module) -> Lists:
@@ -116,6 +119,10 @@ def refused(module: Module) -> bool:
     return any(check_deadlock(Values(module), HOST_HANDOFFS, {}))
 
 
+def drawn(rng: random.Random) -> Module:
+    return random_layout(rng)[1] if rng.random() < LAYOUTS else random_program(rng, ranks=4, most=5)
+
+
 def broken(module: Module, rng: random.Random) -> Module:
     """A few instructions moved on a rank, dropped or doubled; or none."""
     lists = {program.rank: list(program.instructions) for program in module.programs}
@@ -147,9 +154,9 @@ def main() -> None:
     apart = []
     for number in range(options.programs):
         rng = random.Random(f"{options.seed}/{number}")
-        whole = random_program(rng, ranks=4, most=5)
-        while sum(map(len, meetings(whole))) < LEAST:
-            whole = random_program(rng, ranks=4, most=5)
+        whole = drawn(rng)
+        while not LEAST <= sum(map(len, meetings(whole))) <= MOST:
+            whole = drawn(rng)
         module = broken(whole, rng)
         lists = meetings(module)
         explored, seen = stands_still(lists)

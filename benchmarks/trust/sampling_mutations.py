@@ -34,7 +34,7 @@ from arachnec.ir.verify import verify
 from arachnec.passes.check import find_problems
 from arachnec.planning.sampling.segments import segmented
 from arachnec.sampling.loop import Sampling
-from benchmarks.trust.program_mutations import MUTATIONS
+from benchmarks.trust.text_mutations import MUTATIONS
 from tests.generation import cases
 
 SECONDS = 30.0  # until a program that stands still is given up

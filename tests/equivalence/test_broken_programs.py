@@ -10,8 +10,9 @@ import pytest
 from arachnec.equivalence.compare import demand_equivalent
 from arachnec.passes.check import checked
 from benchmarks.trust import interleavings
-from benchmarks.trust.program_mutations import MUTATIONS, judged, rows_of, sources
+from benchmarks.trust.program_mutations import judged, sources
 from benchmarks.trust.random_programs import random_program
+from benchmarks.trust.text_mutations import MUTATIONS, rows_of
 
 
 @pytest.mark.parametrize("mutate", dict.fromkeys(MUTATIONS), ids=lambda mutate: mutate.__name__)

@@ -27,7 +27,7 @@ from arachnec.runtime.collectives import gathered_on_first
 @dataclass(frozen=True)
 class StageCells:
     """A stage on one of its ``ranks``. ``cell`` are the collectives of its cell on the device, ``hosts`` those of the
-    hosts of all its ranks."""
+    hosts of all its ranks; None of a stage on one rank."""
 
     ranks: tuple[int, ...]
     flats: tuple[FlatLayer, ...]
@@ -80,8 +80,7 @@ class ShardGradients:
         self._started.append(reduce)
         stage, flats = self.stages[reduce.target], self._members(reduce)
         used = torch.tensor([n in flat.used for flat, n in _names(flats)], dtype=torch.int32)
-        told = dist.all_reduce(used, group=stage.hosts, async_op=True)
-        assert told is not None
+        told = None if stage.hosts is None else dist.all_reduce(used, group=stage.hosts, async_op=True)
         for flat in flats:
             if flat.gradient is None and flat.host is not None:
                 flat.gradient = flat.host.no_gradient(flat.layout.shard_size, flat.gradient_dtype)
@@ -167,11 +166,11 @@ class _Started:
     shards: Sequence[nn.Parameter]
     sent: Sequence[Piece]
     used: Tensor
-    told: dist.Work
+    told: dist.Work | None
 
     @property
     def done(self) -> bool:
-        return self.told.is_completed() and all(piece.done for piece in self.sent)
+        return (self.told is None or self.told.is_completed()) and all(piece.done for piece in self.sent)
 
     def finish(self) -> None:
         for sent in self.sent:
@@ -181,7 +180,8 @@ class _Started:
         for flat in self.flats:
             if flat.host is not None:  # the optimizer runs there
                 flat.host.arrive()
-        self.told.wait()
+        if self.told is not None:
+            self.told.wait()
         counts = iter(self.used.tolist())
         for flat in self.flats:
             flat.used = {slot.name for slot in flat.layout.slots if next(counts)}

@@ -73,7 +73,7 @@ PRODUCTS = {
     "cells-partly": Product("p=2", "schedule=kfkb,k=2", cell=2, change=partly),
     "degrees-partly": Product("p=2", "schedule=1f1b,degrees=[2,2]", crowded=True, change=partly),
     "host-optimizer": Product("p=2", "schedule=1f1b", host="optimizer"),
-    "host-zb-h1": Product("p=2", "schedule=zb-h1", host="parameters"),
+    "host-zb-h1-alone": Product("p=4", "schedule=zb-h1", host="parameters"),  # a rank a stage
     "host-cells-zb-v": Product("p=4", "schedule=zb-v", cell=2, host="parameters"),
     "host-inputs": Product("p=2", "schedule=1f1b,degree=2,recompute=true", host="inputs"),
     "cells-replicas": Product("p=1", "schedule=gpipe", cell=2),
