@@ -59,6 +59,7 @@ class Compiled:
     limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
     validation: str = ""  # the clips of the validation manifest, as the executable has them
     long: LongManifest | None = None  # what a run draws from, where ``manifest`` is its first batch only
+    untried: tuple[tuple[int, int, int, int], ...] = ()  # clip shapes that a run tries before their step
 
     @property
     def report(self) -> dict[str, Any]:
@@ -83,6 +84,7 @@ class Compiled:
             load=load,
             validation=self.validation,
             long=self.long,
+            untried=self.untried,
             extra={REPORT: json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
 
@@ -186,6 +188,7 @@ def compile(
         limits=(*trace.limits, *trace.unknowns),
         validation=validation,
         long=long,
+        untried=trace.untried,
     )
 
 

@@ -101,6 +101,7 @@ def _compiled(
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(clips, training)
     trace = training_trace(model_file, clips, training)
+    trace.counter.try_all(clips)  # later batches are counted, and so tried, while steps run
     traced = traced_module(trace, [clips], compiling.cluster)
     model = pipeline.run_model_part(traced)
     demand_optimizer_fits(trace, model, model_file, training)
