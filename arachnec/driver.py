@@ -59,6 +59,7 @@ class Compiled:
     limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
     validation: str = ""  # the clips of the validation manifest, as the executable has them
     long: LongManifest | None = None  # what a run draws from, where ``manifest`` is its first batch only
+    untried: tuple[tuple[int, int, int, int], ...] = ()  # clip shapes that a run tries before their step
 
     @property
     def report(self) -> dict[str, Any]:
@@ -83,6 +84,7 @@ class Compiled:
             load=load,
             validation=self.validation,
             long=self.long,
+            untried=self.untried,
             extra={REPORT: json.dumps(self.report, indent=2) + "\n", PAGE: page},
         )
 
@@ -150,7 +152,7 @@ def compile(
     """
     from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
     from arachnec.optimizers.recipe import demand_torch_takes
-    from arachnec.sampling.during_training import sampler_and_requests
+    from arachnec.sampling.during_training import demand_sampled, sampler_and_requests
 
     training = training or Training()
     demand_torch_takes(training)
@@ -171,6 +173,7 @@ def compile(
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
     demand_optimizer_fits(trace, model_module, model_file, training)
+    demand_sampled(model_module, training.sampling)
     module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
     return Compiled(
         model_file=model_file,
@@ -186,6 +189,7 @@ def compile(
         limits=(*trace.limits, *trace.unknowns),
         validation=validation,
         long=long,
+        untried=trace.untried,
     )
 
 

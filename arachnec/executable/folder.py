@@ -100,6 +100,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     modules: tuple[str, ...] = ()  # files in this folder that the model file imports
     origin: str | None = None  # the model file that this folder's is a copy of
     long: LongManifest | None = None  # what is drawn from it; the clips here are then those of its first batch
+    untried: tuple[tuple[int, int, int, int], ...] = ()  # clip shapes that the model was not yet run at
 
 
 class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -166,14 +167,15 @@ def write_executable(
     source: str | None = None,
     validation: str = "",
     long: LongManifest | None = None,
+    untried: Sequence[tuple[int, int, int, int]] = (),
 ) -> Path:
     """Write the folder; returns it.
 
     ``clips`` in the order of their ids in the IR; ``model`` as the passes of scope ``model`` left the traced module,
     where there are any. ``extra`` are more files by name, such as the report; ``source`` stands for the model file's
     text where the model is none of a file; ``validation`` is the text of validation.jsonl. A run draws from a ``long``
-    manifest, where there is one. Raises ``UserError`` for training options out of range, ValueError for modules of the
-    wrong level.
+    manifest, where there is one, and tries the clip shapes that are ``untried``. Raises ``UserError`` for training
+    options out of range, ValueError for modules of the wrong level.
     """
     if program.level is not Level.LOWERED or traced.level is not Level.TRACED:
         raise ValueError("an executable needs a lowered program and a traced module")
@@ -202,6 +204,7 @@ def write_executable(
         modules=model_file.modules,
         origin=str(model_file.path),
         long=long,
+        untried=tuple(untried),
     )
     texts[HEADER] = msgspec.json.format(msgspec.json.encode(header)).decode() + "\n"
     write_parts(folder, {**texts, **(extra or {})})

@@ -5,6 +5,7 @@ The model is built on the meta device, so that tracing allocates no weights; ``d
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,22 +19,23 @@ from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Attributes
-from arachnec.models.batch import prediction_of
 from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
 from arachnec.spmd.specialisation import Graphs
 from arachnec.spmd.specialise import specialise
 from arachnec.tracing.blocks import CapturedModel
+from arachnec.tracing.clip_trial import Reached, run_clip, sizes_of
 from arachnec.tracing.cost import encoder_stage, spread, trained_stage
 from arachnec.tracing.errors import CannotTake, cannot_on_meta
-from arachnec.tracing.find import find_blocks
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.measured_stage import measured_stage
-from arachnec.tracing.record import ExampleCall, Repeats, flatten_call, is_meta, training_mode
-from arachnec.tracing.sample import ModelSource, arguments_of, meta_encoders, raised_at
+from arachnec.tracing.record import ExampleCall, flatten_call, is_meta
+from arachnec.tracing.sample import ModelSource, arguments_of, meta_encoders
 
 TRAINED = "dit"
 TRY_S = 60.0  # of compiling, for running the model at the clips' shapes
+
+Shape = tuple[int, int, int, int]  # frames, height, width, text tokens
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,15 +54,20 @@ class Trace:
         return self.counter(clip)
 
     @property
+    def untried(self) -> tuple[Shape, ...]:
+        """The clip shapes for which there was no time. A run tries them in the background."""
+        return tuple(sorted(self.counter.untried)) if is_meta(self.counter.model) else ()
+
+    @property
     def unknowns(self) -> tuple[str, ...]:
         """What compiling did not try, in a line; none where every clip shape ran through the whole model."""
         count = len(self.counter.untried)
         if not count:
             return ()
-        return (
-            f"{counted(count, 'clip shape')} ran up to the first block only: what the model does behind it is first "
-            "tried in their step",
-        )
+        then = "a run tries the rest in the background, before their step"
+        if not self.untried:
+            then = "what the model does behind it is first tried in their step"
+        return (f"{counted(count, 'clip shape')} ran up to the first block only: {then}",)
 
 
 def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], cluster: Cluster) -> Module:
@@ -74,15 +81,11 @@ def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], clus
     return Module("manifest", Level.TRACED, cluster, tuple(clips), traced.stages, traced.graphs)
 
 
-class _Reached(BaseException):
-    """Ends a forward at its first block; no ``except Exception`` of a model stops it."""
-
-
 @dataclass
 class TokenCounter:
     """Runs the model for every distinct clip shape, shapes only, and reads S where the first block is given it.
 
-    On the meta device the whole model runs, each kind of block once, until ``TRY_S`` seconds have gone by; from then
+    On the meta device the whole model runs, each kind of block once, until ``most_s`` seconds have gone by; from then
     on, and where it would compute, up to the first block. ``untried`` are the shapes of which no more is known.
     """
 
@@ -90,19 +93,28 @@ class TokenCounter:
     captured: CapturedModel
     source: ModelSource
     encoders: dict[str, nn.Module]
-    counts: dict[tuple[int, int, int, int], int] = field(default_factory=dict)
-    untried: set[tuple[int, int, int, int]] = field(default_factory=set)
+    most_s: float = field(default_factory=lambda: TRY_S)
+    counts: dict[Shape, int] = field(default_factory=dict)
+    untried: set[Shape] = field(default_factory=set)
     _spent: float = 0.0
 
     def __call__(self, clip: VideoClip) -> int:
         if clip.shape not in self.counts:
-            whole = is_meta(self.model) and self._spent < TRY_S
+            whole = is_meta(self.model) and self._spent < self.most_s
             started = time.perf_counter()
             self.counts[clip.shape] = self.run(clip, whole=whole)
             self._spent += time.perf_counter() - started
             if not whole:
                 self.untried.add(clip.shape)
         return self.counts[clip.shape]
+
+    def try_all(self, clips: Sequence[VideoClip]) -> None:
+        """From now on run the whole model at every shape, and at once at those of ``clips`` that had no time."""
+        self.most_s = math.inf
+        for clip in clips:
+            if clip.shape in self.untried and is_meta(self.model):
+                self.untried.remove(clip.shape)
+                self.counts[clip.shape] = self.run(clip, whole=True)
 
     def run(self, clip: VideoClip, *, whole: bool) -> int:
         """S of a clip. Raises ``UserError``, which names it, where the model cannot take it."""
@@ -113,33 +125,17 @@ class TokenCounter:
             leaves, _ = flatten_call(module, args, kwargs)
             counted.append(place.count(leaves, 1))
             if counted[0] < 1 or not whole:
-                raise _Reached
+                raise Reached
 
-        device = str(next(self.model.parameters()).device)
         handle = self.model.get_submodule(place.path).register_forward_pre_hook(read, with_kwargs=True)
         try:
-            arguments = arguments_of(self.source, clip, self.encoders, device=device)
-            repeats = Repeats(self.model, find_blocks(self.model) if whole else {})
-            with torch.no_grad(), training_mode(self.model), torch.device(device), repeats:
-                prediction_of(self.model(**arguments))
-        except _Reached:
-            pass
-        except UserError:
-            raise
-        except Exception as error:
-            reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            line = raised_at(self.source, error)
-            raise UserError(CannotTake(line, str(clip.id), _sizes(clip), clip.text_tokens, reason)) from error
+            run_clip(self.model, self.source, self.encoders, clip, whole=whole)
         finally:
             handle.remove()
         if not counted or counted[0] < 1:
             reason = "the first block is given no tokens"
-            raise UserError(CannotTake(None, str(clip.id), _sizes(clip), clip.text_tokens, reason))
+            raise UserError(CannotTake(None, str(clip.id), sizes_of(clip), clip.text_tokens, reason))
         return counted[0]
-
-
-def _sizes(clip: VideoClip) -> str:
-    return f"{clip.frames} x {clip.height} x {clip.width}"
 
 
 def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True, gradients: bool = True) -> Trace:

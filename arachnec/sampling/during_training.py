@@ -1,14 +1,15 @@
 """Latents of the model that is being trained. In: the options' sampler file and requests. Out: files of every request.
 
-Every rank has the whole model and takes every so many-th request, each from noise to files by itself. Nothing of it
-stays in training: what a forward draws and remembers is put back by the caller.
+Every rank can run the whole model and takes every so many-th request, each from noise to files by itself. Where it
+gathers layers from other ranks, the caller sees to it that these take part. Nothing of it stays in training: what a
+forward draws and remembers is put back by the caller.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from arachnec.data.requests import Request, read_requests
 from arachnec.data.video_file import write_video
 from arachnec.executable.training_options import SampledRequests, bad_value
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Module
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Loop, Sampling, begin, run
 
-KEEP_WHOLE = "train with a pipeline that keeps the model whole, or `arachnec export` a checkpoint and generate with it"
+Around = AbstractContextManager[None]
+STAGES = "the plan cuts the model into stages, and no rank runs the whole of it"
+UNCUT = "compile with --passes that make no stages, or `arachnec export` a checkpoint and `arachnec generate` with it"
 
 
 def sampler_and_requests(options: SampledRequests) -> tuple[SamplerFile, Sequence[Request]] | None:
@@ -44,6 +48,13 @@ def sampler_and_requests(options: SampledRequests) -> tuple[SamplerFile, Sequenc
     return sampler, requests
 
 
+def demand_sampled(module: Module, options: SampledRequests) -> None:
+    """Raises ``UserError`` where samples are asked for, and the module after the passes of scope `model` is cut into
+    stages."""
+    if options.file is not None and any(stage.trained and "part_of" in stage.attrs for stage in module.stages):
+        raise UserError(bad_value("sampling.file", options.file, STAGES, UNCUT))
+
+
 @dataclass(frozen=True)
 class TrainingSamples:
     """Requests to sample behind every so many optimizer steps. A rank's ``own`` carry what the encoders gave."""
@@ -56,10 +67,8 @@ class TrainingSamples:
     decoder: nn.Module | None
 
     @classmethod
-    def of(
-        cls, options: SampledRequests, device: torch.device, rank: int, world: int, *, whole: bool
-    ) -> TrainingSamples | None:
-        """None where nothing is asked for; ``whole`` says that every rank holds the whole model.
+    def of(cls, options: SampledRequests, device: torch.device, rank: int, world: int) -> TrainingSamples | None:
+        """None where nothing is asked for.
 
         A rank with requests builds the sampler file's encoders and decoder, and drops the encoders again. Raises
         ``UserError``.
@@ -67,8 +76,6 @@ class TrainingSamples:
         read = sampler_and_requests(options)
         if read is None:
             return None
-        if not whole:
-            raise UserError(bad_value("sampling.file", options.file, "ranks hold parts of the model", KEEP_WHOLE))
         sampler, requests = read
         names = sampler.names()
         own, decoder = tuple(requests[rank::world]), None
@@ -85,13 +92,26 @@ class TrainingSamples:
         """Whether they are asked for behind so many optimizer steps."""
         return steps % self.every == 0
 
-    def write(self, model: nn.Module, folder: Path, device: torch.device) -> list[str]:
+    @property
+    def forwards(self) -> int:
+        """How often ``write`` runs the model at most."""
+        sampler, (name, *_) = self.sampling.sampler, self.sampling.names
+        return sum(len(self.sampling.schedule(one)) * sampler.branches(name, one) for one in self.own)
+
+    def write(
+        self, model: nn.Module, folder: Path, device: torch.device, around: Callable[[], Around] = nullcontext
+    ) -> list[str]:
         """Sample and write this rank's requests; the names of those whose latents are no numbers, which have no files.
 
-        ``folder`` is there afterwards, on every rank.
+        Every forward is taken inside ``around()``. ``folder`` is there afterwards, on every rank.
         """
+
+        def forward(**arguments: Any) -> Any:
+            with around():
+                return model(**arguments)
+
         folder.mkdir(parents=True, exist_ok=True)
-        predict = all_branches(self.sampling.sampler, branches_of(self.sampling.sampler, lambda _: model, 1))
+        predict = all_branches(self.sampling.sampler, branches_of(self.sampling.sampler, lambda _: forward, 1))
         failed = []
         with torch.no_grad(), _as_it_generates(model):
             for request in self.own:

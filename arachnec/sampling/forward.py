@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from arachnec.models.batch import prediction_of
@@ -28,7 +28,7 @@ Branches = Callable[[str, Sequence[BranchPoint]], list[Tensor]]
 """The predictions of some branches by the model of a name, each ``[1, ...]``."""
 
 
-def branches_of(sampler: SamplerFile, model: Callable[[str], nn.Module], most: int | None = None) -> Branches:
+def branches_of(sampler: SamplerFile, model: Callable[[str], Callable[..., Any]], most: int | None = None) -> Branches:
     """Forwards on this rank: one, where all arguments can be joined, of at most ``most`` branches; else one each."""
 
     def forward(name: str, arguments: Mapping[str, Any]) -> Tensor:

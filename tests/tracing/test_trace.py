@@ -15,6 +15,7 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Quantity
 from arachnec.models.file import load_model_file
+from arachnec.passes import trace
 from arachnec.passes.trace import trace_model
 from arachnec.planning.stage_cuts import parts_of
 from arachnec.tracing.cuts import Cut, single_blocks
@@ -339,4 +340,14 @@ def test_every_distinct_shape_is_run_through_the_whole_model_and_the_clip_is_nam
     assert traced.tokens(clips[0]) == 5 * 4 * 6
     with pytest.raises(UserError, match=r"cannot take clip unlucky .*no head for that many"):
         traced.tokens(clips[1])
-    assert not traced.counter.untried
+    assert not traced.untried
+
+
+def test_shapes_past_the_time_of_compiling_are_known_by_name_and_a_loop_of_ones_own_tries_all(monkeypatch):
+    monkeypatch.setattr(trace, "TRY_S", 0.0)
+    traced = trace_model(source(), CLIPS)
+    assert all(traced.tokens(clip) for clip in CLIPS)
+    assert set(traced.untried) == {clip.shape for clip in CLIPS}
+    assert "a run tries the rest in the background" in traced.unknowns[0]
+    traced.counter.try_all(CLIPS)
+    assert not traced.untried

@@ -1,12 +1,14 @@
 """The plan of the next step, made by a process of its own while this one runs.
 
 The planner is a child of rank 0: it reads a question per line, an iteration and the links as measured, and answers with
-the lowered module's text, or with the mistake that kept it from one. It ends when rank 0 does.
+the lowered module's text, or with the mistake that kept it from one. Clip shapes that compiling had no time for are
+tried before their plan is made, and the others while no question waits. It ends when rank 0 does.
 """
 
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -27,9 +29,11 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
 from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
+from arachnec.launch.local_ranks import RankTold
 from arachnec.passes.annotate import Annotate
 
 if TYPE_CHECKING:
+    from arachnec.backends.torch_distributed.shape_trials import ShapeTrials
     from arachnec.passes.infra.pipeline import Pipeline
 
 NICENESS = 10
@@ -94,6 +98,7 @@ class Question(msgspec.Struct, frozen=True):
     slowed: list[tuple[int, float]] = []
     clips: list[PlannedClip] | None = None
     densities: list[tuple[int, tuple[float, ...]]] | None = None
+    planned: bool = False  # it has a plan: only its shapes are to be tried
 
 
 class Answer(msgspec.Struct, frozen=True):
@@ -101,6 +106,7 @@ class Answer(msgspec.Struct, frozen=True):
     version: int = 0
     text: str | None = None
     error: str | None = None
+    refused: str | None = None  # a clip that the model cannot take, of this iteration or of another
 
 
 def cluster_for(cluster: Cluster, world: int) -> Cluster:
@@ -223,6 +229,8 @@ class BackgroundPlanner:
             self._asked.discard(key)
         if answer is None:
             raise UserError(PlannerDied(None, self._process.wait()))
+        if answer.refused is not None:
+            raise UserError(RankTold(None, answer.refused.removeprefix("error: ")))
         if answer.text is None:
             raise UserError(PlanningFailed(None, question.iteration, answer.error or ""))
         return answer.text
@@ -264,6 +272,31 @@ def answer(planner: IterationPlanner, question: Question) -> Answer:
         return Answer(*key_of(question), error="\n".join(render(d) for d in error.diagnostics))
 
 
+def _refused(trials: ShapeTrials | None, question: Question) -> Answer | None:
+    """What the model refuses of the question's clips, or was found to refuse; an empty text where nothing else is asked
+    for."""
+    if trials is not None:
+        clips = [(clip.name, (clip.frames, clip.height, clip.width, clip.text)) for clip in question.clips or []]
+        try:
+            trials.try_clips(clips)
+        except UserError as error:
+            return Answer(*key_of(question), refused="\n".join(render(d) for d in error.diagnostics))
+    return Answer(*key_of(question), text="") if question.planned else None
+
+
+def _read(lines: queue.SimpleQueue[str | None]) -> None:
+    for line in sys.stdin:
+        lines.put(line)
+    lines.put(None)
+
+
+def _next_line(lines: queue.SimpleQueue[str | None], trials: ShapeTrials | None) -> str | None:
+    """The next question, None where there will be no more; until it is there, clip shapes are tried."""
+    while trials is not None and trials.unfinished and lines.empty():
+        trials.try_next()
+    return lines.get()
+
+
 def main(folder: str, world: str) -> None:
     # What passes print must not get between the answers.
     answers, sys.stdout = sys.stdout.buffer, sys.stderr
@@ -271,8 +304,16 @@ def main(folder: str, world: str) -> None:
     os.nice(NICENESS)
     os.chdir(folder)  # where the pipeline finds its profile
     planner = IterationPlanner(read_executable(Path(folder)), int(world))
-    for line in sys.stdin:
-        reply = answer(planner, msgspec.json.decode(line, type=Question))
+    trials = None
+    if planner.executable.header.untried:
+        from arachnec.backends.torch_distributed.shape_trials import ShapeTrials  # torch, which plans need not
+
+        trials = ShapeTrials.of(planner.executable)
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(lines,), daemon=True).start()
+    while (line := _next_line(lines, trials)) is not None:
+        question = msgspec.json.decode(line, type=Question)
+        reply = _refused(trials, question) or answer(planner, question)
         try:
             answers.write(msgspec.json.encode(reply) + b"\n")
             answers.flush()

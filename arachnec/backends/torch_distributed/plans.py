@@ -20,6 +20,7 @@ from arachnec.backends.torch_distributed.background_planner import (
     cluster_for,
 )
 from arachnec.backends.torch_distributed.other_options import demand_room
+from arachnec.backends.torch_distributed.shape_trials import any_untried
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, ShapesKey, placed_in, shapes_key
@@ -95,11 +96,14 @@ class Plans:
         self._compiled = print_module(program) if fits else None
         self._compiled_clips = iteration_of(executable.traced, 0).clips
         self._compiled_key = shapes_key(self._compiled_clips)
+        # the program that was compiled waits too, until its clips' shapes were tried
+        self._tries = any_untried(executable, self._compiled_clips)
         # where links choose the grouping, plans follow what is measured of them
         self.follows_links = "grouping" in program.attrs
         # and where they say which layers are sparse, what is measured of these
         self.follows_densities = "sparsify" in executable.header.pipeline
-        replans = replans or self.batches.told or executable.header.iterations > 1 or not fits or self.follows_links
+        replans = replans or self.batches.told or executable.header.iterations > 1 or not fits
+        replans = replans or self.follows_links or self._tries
         self._group: dist.ProcessGroup | None = None
         self._planner: BackgroundPlanner | None = None
         if replans:
@@ -178,7 +182,7 @@ class Plans:
         drawn = self.batches.draw(step)
         if drawn is not None and self._planner is not None:
             key = _key(drawn, version)
-            if key not in self._asked and not self._is_compiled(key):
+            if key not in self._asked and (self._tries or not self._is_compiled(key)):
                 self._asked.add(key)
                 self._planner.ask(self._question(drawn, key))
         return drawn
@@ -206,8 +210,8 @@ class Plans:
 
     def _proved(self, drawn: Drawn, key: PlanKey) -> Module:
         compiled = self._is_compiled(key)
-        text = self._compiled if compiled else self._shared(drawn, key)
-        module = checked_program(text or "", f"iteration {drawn.number}")
+        text = self._shared(drawn, key) if self._tries or not compiled else ""
+        module = checked_program((self._compiled or "") if compiled else text, f"iteration {drawn.number}")
         clips = self._compiled_clips if compiled else drawn.planned
         if self._speeds[key[1]].densities is not None and shapes_key(module.clips) == key[0]:
             clips = module.clips  # a plan that is kept may be of an earlier batch
@@ -232,7 +236,8 @@ class Plans:
         links = [(a, b, speed) for (a, b), speed in speeds.links.items()]
         clips = [PlannedClip.of(clip) for clip in drawn.planned]
         densities = None if speeds.densities is None else sorted(speeds.densities.items())
-        return Question(drawn.number, version, links, sorted(speeds.slowed.items()), clips, densities)
+        slowed, planned = sorted(speeds.slowed.items()), self._is_compiled(key)
+        return Question(drawn.number, version, links, slowed, clips, densities, planned)
 
     def _is_compiled(self, key: PlanKey) -> bool:
         return key == (self._compiled_key, 0) and self._compiled is not None

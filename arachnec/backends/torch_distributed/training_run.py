@@ -31,6 +31,7 @@ from arachnec.backends.torch_distributed.other_options import state_beyond_plan
 from arachnec.backends.torch_distributed.plans import KEPT, PlanKey, Planned, Plans
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
 from arachnec.backends.torch_distributed.run_files import gradient_saver
+from arachnec.backends.torch_distributed.samples import Samples
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
 from arachnec.backends.torch_distributed.specs import Specs
@@ -44,7 +45,6 @@ from arachnec.checkpoint.parts import State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable, planning_ms
-from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
@@ -60,7 +60,6 @@ from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.slow_ranks import notes_of_slow
 from arachnec.runtime.step_progress import StepProgress
-from arachnec.sampling.during_training import TrainingSamples
 
 
 class Enter(Protocol):
@@ -133,8 +132,7 @@ class Trainer:
             init=options.init,
             follows_links=self._plans.follows_links,
         )
-        self._samples = self._samples_of(training, device)
-        self._samples_folder = (options.checkpoint or executable.folder) / "samples"
+        self._samples = Samples.of(training, self._context, (options.checkpoint or executable.folder) / "samples")
         self._slowed: Mapping[int, float] = {}
         self._densities: Mapping[int, tuple[float, ...]] | None = None  # that plans were last made for
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
@@ -238,7 +236,8 @@ class Trainer:
             return None
         took = report.accumulated(number, reports, sum(counts))
         if self._samples is not None and self._samples.due(number + 1):
-            self._sample(self._samples, number)
+            self._enter(f"the samples behind step {number}")
+            self._samples.write(number, self.module)
         due = self._validation is not None and self._validation.due(number + 1)
         return msgspec.structs.replace(took, validation_loss=self._validate(number)) if due else took
 
@@ -261,31 +260,6 @@ class Trainer:
         told = "is not finite" if loss.mean is None else f"{loss.mean:.6f}"
         events.emit(report.Note(f"step {number}: validation loss {told}, {counted(loss.clips, 'clip')}"))
         return loss.mean
-
-    def _samples_of(self, training: Training, device: torch.device) -> TrainingSamples | None:
-        """What is sampled beside training; None where nothing is. Collective. Raises ``UserError``."""
-        context = self._context
-        whole = context.cells is None and context.pipeline is None
-        with undisturbed(context.model, device):
-            samples = TrainingSamples.of(training.sampling, device, context.rank, dist.get_world_size(), whole=whole)
-        if samples is not None:
-            agree({"the sampler file and its requests": samples.digest})
-        return samples
-
-    def _sample(self, samples: TrainingSamples, number: int) -> None:
-        """Latents of the model behind an optimizer step."""
-        context, folder = self._context, self._samples_folder / f"step-{number + 1}"
-        self._enter(f"the samples behind step {number}")
-        for updated in context.updated.values():
-            updated.wait_outside()
-        with undisturbed(context.model, context.device):
-            failed = samples.write(context.model, folder, context.device)
-        told = [
-            name for text in gather_text(msgspec.json.encode(failed).decode()) for name in msgspec.json.decode(text)
-        ]
-        events.emit(report.Note(f"step {number}: {counted(samples.count - len(told), 'sample')} in {folder}"))
-        for name in told:
-            events.emit(report.Note(f"step {number}: request {name} has no sample: its latents are no numbers"))
 
     def _iterate(
         self, planned: Planned, share: Share, following: Planned | None, save_gradients: Path | None

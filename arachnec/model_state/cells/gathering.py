@@ -77,6 +77,19 @@ class Gathering:
             self._pass = None
 
     @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Run a forward without gradients inside that no program has. All members of the cell do; one that does not run
+        the model has its part in gathering all the same."""
+        numbers = sorted(self.layers, key=lambda number: (number in self.modules, number))
+        self._pass = going = _Pass(deque(numbers), frozenset(numbers), frozenset(), HELD, Counter())
+        self._first(going)
+        try:
+            yield
+            self._rest(going)
+        finally:
+            self._pass = None
+
+    @contextmanager
     def backward(self, instruction: Instruction, forward: str) -> Iterator[None]:
         """Run the backward of the cascade ``forward`` inside."""
         left = self._calls.pop(forward)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from arachnec.backends.torch_distributed.samples import Samples
 from arachnec.driver import compile as compile_model
-from arachnec.executable.folder import HEADER
+from arachnec.executable.folder import HEADER, read_executable
 from arachnec.executable.train_file import training_of
 from arachnec.executable.training_options import SampledRequests, Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.sampling.during_training import TrainingSamples
-from tests.distributed.executor.runs.test_validation import CLIPS, TWO, trained_for_a_step, whole
+from arachnec.sampling.during_training import TrainingSamples, demand_sampled
+from tests.distributed.executor.cells import test_cells
+from tests.distributed.executor.runs.test_validation import CLIPS, TWO, cells, trained_for_a_step, whole
+from tests.distributed.executor.runs.test_validation import stages as in_stages
 from tests.distributed.executor_cases import train_on
 
 SAMPLER = """
@@ -60,18 +64,10 @@ def options(folder: Path, every: int = 1) -> SampledRequests:
 def test_they_are_of_the_trained_model_and_training_is_the_same_to_the_bit(tmp_path: Path) -> None:
     folder = whole(tmp_path / "x", 2, TWO)
     alone = train_on(2, folder, steps=2)["steps"]
-    header = json.loads((folder / HEADER).read_text())
-    asked = options(tmp_path)
-    header["training"]["sampling"] = {"file": asked.file, "requests": asked.requests, "every": 1}
-    (folder / HEADER).write_text(json.dumps(header))
-    validated_steps = train_on(2, folder, steps=2)["steps"]
+    validated_steps = train_on(2, with_samples(folder, options(tmp_path)), steps=2)["steps"]
     assert [step["loss"] for step in validated_steps] == [step["loss"] for step in alone]
     assert [step["gradient_norm"] for step in validated_steps] == [step["gradient_norm"] for step in alone]
-    model = trained_for_a_step(folder, CLIPS)
-    expected = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(7))
-    with torch.no_grad():
-        for time in torch.linspace(1, 0, 3):
-            expected = expected - model(expected, time[None]) / 3
+    expected = sampled_plainly(trained_for_a_step(folder, CLIPS))
     for name in "abc":
         first = load_file(folder / "samples" / "step-1" / f"{name}.safetensors")["latents"]
         torch.testing.assert_close(first, expected)
@@ -79,8 +75,37 @@ def test_they_are_of_the_trained_model_and_training_is_the_same_to_the_bit(tmp_p
         assert not torch.equal(first, later)
 
 
+def test_members_of_a_cell_gather_for_each_other_and_one_without_requests_does_too(tmp_path: Path) -> None:
+    """Three requests on four ranks in two cells: rank 3 has none, and rank 2's are longer than all of rank 3's."""
+    alone = train_on(4, cells(tmp_path / "x"), steps=2)["steps"]
+    folder = with_samples(cells(tmp_path / "y"), options(tmp_path))
+    sampled = train_on(4, folder, steps=2)["steps"]
+    assert [step["loss"] for step in sampled] == [step["loss"] for step in alone]
+    expected = sampled_plainly(trained_for_a_step(folder, test_cells.CLIPS))
+    for name in "abc":
+        first = load_file(folder / "samples" / "step-1" / f"{name}.safetensors")["latents"]
+        torch.testing.assert_close(first.float(), expected.float())
+
+
+def with_samples(folder: Path, asked: SampledRequests) -> Path:
+    header = json.loads((folder / HEADER).read_text())
+    header["training"]["sampling"] = {"file": asked.file, "requests": asked.requests, "every": 1}
+    (folder / HEADER).write_text(json.dumps(header))
+    return folder
+
+
+def sampled_plainly(model: torch.nn.Module) -> torch.Tensor:
+    """The requests' latents by a loop over the model's forward."""
+    dtype = next(model.parameters()).dtype
+    latents = torch.randn(1, 8, 4, generator=torch.Generator().manual_seed(7))
+    with torch.no_grad():
+        for time in torch.linspace(1, 0, 3):
+            latents = latents - model(latents.to(dtype), time[None].to(dtype)) / 3
+    return latents
+
+
 def test_a_model_whose_weights_change_precision_is_given_its_own(tmp_path: Path) -> None:
-    samples = TrainingSamples.of(options(tmp_path), torch.device("cpu"), 0, 1, whole=True)
+    samples = TrainingSamples.of(options(tmp_path), torch.device("cpu"), 0, 1)
     assert samples is not None
     model = _Halving().bfloat16().train()
     assert samples.write(model, tmp_path / "out", torch.device("cpu")) == []
@@ -103,12 +128,15 @@ class _Halving(torch.nn.Module):
 
 def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
     device = torch.device("cpu")
-    with pytest.raises(UserError, match=r"`sampling.file` is .*ranks hold parts of the model"):
-        TrainingSamples.of(options(tmp_path), device, 0, 2, whole=False)
+    asked, staged = options(tmp_path), in_stages(tmp_path / "x")
+    with pytest.raises(UserError, match=r"`sampling.file` is .*cuts the model into stages"):
+        Samples.of(Training(sampling=asked), SimpleNamespace(device=device, pipeline=staged), tmp_path)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"`sampling.file` is .*cuts the model into stages"):
+        demand_sampled(read_executable(staged).model, asked)
     (tmp_path / "sampler.py").write_text(SAMPLER.replace('{"tiny":', '{"other": torch.nn.Linear(1, 1), "tiny":'))
     two = SampledRequests(str(tmp_path / "sampler.py"), str(tmp_path / "requests.jsonl"))
     with pytest.raises(UserError, match=r"it has the models other, tiny, and one is trained"):
-        TrainingSamples.of(two, device, 0, 1, whole=True)
+        TrainingSamples.of(two, device, 0, 1)
     with pytest.raises(UserError, match=r"it has the models other, tiny, and one is trained"):
         compile_model(tmp_path / "model.py", None, "1:cpu", training=Training(sampling=two))
     with pytest.raises(UserError, match=r"`sampling.requests` is None: one needs the other"):
