@@ -22,7 +22,7 @@ from dataclasses import dataclass, field, replace
 from arachnec.cluster.topology import Link, group_link, moves_by_cores, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.compute import PASSES
-from arachnec.cost.profile import BESIDE, GATHER, SCATTER
+from arachnec.cost.profile import GATHER, OVERLAPPED, SCATTER
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, quantity
 from arachnec.ir.parameter_cells import cell_of, layer_sizes, own_cell
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
@@ -37,8 +37,8 @@ class LayerTimes:
     scatter: float
     last_gather: float
     last_scatter: float
-    gather_beside: float = 0.0  # what a layer's compute takes longer for it, however long it computes
-    scatter_beside: float = 0.0
+    gather_overlapped: float = 0.0  # what a layer's compute takes longer for it, however long it computes
+    scatter_overlapped: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -60,15 +60,15 @@ class Gathering:
         count = max(1, times.blocks)
         total = 0.0
         if forwards:
-            shown = max(times.gather_beside, times.gather - forward / count)
+            shown = max(times.gather_overlapped, times.gather - forward / count)
             total += times.last_gather + first * times.gather + between * shown
         if cascade.phase is Phase.BACKWARD:
             total += times.last_gather
         gathers = float(bool(backwards))
         scatters = float(cascade.name not in self.split) if backwards else float(cascade.phase is Phase.WEIGHT)
         moved = gathers * times.gather + scatters * times.scatter
-        beside = gathers * times.gather_beside + scatters * times.scatter_beside
-        shown = max(beside, moved - backward / count)
+        overlapped = gathers * times.gather_overlapped + scatters * times.scatter_overlapped
+        shown = max(overlapped, moved - backward / count)
         return total + first * moved + between * shown + scatters * times.last_scatter
 
     def layer_times(self, stage: Stage, rank: int = 0) -> LayerTimes:
@@ -96,10 +96,10 @@ class Gathering:
                 ms(scatters, last.trained, gradient),
             )
             if moves_by_cores(self.cluster, ranks):
-                gathers = measured_link(self.cluster, ranks, BESIDE[GATHER], gathers)
-                scatters = measured_link(self.cluster, ranks, BESIDE[SCATTER], scatters)
-                beside = ms(gathers, block, whole), ms(scatters, trained, gradient)
-                times = replace(times, gather_beside=beside[0], scatter_beside=beside[1])
+                gathers = measured_link(self.cluster, ranks, OVERLAPPED[GATHER], gathers)
+                scatters = measured_link(self.cluster, ranks, OVERLAPPED[SCATTER], scatters)
+                overlapped = ms(gathers, block, whole), ms(scatters, trained, gradient)
+                times = replace(times, gather_overlapped=overlapped[0], scatter_overlapped=overlapped[1])
             self._times[key] = times
         return self._times[key]
 

@@ -30,7 +30,7 @@ BATCH = "batch"  # a part, too: what a forward is given is made by a thread besi
 PHASES = ("forward", "backward", "activation", "weight")
 GATHER, SCATTER = "all-gather", "reduce-scatter"  # of a layer's parameters and gradients in a cell
 # what compute takes longer beside one: on CPU ranks of one machine the same cores do both
-BESIDE = {GATHER: "all-gather-beside", SCATTER: "reduce-scatter-beside"}
+OVERLAPPED = {GATHER: "overlapped-all-gather", SCATTER: "overlapped-reduce-scatter"}
 LARGEST_FILE = 16 * 2**20  # bytes
 LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
 ONE_SIZE = 0.05  # messages whose sizes differ by less, relatively, are taken for one size
@@ -103,14 +103,14 @@ class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An all-gather or a reduce-scatter of a layer of so many ``bytes``, whole, over ``ranks`` of one machine.
 
-    ``beside``: ms that compute takes longer while it runs beside it. None where that was not measured.
+    ``overlapped``: ms that compute takes longer while it runs beside it. None where that was not measured.
     """
 
     op: str
     ranks: int
     bytes: int
     ms: float
-    beside: float | None = None
+    overlapped: float | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -197,8 +197,8 @@ def _problems(profile: Profile) -> Iterator[str]:
             yield f"there is no collective `{row.op}`, only {GATHER} and {SCATTER}"
         if row.ranks < 2 or row.bytes <= 0 or not 0 < row.ms < math.inf:
             yield f"a measured {row.op} has sizes or times below nothing"
-        if row.beside is not None and not 0 <= row.beside < math.inf:
-            yield f"compute beside a measured {row.op} is said to take {row.beside} ms longer"
+        if row.overlapped is not None and not 0 <= row.overlapped < math.inf:
+            yield f"compute beside a measured {row.op} is said to take {row.overlapped} ms longer"
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -288,12 +288,12 @@ def fit_all_reduce(links: LinkProfile, synchronisation: Sequence[Synchronisation
 def fit_collective(profile: Profile, op: str) -> tuple[float, float] | None:
     """Latency in us of one of log2(n) steps, and GB/s of the (n-1)/n of its bytes that every rank passes on.
 
-    From the smallest and the largest that were measured; None where they are of one size. An ``op`` of ``BESIDE``
+    From the smallest and the largest that were measured; None where they are of one size. An ``op`` of ``OVERLAPPED``
     stands for what compute beside the collective takes longer.
     """
     runs = [run for run in profile.collectives if run.op == op]
-    for plain in (plain for plain, beside in BESIDE.items() if beside == op):
-        known = [(run, run.beside) for run in profile.collectives if run.op == plain]
+    for plain in (plain for plain, overlapped in OVERLAPPED.items() if overlapped == op):
+        known = [(run, run.overlapped) for run in profile.collectives if run.op == plain]
         runs = [msgspec.structs.replace(run, ms=ms) for run, ms in known if ms is not None]
     runs.sort(key=lambda run: run.bytes)
     if not runs or runs[0].bytes == runs[-1].bytes:

@@ -15,10 +15,10 @@ from typing import ClassVar
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cost.profile import (
     BATCH,
-    BESIDE,
     FIRST,
     GATHER,
     LAST,
+    OVERLAPPED,
     PHASES,
     SCATTER,
     Profile,
@@ -202,7 +202,7 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
     }
     if links.all_reduce is not None:
         measured["all_reduce"] = Quantity(links.all_reduce, "GB/s")
-    names = (GATHER, SCATTER, *BESIDE.values())
+    names = (GATHER, SCATTER, *OVERLAPPED.values())
     fitted = [(op, fit) for op in names if (fit := fit_collective(profile, op)) is not None]
     if fitted:
         measured["collectives"] = tuple(

@@ -27,7 +27,7 @@ SMALL = 1024  # parameters of the layer that tells the latency
 ROWS = 256  # of what the compute beside a collective multiplies
 COVERS = 2.0  # how much longer it takes than the collective
 SIZES = ("small", "large")
-PHASES = tuple(f"{op} {size}{how}" for size in SIZES for op in (GATHER, SCATTER) for how in ("", " beside"))
+PHASES = tuple(f"{op} {size}{how}" for size in SIZES for op in (GATHER, SCATTER) for how in ("", " overlapped"))
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ class LayerCollectives:
         rows = []
         for size, flat in zip(SIZES, (self.small, self.large), strict=True):
             for op, dtype in ((GATHER, flat.whole.dtype), (SCATTER, flat.gradient_dtype)):
-                alone, beside = times[f"{op} {size}"], times[f"{op} {size} beside"]
-                rows.append(Collective(op, flat.layout.ranks, flat.whole.numel() * dtype.itemsize, alone, beside))
+                alone, overlapped = times[f"{op} {size}"], times[f"{op} {size} overlapped"]
+                rows.append(Collective(op, flat.layout.ranks, flat.whole.numel() * dtype.itemsize, alone, overlapped))
         return rows
 
     def _covering(self) -> int:

@@ -188,7 +188,7 @@ class DeviceRuntime:
             target.copy_(source, non_blocking=True)
             return self.record()
 
-    def beside(self) -> AbstractContextManager[Any]:
+    def copying(self) -> AbstractContextManager[Any]:
         """Inside, the current stream is the one of copies to the device: what follows them does not hold up compute."""
         context: AbstractContextManager[Any] = self._module.stream(self._to_device)
         return context

@@ -101,10 +101,10 @@ def _frontier(problem: Problem, last: int) -> Frontier:
     """Of a job and all that it waits for."""
     choices = problem.jobs[last].choices
     before = [_frontier(problem, i) for i in set(problem.jobs[last].before)]
-    return _falling(_behind(choices, _beside(before)))
+    return _falling(_behind(choices, _parallel(before)))
 
 
-def _beside(frontiers: Sequence[Frontier]) -> Frontier:
+def _parallel(frontiers: Sequence[Frontier]) -> Frontier:
     """Of chains that run at one time."""
     if not frontiers:
         return [(0, 0)]

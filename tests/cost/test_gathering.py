@@ -8,7 +8,7 @@ import pytest
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.gathering import Gathering
-from arachnec.cost.profile import BESIDE
+from arachnec.cost.profile import OVERLAPPED
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.values import Attributes, Quantity
@@ -76,12 +76,16 @@ def test_two_layers_their_gradients_and_the_last_layer_are_whole_at_once() -> No
 
 def test_compute_beside_a_measured_collective_takes_longer_by_what_was_measured_and_covers_the_rest() -> None:
     """200 and 400 MB on 2 ranks at 1 GB/s take 100 and 200 ms; beside compute they cost it a quarter of that."""
-    latency, plain, beside = Quantity(0.0, "us"), Quantity(1.0, "GB/s"), Quantity(4.0, "GB/s")
-    rows = tuple((op, latency, speed) for names, speed in ((BESIDE, plain), (BESIDE.values(), beside)) for op in names)
+    latency, plain, overlapped = Quantity(0.0, "us"), Quantity(1.0, "GB/s"), Quantity(4.0, "GB/s")
+    rows = tuple(
+        (op, latency, speed)
+        for names, speed in ((OVERLAPPED, plain), (OVERLAPPED.values(), overlapped))
+        for op in names
+    )
     machine = parse_cluster("2:cpu")
     model = Gathering({"dit": stage(2)}, replace(machine, attrs=machine.attrs.updated(collectives=rows)))
     times = model.layer_times(stage(2))
-    assert times.gather_beside == pytest.approx(times.gather / 4)
+    assert times.gather_overlapped == pytest.approx(times.gather / 4)
     ends = times.last_gather + 2 * times.gather + times.scatter + times.last_scatter
     covered = 9 * (2 * times.gather + times.scatter) / 4
     assert model.exposed(CASCADE, 1e6, 1e6) == pytest.approx(ends + covered)

@@ -33,7 +33,7 @@ class HostShard:
             return self.copies.bring(whole, shard)
         own = torch.empty_like(shard, device=whole.device)
         arrival = self.copies.bring(own, shard)
-        with self.copies.runtime.beside():  # the gather waits for the copy, and not what computes meanwhile
+        with self.copies.runtime.copying():  # the gather waits for the copy, and not what computes meanwhile
             arrival.wait()
             gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
             work: dist.Work | None = gather(whole, own, group=group, async_op=True)

@@ -63,9 +63,9 @@ def coding_apart(
     left = gpus - share
     models = [Chain(chain.runs[begin:end]) for chain, (begin, end) in zip(chains, parts, strict=True)]
     least = max(bound, least_makespan(models, left))
-    beside = side_by_side(models, left, node, least)
+    apart = side_by_side(models, left, node, least)
     plans = [*wrap_arounds(models, left, node, least), *in_order_of_length(models, left, node)]
-    for pieces in plans if beside is None else (*plans, beside):
+    for pieces in plans if apart is None else (*plans, apart):
         yield _coded(chains, parts, pieces, range(left, gpus))
 
 
