@@ -133,6 +133,8 @@ class HandoffOrder:
             return
         if any(target.held[index] + size > self.limit for index in between):
             return
+        if any(target.steps[index].op == "replan" for index in between):  # behind it other instructions may stand
+            return
         for index in between:
             target.held[index] += size
         target.posted[target.at].append(target.steps[target.receives.pop()])

@@ -46,16 +46,20 @@ def prefetch_receives(values: Values, program: Program, limit: float, encoded: C
 
     ``limit`` is the device's memory in GiB. A receive moves ahead while the rank's planned memory with its buffer stays
     under the limit at every instruction in between. Receives never pass one another: per pair of ranks the proved
-    order stays. ``encoded`` are the cascades that were encoded before the program starts.
+    order stays. Nor do they pass a ``replan``, behind which other instructions may stand. ``encoded`` are the cascades
+    that were encoded before the program starts.
     """
     steps = program.instructions
     planned = list(planned_memory(values, program, encoded))
     prefetched: list[list[Instruction]] = [[] for _ in steps]
     receives = [step for step in steps if step.op == "receive"]
-    if receives and max(planned) + math.fsum(gib(step, "memory") for step in receives) <= limit:
+    fenced = any(step.op == "replan" for step in steps)
+    if receives and not fenced and max(planned) + math.fsum(gib(step, "memory") for step in receives) <= limit:
         return (tuple(receives), *((),) * (len(steps) - 1))  # room for all of them at once
     earliest = 0
     for index, step in enumerate(steps):
+        if step.op == "replan":
+            earliest = index + 1
         if step.op != "receive":
             continue
         size = gib(step, "memory")

@@ -18,21 +18,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.communicators import grid
-from arachnec.analysis.receive_prefetch import prefetch_receives
+from arachnec.analysis.receive_prefetch import Posted, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.data.requests import Request
 from arachnec.generation.encoded import Encoders
 from arachnec.generation.rank_models import RankModels
 from arachnec.generation.results import Outcome, Results
+from arachnec.generation.rounds import Rounds, all_pairs
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, integers
+from arachnec.ir.parser import parse_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.lowering.continuation import begins_as
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import Handoffs, HandoffThreads, TensorSpec, handoff_pairs
-from arachnec.runtime.process_groups import wanted_groups
+from arachnec.runtime.process_groups import family_groups, wanted_groups
 from arachnec.sampling.forward import BranchPoint, all_branches, branches_of
 from arachnec.sampling.loop import Loop, Point, Predict, Sampling, begin, guided, run
 from arachnec.sampling.state import packed, state_bytes, unpack
@@ -58,6 +61,7 @@ class GenerationRank:
     encoders: Encoders = field(init=False)
     started: float = field(init=False)
     measured: list[Interval] = field(default_factory=list)  # of every instruction, once the program has run
+    rounds: Rounds | None = None  # where the rest may be planned again
     _decoder: nn.Module | None = None
 
     def __post_init__(self) -> None:
@@ -65,20 +69,28 @@ class GenerationRank:
         self.models = RankModels(sampler, self.device)
         self.encoders = Encoders(sampler, self.sampling.names, self.device)
 
-    @cached_property
+    @property
     def program(self) -> Program:
-        return next(p for p in self.module.programs if p.rank == self.rank)
+        return self._at_hand.program
+
+    @property
+    def cascades(self) -> dict[str, Cascade]:
+        return self._at_hand.cascades
 
     @cached_property
-    def cascades(self) -> dict[str, Cascade]:
-        return {cascade.name: cascade for cascade in self.module.cascades}
+    def _at_hand(self) -> _AtHand:
+        return _AtHand.of(self.module, self.rank)
 
     def connect(self) -> None:
         """Make what the program needs: models, groups, connections. Collective where there are several ranks."""
         if len(self.module.programs) > 1:
             whole = [step.peers for p in self.module.programs for step in p.instructions if step.op == "denoise"]
-            self.groups.ensure(dict.fromkeys([*wanted_groups(self.module), *whole]), device=self.device)
-            self.connections.ensure(handoff_pairs(self.module.programs))
+            more = family_groups(self.module) if self.rounds else ()
+            self.groups.ensure(dict.fromkeys([*wanted_groups(self.module), *whole, *more]), device=self.device)
+            pairs = all_pairs(range(len(self.module.programs))) if self.rounds else ()
+            self.connections.ensure([*handoff_pairs(self.module.programs), *pairs])
+        if self.rounds:
+            self.models.prepare_all(self.module, self.requests)
         self.models.prepare(self.module, self.program, self.requests)
         self.encoders.build({self.cascades[s.target].stage for s in self.program.instructions if s.op == "encode"})
         if any(step.op == "decode" for step in self.program.instructions):
@@ -90,33 +102,52 @@ class GenerationRank:
     def run(self) -> None:
         """Execute the program. Collective."""
         threads, runtime = HandoffThreads(), DeviceRuntime.of(self.device)
-        tags = {name: number for number, name in enumerate(self.cascades)}
+        tags = dict(self._at_hand.tags)
         handoffs = Handoffs(self.connections, threads, tags)
-        limit = self.module.cluster.memory if self.module.cluster else 0.0
-        posts = prefetch_receives(Values(self.module), self.program, limit)
-        sent = {step.target for step in self.program.instructions if step.op == "send"}
         clock = Clock(self.rank, runtime)
-        for step, receives in zip(self.program.instructions, posts, strict=True):
-            for post in receives:
+        if self.rounds:
+            self.rounds.enter(0)
+        at = 0
+        while at < len(self.program.instructions):
+            step = self.program.instructions[at]
+            for post in self._at_hand.posts[at]:
                 self.values[post.target] = handoffs.post(post.target, self._spec(post.target), post.peers[0])
             self._wait_for_inputs(step, clock)
             with clock.measure(step.op, step.target):
-                self._execute(step, handoffs, runtime, sent)
-        self.measured = clock.intervals()
+                self._execute(step, handoffs, runtime)
+            if step.op == "replan" and self.rounds:
+                self._go_on(integer(step.attrs["round"]), self.rounds)
+                tags |= self._at_hand.tags
+            at += 1
+        self.measured = [interval for interval in clock.intervals() if interval.op != "replan"]
         handoffs.finish()
         threads.close()
 
-    def _execute(self, step: Instruction, handoffs: Handoffs, runtime: DeviceRuntime, sent: set[str]) -> None:
+    def _go_on(self, round: int, rounds: Rounds) -> None:
+        """Take over the list that follows a round. It begins as this rank's own did."""
+        text = rounds.next_program(round)
+        if text is not None:
+            module = parse_module(text)
+            ahead = _AtHand.of(module, self.rank)
+            if not begins_as(ahead.program.instructions, self.program.instructions, round):
+                raise RuntimeError(f"the program of round {round} does not begin as that of rank {self.rank}")
+            self.module, self._at_hand = module, ahead
+        rounds.enter(round)
+
+    def _execute(self, step: Instruction, handoffs: Handoffs, runtime: DeviceRuntime) -> None:
         if step.op == "encode":
             cascade = self.cascades[step.target]
             self.values[step.target] = runtime.to_host(self.encoders.encode(cascade.stage, self._requests(cascade)))
         elif step.op == "denoise":
             loops = self._denoise(step)
-            if step.target in sent:
+            if step.target in self._at_hand.sent:
                 self.values[step.target] = runtime.to_host(torch.cat([packed(loop) for loop in loops]))
         elif step.op == "decode":
             self._decode(step)
         elif step.op == "send":
+            if step.target not in self.values:  # planned again, it goes where it was not to go
+                loops = [self.loops[number][1] for number in self.cascades[step.target].clips]
+                self.values[step.target] = runtime.to_host(torch.cat([packed(loop) for loop in loops]))
             handoffs.send(step.target, self.values[step.target], step.peers[0])
         elif step.op == "free":
             handoffs.let_go(step.target)
@@ -186,15 +217,11 @@ class GenerationRank:
         for number, loop in zip(cascade.clips, loops, strict=True):
             self.loops[number] = cascade.name, loop
             done = loop.failed or loop.step == len(loop.schedule)
-            if done and ranks[0] == self.rank and cascade.name in self._ends:
+            if done and ranks[0] == self.rank and cascade.name in self._at_hand.ends:
                 self._deliver(loop)
+            if self.rounds and ranks[0] == self.rank and "switch" in cascade.attrs:
+                self.rounds.tell(number, loop.step, loop.switched)
         return loops
-
-    @cached_property
-    def _ends(self) -> set[str]:
-        """The last cascade of every request's chain: where it is a segment, its latents are all that is asked for."""
-        read = {name for cascade in self.module.cascades for name in cascade.inputs}
-        return {cascade.name for cascade in self.module.cascades if cascade.name not in read}
 
     def _predict(self, step: Instruction, cascade: Cascade, ranks: tuple[int, ...], side: int) -> Predict:
         own = _side_of(ranks, side, self.rank)
@@ -268,6 +295,33 @@ class GenerationRank:
                 pixels = None if self._decoder is None else self._decoder(loop.latents)
             self.results.write(request, outcome, loop.latents, pixels)
         self.tell(outcome)
+
+
+@dataclass(frozen=True)
+class _AtHand:
+    """What a rank reads of a program."""
+
+    program: Program
+    cascades: dict[str, Cascade]
+    posts: Posted
+    sent: set[str]
+    tags: dict[str, int]  # of messages, by cascade
+    ends: set[str]  # the last cascade of every chain: where it is a segment, its latents are all that is asked for
+
+    @classmethod
+    def of(cls, module: Module, rank: int) -> _AtHand:
+        program = next(program for program in module.programs if program.rank == rank)
+        cascades = {cascade.name: cascade for cascade in module.cascades}
+        limit = module.cluster.memory if module.cluster else 0.0
+        read = {name for cascade in module.cascades for name in cascade.inputs}
+        return cls(
+            program,
+            cascades,
+            prefetch_receives(Values(module), program, limit),
+            {step.target for step in program.instructions if step.op == "send"},
+            {name: number for number, name in enumerate(cascades)},
+            {name for name in cascades if name not in read},
+        )
 
 
 def _side_of(ranks: tuple[int, ...], side: int, rank: int) -> tuple[int, ...]:

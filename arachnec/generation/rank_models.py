@@ -13,6 +13,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, Program, Stage, integer
+from arachnec.ir.sampling import models_of
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.models.sampler_file import SamplerFile
 from arachnec.spmd.rewrite import shard_block
@@ -58,6 +59,15 @@ class RankModels:
         for name, clips in shapes.items():
             if name not in self._sequences:
                 self._install(name, stages[name], list(clips.values()))
+
+    def prepare_all(self, module: Module, requests: Sequence[Request]) -> None:
+        """Build all models and trace their blocks at every shape: this rank may come to share any."""
+        clips = {clip.shape: clip for clip in (request.clip() for request in requests)}
+        for stage in module.stages:
+            if stage.name in models_of(module):
+                self(stage.name)
+                if stage.name not in self._sequences and len(module.programs) > 1:
+                    self._install(stage.name, stage, list(clips.values()))
 
     @contextmanager
     def sharing(self, name: str, shard: SequenceShard | None) -> Iterator[None]:

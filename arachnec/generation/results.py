@@ -24,6 +24,7 @@ from arachnec.executable.sampling_folder import Settings
 
 LATENTS = "latents"
 ABOUT = "request"
+EXECUTED = "executed.cascade"  # among the outcomes: the program as it was in its last round
 
 
 class Outcome(msgspec.Struct, frozen=True):

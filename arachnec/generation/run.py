@@ -22,7 +22,7 @@ from arachnec.executable.program_input import demand_own_requests
 from arachnec.executable.sampling_folder import SAMPLER, SamplingExecutable, read_sampling_executable
 from arachnec.generation.compiled import CompiledRequests, asked, compile_requests
 from arachnec.generation.plan import DEFAULT, planned
-from arachnec.generation.results import Outcome, Results
+from arachnec.generation.results import EXECUTED, Outcome, Results
 from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Module
@@ -189,7 +189,9 @@ def _keep_measured(generation: Generation, world: int) -> None:
     ]
     told = msgspec.json.encode({"step": 0, "intervals": intervals})
     (generation.folder / MEASURED).write_bytes(told)
-    (generation.folder / MEASURED_PROGRAM).write_text(print_module(generation.program), encoding="utf-8")
+    executed = folder / EXECUTED  # planned again in rounds
+    text = executed.read_text(encoding="utf-8") if executed.is_file() else print_module(generation.program)
+    (generation.folder / MEASURED_PROGRAM).write_text(text, encoding="utf-8")
 
 
 def resumable(diagnostic: Diagnostic) -> Diagnostic:

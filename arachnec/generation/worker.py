@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 import msgspec
 
-from arachnec.generation.results import Outcome, Results
+from arachnec.generation.results import EXECUTED, Outcome, Results
 from arachnec.launch.ranks import exit_with, joined_rank
 
 PATH = click.Path(path_type=Path)
@@ -26,7 +26,9 @@ def command(folder: Path, sampler: Path, program: Path, out: Path) -> None:
         from arachnec.data.switch import parse_switch
         from arachnec.executable.sampling_folder import read_sampling_executable
         from arachnec.generation.rank import GenerationRank
+        from arachnec.generation.round_planning import planned_in_rounds
         from arachnec.ir.parser import parse_file
+        from arachnec.ir.printer import print_module
         from arachnec.models.sampler_file import load_sampler_file
         from arachnec.sampling.loop import Sampling
 
@@ -45,9 +47,12 @@ def command(folder: Path, sampler: Path, program: Path, out: Path) -> None:
             (program.parent / f"{outcome.id}.json").write_bytes(msgspec.json.encode(outcome))
 
         rank = GenerationRank(joined.rank, sampling, module, executable.requests, results, device, tell)
-        rank.connect()
-        joined.watchdog.enter("work")
-        rank.run()
+        with planned_in_rounds(joined.store, joined.rank, program, module) as rank.rounds:
+            rank.connect()
+            joined.watchdog.enter("work")
+            rank.run()
+        if rank.rounds and joined.rank == 0:
+            program.with_name(EXECUTED).write_text(print_module(rank.module), encoding="utf-8")
         (program.parent / f"rank{joined.rank}.measured").write_bytes(msgspec.json.encode(rank.measured))
 
 

@@ -204,6 +204,11 @@ class Cascade:
         return integers(self.attrs["ranks"])
 
     @property
+    def round(self) -> int:
+        """Before it, the rest of the requests is planned again so many times."""
+        return integer(self.attrs.get("round", 0))
+
+    @property
     def recomputes(self) -> bool:
         """Whether blocks of it run again in the backward; ``arachnec.ir.recomputation`` says how many."""
         return bool(self.attrs.get("recompute", False))
@@ -247,7 +252,7 @@ class Instruction:
     span: Span | None = field(default=None, compare=False, repr=False)
 
 
-STAGE_OPS = ("gather", "reduce", "norm", "step")
+STAGE_OPS = ("gather", "reduce", "norm", "step", "replan")
 
 
 @dataclass(frozen=True)

@@ -42,6 +42,7 @@ MODULE = table("""
     models    | [str] | traced | optional | stages that denoise, in the order in which they take over
     switch    | str   | traced | optional | the rule by which a request goes over from the first of them
     decoder   | str   | traced | optional | the stage that makes videos of latents
+    round     | ms    | placed | optional | after about so long the rest of the requests is planned again
 """)
 
 CLUSTER = table("""
@@ -187,6 +188,7 @@ CASCADE = table("""
     end       | ms          | scheduled | required | from the start of the iteration
     recompute | int or bool | scheduled | optional | blocks that run again in the backward, the first ones; `true` = all
     memory    | GiB         | scheduled | optional | per rank, held while it runs
+    round     | int         | placed    | optional | before the rest is planned again so many times; absent = 0
     assigned  | [int]       | scheduled | optional | the ranks that the schedule chose already
     ranks     | [int]       | placed    | required | one for each of its degree
     ulysses   | int         | placed    | optional | heads are split over so many ranks
@@ -336,6 +338,9 @@ INSTRUCTION = {
 """
         + _HOST
     ),
+    "replan": table("""
+    round     | int   | lowered | required | from here on what follows may be planned again: this round and later ones
+"""),
     "free": {},
 }
 # Of a cascade's instructions those that are written alike, ``word %cascade on [ranks]``; and of a stage's.

@@ -9,7 +9,9 @@ import bisect
 import heapq
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import ClassVar
 
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, source_of
@@ -32,7 +34,7 @@ GIB = 2**30
 GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
 
 # A position in the order: the number of a cascade, and one of these.
-HANDOFF, FREE_BEFORE, COMPUTE, FREE_AFTER, REDUCE = range(5)
+REPLAN, HANDOFF, FREE_BEFORE, COMPUTE, FREE_AFTER, REDUCE = range(6)
 Place = tuple[int, int]
 
 
@@ -87,7 +89,8 @@ class Handoff:
 
 
 def global_order(cascades: tuple[Cascade, ...]) -> tuple[Cascade, ...]:
-    """All cascades by start time, producers before their consumers where the times are equal."""
+    """All cascades by start time, producers before their consumers where the times are equal; round by round, where
+    the rest is planned again between rounds."""
     depth = depths(cascades)
     by_name = {cascade.name: cascade for cascade in cascades}
     for cascade in cascades:
@@ -95,7 +98,10 @@ def global_order(cascades: tuple[Cascade, ...]) -> tuple[Cascade, ...]:
             ready = by_name[name].start
             if ready > cascade.start + TOLERANCE_MS:
                 raise UserError(InputNotReady(cascade.span, cascade.name, name, cascade.start, ready))
-    indexed = sorted(enumerate(cascades), key=lambda item: (item[1].start, item[1].end, depth[item[1].name], item[0]))
+    indexed = sorted(
+        enumerate(cascades),
+        key=lambda item: (item[1].round, item[1].start, item[1].end, depth[item[1].name], item[0]),
+    )
     ordered = tuple(cascade for _, cascade in indexed)
     return ordered if _respects_inputs(ordered) else _stable_topological(ordered)
 
@@ -123,6 +129,15 @@ def depths(cascades: tuple[Cascade, ...]) -> dict[str, int]:
         if cascade.name not in depth:
             raise UserError(CyclicInputs(cascade.span, cascade.name))
     return depth
+
+
+def round_bounds(order: Sequence[Cascade]) -> list[tuple[int, int]]:
+    """For every place in the order the first of its round, and the first behind it."""
+    bounds: list[tuple[int, int]] = []
+    for _, cascades in groupby(order, key=lambda cascade: cascade.round):
+        first, count = len(bounds), sum(1 for _ in cascades)
+        bounds += [(first, first + count)] * count
+    return bounds
 
 
 def _respects_inputs(ordered: tuple[Cascade, ...]) -> bool:
@@ -161,7 +176,7 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
     stages = {stage.name: stage for stage in module.stages}
     position = {cascade.name: i for i, cascade in enumerate(order)}
     named = {cascade.name: cascade for cascade in order}
-    starts = [cascade.start for cascade in order]
+    starts, bounds = [cascade.start for cascade in order], round_bounds(order)
     handoffs: list[Handoff] = []
     sent: set[tuple[int, int]] = set()
     load: dict[tuple[int, int], int] = defaultdict(int)
@@ -174,8 +189,9 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
                     places = (rank_list(cascade.ranks), rank_list(producer.ranks))
                     raise UserError(SavedElsewhere(cascade.span, cascade.name, name, *places))
                 continue
-            earliest = bisect.bisect_left(starts, producer.end - TOLERANCE_MS)
-            slot = max(p + 1, min(earliest, i))
+            # what another round has made is sent in the round that reads it
+            earliest = bisect.bisect_left(starts, producer.end - TOLERANCE_MS, bounds[i][0], i)
+            slot = max(p + 1, earliest)
             size = round(handed_gib(producer, cascade, stages, named) * GIB)
             held = producer.ranks
             for target in cascade.ranks:
@@ -203,7 +219,7 @@ def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Hand
     placed earlier would make the source wait.
     """
     position = {cascade.name: i for i, cascade in enumerate(order)}
-    starts = [cascade.start for cascade in order]
+    starts, bounds = [cascade.start for cascade in order], round_bounds(order)
     last_backward: dict[int, int] = {}
     for i, cascade in enumerate(order):
         for name in cascade.inputs:
@@ -229,7 +245,8 @@ def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Hand
         sent = max(ready, order[handoff.producer].end) + handoff_time(
             cluster, handoff.source, handoff.target, handoff.size
         )
-        place = (max(handoff.slot, bisect.bisect_left(starts, sent)), FREE_BEFORE)
+        until = bounds[handoff.slot][1]
+        place = (bisect.bisect_left(starts, sent, handoff.slot, until), FREE_BEFORE)
         key = (handoff.source, handoff.producer)
         drops[key] = max(drops.get(key, place), place)
     read = {name for cascade in order for name in cascade.inputs}

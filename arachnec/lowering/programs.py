@@ -8,7 +8,7 @@ stand in the same order. ``docs/check.md`` says how a back end may run them less
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -30,7 +30,7 @@ from arachnec.ir.nodes import (
     quantity,
 )
 from arachnec.ir.parameter_cells import gathered_gib
-from arachnec.ir.sampling import CODING, on_one_side
+from arachnec.ir.sampling import CODING, models_of, on_one_side
 from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
@@ -43,6 +43,7 @@ from arachnec.lowering.order import (
     GRADIENT,
     HANDOFF,
     REDUCE,
+    REPLAN,
     Handoff,
     Place,
     evaluate,
@@ -51,6 +52,7 @@ from arachnec.lowering.order import (
     plan_frees,
     plan_handoffs,
     reads_saved,
+    round_bounds,
 )
 
 SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "attention")  # of a denoise
@@ -81,14 +83,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     lists = _in_order({rank: [*items, *_moved_up(module, order, ends[rank])] for rank, items in placed.items()})
     lists = _with_copies(module, lists)
     gathers = updated_parameters(module, resident)
-    states = {
-        rank: math.fsum(_gib(stage.attrs.get("state")) for stage in module.stages if rank in resident[stage.name])
-        for rank in range(module.cluster.world)
-    }
-    kept = {
-        rank: math.fsum(_gib(stage.attrs.get("host_state")) for stage in module.stages if rank in resident[stage.name])
-        for rank in range(module.cluster.world)
-    }
+    states, kept = (resident_gib(module, resident, name) for name in ("state", "host_state"))
     programs = tuple(
         Program(
             rank,
@@ -98,6 +93,15 @@ def lower(module: Module, attention: str | None = None) -> Module:
         for rank in range(module.cluster.world)
     )
     return replace(module, level=Level.LOWERED, programs=programs)
+
+
+def resident_gib(module: Module, resident: Mapping[str, Collection[int]], name: str) -> dict[int, float]:
+    """What every rank always holds by an attribute of the stages that lie on it: ``state`` or ``host_state``."""
+    assert module.cluster is not None
+    return {
+        rank: math.fsum(_gib(stage.attrs.get(name)) for stage in module.stages if rank in resident[stage.name])
+        for rank in range(module.cluster.world)
+    }
 
 
 def compute_lists(
@@ -159,6 +163,10 @@ def _placed(
             placed[rank].extend(((i, COMPUTE), item) for item in lines)
     for rank, place, name in plan_frees(cluster, order, handoffs):
         placed[rank].append((place, Instruction("free", name)))
+    for first in sorted({first for first, _ in round_bounds(order)} - {0}):
+        replan = Instruction("replan", models_of(module)[0], attrs=Attributes.of(round=order[first].round))
+        for items in placed.values():
+            items.append(((first, REPLAN), replan))
     return placed
 
 

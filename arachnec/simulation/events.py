@@ -193,7 +193,7 @@ class Engine:
             elif self._arrivals.get(instruction.target, 0.0) > now and instruction.op in COMPUTE:
                 self._push(self._arrivals[instruction.target], _Arrived(rank.rank))
                 return
-            elif instruction.op not in ("receive", "free"):
+            elif instruction.op not in ("receive", "free", "replan"):
                 self._enter(rank, instruction, now)
                 return
             rank.at += 1

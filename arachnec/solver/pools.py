@@ -37,12 +37,17 @@ class Pool:
         return all(run.rates[0].degree <= self.degree for run in runs)
 
 
-def in_pools(chains: Sequence[Chain], pools: Sequence[Pool], order: Sequence[int]) -> list[Piece]:
-    """Every chain through the pools, in the first in this order, in the others as they come."""
+def in_pools(
+    chains: Sequence[Chain], pools: Sequence[Pool], order: Sequence[int], busy: Sequence[int] = ()
+) -> list[Piece]:
+    """Every chain through the pools, in the first in this order, in the others as they come. ``busy`` is until when
+    each GPU is; none are where it is empty."""
     ready = {number: chains[number].release for number in order}
     pieces: list[Piece] = []
     for turn, pool in enumerate(pools):
-        free = [(0, pool.first + group * pool.degree) for group in range(pool.groups)]
+        firsts = range(pool.first, pool.first + pool.groups * pool.degree, pool.degree)
+        free = [(max(busy[first : first + pool.degree], default=0), first) for first in firsts]
+        heapq.heapify(free)
         coming = list(order) if turn == 0 else sorted(order, key=lambda number: ready[number])
         for number in coming:
             if pool.begin[number] == pool.end[number]:

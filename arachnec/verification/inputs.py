@@ -62,7 +62,7 @@ class NothingSaved(Diagnostic):
 class AlreadyThere(Diagnostic):
     title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{value} is there already"
     label: ClassVar[str] = "a second %{value}"
-    help: ClassVar[str] = "a rank gets a value once"
+    help: ClassVar[str] = "a rank gets a value once; behind a `replan` what it has freed may come again"
     rank: int
     instruction: str
     value: str
@@ -92,6 +92,8 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
     saved: set[str] = set()
     for instruction in program.instructions:
         yield from _needs(values, program.rank, instruction, held, freed, saved)
+        if instruction.op == "replan":
+            freed.clear()
         if instruction.op == "free":
             held.discard(instruction.target)
             freed.add(instruction.target)

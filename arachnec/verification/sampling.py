@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from arachnec.analysis.uses import PHASES, Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import Cascade, Clip, Phase, Span, integer
+from arachnec.ir.nodes import Cascade, Clip, Instruction, Phase, Span, integer
 from arachnec.ir.sampling import chain_of, models_of, outcomes_of, segment_of, steps_taken
 
 SAMPLING = (Phase.ENCODE, Phase.DENOISE, Phase.DECODE)
@@ -101,6 +101,19 @@ class WrongDecode(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongRound(Diagnostic):
+    title: ClassVar[str] = "rank {rank} has `{instruction}` in round {round}, and {reason}"
+    label: ClassVar[str] = "round {round}"
+    help: ClassVar[str] = (
+        "every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says"
+    )
+    rank: int
+    instruction: str
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class WrongSegmentRuns(Diagnostic):
     title: ClassVar[str] = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
     label: ClassVar[str] = "its ranks are {ranks}"
@@ -142,6 +155,26 @@ def check_sampling(values: Values) -> Iterator[Diagnostic]:
     for cascade in values.module.cascades:
         yield from _inputs(values, cascade, encoders)
     yield from _runs(values)
+    yield from _rounds(values)
+
+
+def _rounds(values: Values) -> Iterator[WrongRound]:
+    """Where a rank may be given other instructions: at the same rounds as all ranks."""
+    last = max((cascade.round for cascade in values.module.cascades), default=0)
+    for program in values.module.programs:
+        at = 0
+        for step in program.instructions:
+            if step.op == "replan":
+                if step.attrs.get("round") != at + 1:
+                    yield WrongRound(step.span, program.rank, written(step), at, f"{at + 1} is next")
+                at += 1
+            elif step.op in PHASES and values.cascades[step.target].round != at:
+                own = values.cascades[step.target].round
+                yield WrongRound(step.span, program.rank, written(step), at, f"its cascade is of round {own}")
+        if at != last:
+            where = Instruction("replan", models_of(values.module)[0])
+            reason = f"its list ends there, of {last + 1} rounds"
+            yield WrongRound(program.span, program.rank, written(where), at, reason)
 
 
 def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Iterator[Diagnostic]:

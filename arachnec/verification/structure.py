@@ -94,7 +94,7 @@ def _peers(rank: int, instruction: Instruction, world: int, sound: set[tuple[int
             return "it names no single other rank"
         if peers[0] == rank:
             return "a rank does not send to itself"
-    elif op == "free":
+    elif op in ("free", "replan"):
         return "it takes no ranks" if peers else None
     elif not peers:
         return None if op in ("encode", "decode", "step") else "it names no ranks"

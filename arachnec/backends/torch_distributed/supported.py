@@ -57,6 +57,7 @@ PHASES: dict[str, tuple[Phase, ...]] = {
     "receive": (Phase.ENCODE, Phase.FORWARD, Phase.BACKWARD),
     "free": (Phase.ENCODE, Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD),
 }
+OF_STAGES = tuple(op for op in STAGE_OPS if op != "replan")
 STAGED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 
 
@@ -108,7 +109,7 @@ def _sparse_problems(module: Module, programs: Sequence[Program]) -> Iterator[Di
 
 
 def _known(op: str, phase: Phase | None) -> bool:
-    return op in STAGE_OPS or phase in PHASES.get(op, ())
+    return op in OF_STAGES or phase in PHASES.get(op, ())
 
 
 def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExecutable:
@@ -120,5 +121,5 @@ def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExe
         reason = f"its cascade is of phase `{phase.value}`, and its stage was not made by `stages`"
     else:
         reason = f"its cascade is of phase `{phase and phase.value}`"
-    of_stages = ", ".join(f"`{name}`" for name in STAGE_OPS)
+    of_stages = ", ".join(f"`{name}`" for name in OF_STAGES)
     return NotExecutable(instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and {of_stages}")

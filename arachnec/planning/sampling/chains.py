@@ -16,7 +16,7 @@ from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import arrival_of, models_of, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
-from arachnec.planning.sampling.segments import Segment, chain
+from arachnec.planning.sampling.segments import Segment, begun_before, chain
 from arachnec.solver.malleable import Chain, Piece, Rate, Run
 from arachnec.solver.problem import TICKS
 
@@ -157,7 +157,7 @@ def recut(
         if divisible_steps(cascade) > 1:
             first, last = first + part.begin, first + part.begin + part.steps - 1
         segments.append(Segment(first, last, cascade.stage in second))
-    cut = chain(module, requests, segments)
+    cut = chain(module, requests, segments, begun_before(module, cascades))
     measured = {cascade.stage: cascade.attrs.get("per_clip") for cascade in cascades}
     return [replace(cascade, attrs=cascade.attrs.updated(per_clip=measured.get(cascade.stage))) for cascade in cut]
 

@@ -106,13 +106,15 @@ def _coded(
     return timed
 
 
-def in_order_of_length(chains: Sequence[Chain], gpus: int, node: int) -> Iterator[list[Piece]]:
-    """One degree for all, longest requests first, for every width."""
+def in_order_of_length(
+    chains: Sequence[Chain], gpus: int, node: int, busy: Sequence[int] = ()
+) -> Iterator[list[Piece]]:
+    """One degree for all, longest requests first, for every width. ``busy`` is until when each GPU is."""
     for width in next(nested_widths(node, gpus)):
         pool = whole_pool(chains, gpus, width)
         if all(pool.holds(n, chain) for n, chain in enumerate(chains)):
             for order in orders(chains, pool):
-                yield in_pools(chains, [pool], order)
+                yield in_pools(chains, [pool], order, busy)
 
 
 def orders(chains: Sequence[Chain], pool: Pool) -> Iterator[list[int]]:

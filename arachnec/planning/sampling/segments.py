@@ -44,13 +44,13 @@ def segments_of(clip: Clip, models: int, length: int, longest: int | None = None
     """The chain of a request. ``longest`` limits the segments that are certain; None leaves them whole."""
     steps, outcomes = integer(clip.attrs["steps"]), outcomes_of(clip)
     if models == 1:
-        yield from _cut(0, steps, longest or steps)
+        yield from cut_steps(0, steps, longest or steps)
         return
     least, most = outcomes[0], outcomes[-1]
-    yield from _cut(0, least, longest or steps)
-    yield from _cut(least, most, length)
-    yield from (replace(segment, after=True) for segment in _cut(least, most, length))
-    yield from (replace(segment, after=True) for segment in _cut(most, steps, longest or steps))
+    yield from cut_steps(0, least, longest or steps)
+    yield from cut_steps(least, most, length)
+    yield from (replace(segment, after=True) for segment in cut_steps(least, most, length))
+    yield from (replace(segment, after=True) for segment in cut_steps(most, steps, longest or steps))
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class NotPositive(Diagnostic):
     number: int
 
 
-def _cut(first: int, end: int, length: int) -> Iterator[Segment]:
+def cut_steps(first: int, end: int, length: int) -> Iterator[Segment]:
     """The steps from ``first`` to before ``end`` in equal parts of at most ``length``, longer ones first."""
     count = -(-(end - first) // length)
     for part in range(count):
@@ -139,8 +139,23 @@ def batch_limit(module: Module, most: int) -> int:
     return min([most, *(limit for limit in limits if limit is not None)])
 
 
-def chain(module: Module, requests: Sequence[Clip], segments: Sequence[Segment]) -> list[Cascade]:
-    """The cascades of one request, or of equal ones: its encoders, its segments in order, its decoder."""
+@dataclass(frozen=True)
+class Begun:
+    """What is there of a chain already: the names of its captions' values and of its latents, and how many segments it
+    has had."""
+
+    encoded: tuple[str, ...]
+    latents: tuple[str, ...]
+    segments: int
+
+
+def chain(
+    module: Module, requests: Sequence[Clip], segments: Sequence[Segment], begun: Begun | None = None
+) -> list[Cascade]:
+    """The cascades of one request, or of equal ones: its encoders, its segments in order, its decoder.
+
+    One that has ``begun`` goes on from there: its encoders have run.
+    """
     models, decoder = models_of(module), module.attrs.get("decoder")
     clip, ids = requests[0], tuple(request.id for request in requests)
 
@@ -150,18 +165,29 @@ def chain(module: Module, requests: Sequence[Clip], segments: Sequence[Segment])
     encoders = [
         cascade(Phase.ENCODE, f"r{clip.id}.{stage.name}", stage.name, (), Attributes())
         for stage in module.stages
-        if stage.name not in {*models, decoder} and is_encoder(stage)
+        if stage.name not in {*models, decoder} and is_encoder(stage) and begun is None
     ]
-    cascades, encoded = list(encoders), tuple(encoder.name for encoder in encoders)
-    latents: tuple[str, ...] = ()
-    for number, segment in enumerate(segments):
+    begun = begun or Begun(tuple(encoder.name for encoder in encoders), (), 0)
+    cascades, latents = list(encoders), begun.latents
+    for number, segment in enumerate(segments, start=begun.segments):
         stage, name = models[segment.after], f"r{clip.id}.{number}"
         attrs = segment_attributes(module, clip, segment)
-        cascades.append(cascade(Phase.DENOISE, name, stage, (*encoded, *latents), attrs))
+        cascades.append(cascade(Phase.DENOISE, name, stage, (*begun.encoded, *latents), attrs))
         latents = (name,)
     if isinstance(decoder, str):
         cascades.append(cascade(Phase.DECODE, f"r{clip.id}.{decoder}", decoder, latents, Attributes()))
     return cascades
+
+
+def begun_before(module: Module, cascades: Sequence[Cascade]) -> Begun | None:
+    """What a chain without its beginning goes on from; None for a whole one."""
+    own, first = {cascade.name for cascade in cascades}, cascades[0]
+    if not any(name not in own for name in first.inputs):
+        return None
+    phases = {cascade.name: cascade.phase for cascade in module.cascades}
+    encoded = tuple(name for name in first.inputs if phases[name] is Phase.ENCODE)
+    number = int(first.name.rpartition(".")[2]) if first.phase is Phase.DENOISE else 0
+    return Begun(encoded, first.inputs[len(encoded) :], number)
 
 
 def segment_attributes(module: Module, clip: Clip, segment: Segment) -> Attributes:

@@ -1,0 +1,49 @@
+"""``rounds``: where the rest of the requests may be planned again (``planning.sampling.rounds``)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from arachnec.cost.model import CostModel
+from arachnec.ir.nodes import Cascade, Level, Module, quantity
+from arachnec.ir.sampling import outcomes_of
+from arachnec.ir.values import Quantity
+from arachnec.passes.infra.base import Duration, Pass
+from arachnec.planning.sampling.chains import Rates, request_chains
+from arachnec.planning.sampling.replan import rounds_until
+from arachnec.planning.sampling.rounds import in_rounds, with_memory
+
+
+@dataclass(frozen=True)
+class Rounds(Pass):
+    """A plan of requests whose switches come when they come, in rounds: at the end of each the rest is planned again.
+
+    The makespan has at most ``most`` of them, each of ``least`` or more: planning takes time, too. Without uncertain
+    switches, on one rank, and where a rank does not hold all stages, the plan stays as it is.
+    """
+
+    needs: ClassVar[Level] = Level.PLACED
+    gives: ClassVar[Level] = Level.PLACED
+
+    most: int = 12
+    least: Duration = Duration(4000.0)
+
+    def run(self, module: Module) -> Module:
+        makespan = quantity(module.attrs["makespan"])
+        length = max(self.least, makespan / self.most)
+        uncertain = any(len(outcomes_of(clip)) > 1 for clip in module.clips if "steps" in clip.attrs)
+        moment = rounds_until(0.0, length, makespan)
+        if not uncertain or moment > makespan or not self._fits_everywhere(module):
+            return module
+        cascades = in_rounds(sorted(module.cascades, key=lambda cascade: cascade.start), moment, 0)
+        whole = replace(module, cascades=tuple(cascades), attrs=module.attrs.updated(round=Quantity(length, "ms")))
+        return replace(whole, cascades=tuple(with_memory(whole, cascades)))
+
+    def _fits_everywhere(self, module: Module) -> bool:
+        if module.cluster is None or module.cluster.world == 1:
+            return False
+        cost = CostModel(module)
+        return not isinstance(
+            request_chains(module, Rates(cost, {cascade.stage for cascade in module.cascades})), Cascade
+        )

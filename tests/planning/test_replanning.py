@@ -1,0 +1,73 @@
+"""Programs whose rest is planned again: they begin as before, are proved, and end no later than without."""
+
+from __future__ import annotations
+
+import random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arachnec.backends.simulator import simulate
+from arachnec.ir.nodes import Module, Phase, integer
+from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
+from arachnec.ir.sampling import outcomes_of, segment_of
+from arachnec.lowering.continuation import begins_as
+from arachnec.passes.check import checked
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.sampling.outcomes import at_outcomes
+from arachnec.planning.sampling.replan import replanned
+from arachnec.planning.sampling.requests import SwitchForecast
+from tests.planning.test_sampling_plan import SHAPES, request, requests, traced
+
+PIPELINE = "segment{{length=2}},annotate,schedule-sampling{{policy={},steps=20}},place,rounds{{most=5,least=1us}},lower"
+
+
+def rounds_of(module: Module) -> int:
+    return max(cascade.round for cascade in module.cascades)
+
+
+def known(module: Module, round: int, outcomes: dict[int, int]) -> dict[int, tuple[int, int]]:
+    """What the segments before a round tell of the requests' switches."""
+    windows = {}
+    for clip in module.clips:
+        least, most = outcomes_of(clip)[0], outcomes_of(clip)[-1]
+        own = [c for c in module.cascades if c.round < round and clip.id in c.clips and c.phase is Phase.DENOISE]
+        taken = max((segment_of(c)[1] + 1 for c in own if c.stage == "large"), default=0)
+        k = outcomes[clip.id]
+        windows[clip.id] = (k, k) if k <= taken else (min(most, max(least, taken + 1)), most)
+    return windows
+
+
+@given(requests(5), st.sampled_from(["search", "replica", "one-degree"]), st.integers(2, 4), st.randoms())
+@settings(max_examples=5, deadline=None)
+def test_a_program_planned_again_begins_as_before_and_is_proved(
+    drawn: tuple[list[object], list[SwitchForecast]], policy: str, gpus: int, rng: random.Random
+) -> None:
+    module = Pipeline.parse(PIPELINE.format(policy)).run(traced(*drawn, gpus=gpus))  # type: ignore[arg-type]
+    outcomes = {clip.id: rng.choice(outcomes_of(clip)) for clip in module.clips}
+    round = 1
+    while round <= rounds_of(module):
+        again = checked(replanned(module, round, known(module, round, outcomes), length=2))
+        assert parse_module(print_module(again)) == again
+        for before, after in zip(module.programs, again.programs, strict=True):
+            assert begins_as(after.instructions, before.instructions, round)
+        simulate(at_outcomes(again, outcomes))
+        module, round = again, round + 1
+        assert round < 20
+
+
+def test_ranks_that_early_switches_leave_idle_are_used() -> None:
+    """Of four long requests on two ranks two switch at once, planned for the middle: one rank would wait."""
+    rows = [request(n, SHAPES[2], steps=40) for n in range(4)]
+    forecasts = [SwitchForecast(0, 40, 20)] * 4
+    module = Pipeline.parse(PIPELINE.format("replica")).run(traced(rows, forecasts, gpus=2))
+    alone = {n: {c.ranks for c in module.cascades if n in c.clips} for n in range(4)}
+    early = [n for n in range(4) if alone[n] == {(0,)}]
+    outcomes = {n: 2 if n in early else 40 for n in range(4)}
+    fixed = simulate(at_outcomes(module, outcomes)).makespan_ms
+    round = 1
+    while round <= rounds_of(module):
+        module, round = replanned(module, round, known(module, round, outcomes), length=2), round + 1
+    assert integer(module.clips[0].attrs["steps"]) == 40
+    assert simulate(at_outcomes(checked(module), outcomes)).makespan_ms < 0.75 * fixed
