@@ -71,7 +71,7 @@ def encode_batches(
             if number + 1 < count:
                 plans.prepare(number + 1)
             work.join(planned.module)
-            enter(f"batch {number}", timeouts.of_step(report.planned_ms(planned.module), 0.0, applies=False))
+            enter(f"batch {number}", timeouts.of_step(planned.times.ends, 0.0, applies=False))
             aside = work.encode(planned)
             done += len(planned.clips)
             _note(executable.folder, aside, rank)

@@ -100,7 +100,7 @@ def _gradients(
     context: RankContext, module: Module, program: Program, *, goes_on: bool
 ) -> GradientSynchronisation | ShardGradients:
     size = piece_size(module.cluster, tuple(range(len(module.programs))))
-    layers = layers_in(module, context.model)
+    layers = layers_in(module, context.model) if context.pipeline is None else {}
     synchronisation = GradientSynchronisation(
         context.parameters if context.cells is None else context.cells.whole,
         layers,

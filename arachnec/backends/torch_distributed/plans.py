@@ -20,6 +20,7 @@ from arachnec.backends.torch_distributed.background_planner import (
     cluster_for,
 )
 from arachnec.backends.torch_distributed.other_options import demand_room
+from arachnec.backends.torch_distributed.report import PlannedTimes
 from arachnec.backends.torch_distributed.shape_trials import any_untried
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
@@ -62,6 +63,7 @@ class Planned:
     key: PlanKey
     mark: Mark  # of the batches, after this step
     reused: bool  # whether a batch of the same shapes was planned before
+    times: PlannedTimes
 
 
 class Plans:
@@ -87,7 +89,7 @@ class Plans:
         assert traced is not None
         self._cluster = cluster_for(traced, world)
         self._steps: dict[int, Future[Planned | None]] = {}
-        self._programs: dict[PlanKey, Module] = {}
+        self._programs: dict[PlanKey, tuple[Module, PlannedTimes]] = {}
         self._asked: set[PlanKey] = set()
         self._speeds = [MeasuredSpeeds()]  # by version: 0 is the cluster as it was given
         self._versions: list[tuple[int, int]] = []  # from which step on, and the version
@@ -199,14 +201,15 @@ class Plans:
         if reused:
             self._programs[key] = self._programs.pop(key)  # the latest used
         else:
-            self._programs[key] = self._proved(drawn, key)
+            proved = self._proved(drawn, key)
+            self._programs[key] = proved, PlannedTimes.of(proved)
             if len(self._programs) > KEPT:
                 self._programs.pop(next(iter(self._programs)))
-        module = self._programs[key]
+        module, times = self._programs[key]
         clips = placed_in(module.clips, drawn)
         if self.batches.told:
             clips = told_batches.delivered(clips, module, self._group)
-        return Planned(step, drawn.number, module, clips, key, drawn.mark, reused)
+        return Planned(step, drawn.number, module, clips, key, drawn.mark, reused, times)
 
     def _proved(self, drawn: Drawn, key: PlanKey) -> Module:
         compiled = self._is_compiled(key)

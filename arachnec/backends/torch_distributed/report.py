@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -154,9 +155,19 @@ def write_json(path: Path, value: object) -> None:
     path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
-def planned_ms(module: Module) -> float:
-    """When the last rank ends, by the starts and times that the program states."""
-    return max((_planned_end(program) for program in module.programs), default=0.0)
+@dataclass(frozen=True)
+class PlannedTimes:
+    """What a program states, in ms: when its last rank ``ends``, and what each rank computes, by rank."""
+
+    ends: float
+    busy: Mapping[int, float]
+
+    @classmethod
+    def of(cls, module: Module) -> PlannedTimes:
+        """Looks at every instruction of every rank: once for a program, however many steps run it."""
+        ends = max((_planned_end(program) for program in module.programs), default=0.0)
+        busy = {p.rank: sum(_ms(step, "time") for step in p.instructions if step.op in BUSY) for p in module.programs}
+        return cls(ends, busy)
 
 
 def imbalance(busy: Sequence[float]) -> float:
@@ -167,12 +178,6 @@ def imbalance(busy: Sequence[float]) -> float:
 
 def busy_ms(intervals: Sequence[Interval]) -> float:
     return sum(i.end - i.start for i in intervals if i.op in BUSY)
-
-
-def planned_busy_ms(module: Module, ranks: int) -> list[float]:
-    """What each rank is planned to compute, by rank."""
-    planned = {p.rank: sum(_ms(step, "time") for step in p.instructions if step.op in BUSY) for p in module.programs}
-    return [planned.get(rank, 0.0) for rank in range(ranks)]
 
 
 def peak_memory_gib(runtime: DeviceRuntime) -> float:

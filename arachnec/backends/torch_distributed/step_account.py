@@ -12,12 +12,12 @@ import torch
 from arachnec.backends.torch_distributed import events, report
 from arachnec.backends.torch_distributed.audit_log import AuditLine, AuditLog
 from arachnec.backends.torch_distributed.iteration import Iteration, Run
+from arachnec.backends.torch_distributed.plans import Planned
 from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.backends.torch_distributed.set_aside import NothingLeft, notes_of_left_out
 from arachnec.backends.torch_distributed.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Module
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.slow_ranks import SlowRanks
@@ -45,7 +45,7 @@ class StepAccount:
     _seen: list[AuditLine] = field(default_factory=list)  # of the batches of a step that has not ended
 
     def report(
-        self, context: RankContext, own: Iteration, iteration: int, run: Run, measured: Measured
+        self, context: RankContext, own: Iteration, planned: Planned, run: Run, measured: Measured
     ) -> report.StepReport:
         """Put together what all ranks measured of one batch. Collective. Raises ``UserError`` where too many steps were
         skipped, or no clip is left."""
@@ -65,17 +65,17 @@ class StepAccount:
         unused = {note.clip for note in aside}
         names = [own.clips[clip.id].id for clip in own.module.clips]
         self._seen.append(AuditLine(own.step, [name for name in names if name not in unused], False, notes, aside))
-        self._watch_ranks(own.module, everyone[:, 2].tolist())
+        self._watch_ranks(planned, everyone[:, 2].tolist())
         if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
             self._end_step(own.step // self.batches, finite, norm)
         step_ms = float(everyone[:, 1].max())
         return report.StepReport(
             step=own.step,
-            iteration=iteration,
+            iteration=planned.number,
             loss=loss if math.isfinite(loss) else None,
             gradient_norm=norm if math.isfinite(norm) else None,
             step_ms=step_ms,
-            planned_ms=report.planned_ms(own.module),
+            planned_ms=planned.times.ends,
             imbalance=report.imbalance(everyone[:, 2].tolist()),
             tokens_per_s=sum(clip.tokens for clip in own.module.clips) / step_ms * 1e3,
             exposed_planning_ms=measured.exposed_planning,
@@ -112,10 +112,10 @@ class StepAccount:
         """Ranks that plans are to count as so many times slower, from now on."""
         return self._slow.planned
 
-    def _watch_ranks(self, module: Module, busy: Sequence[float]) -> None:
-        assert module.cluster is not None
-        planned = report.planned_busy_ms(module, len(busy))
-        self._slow = self._slow.after(planned, busy, slowdowns_of(module.cluster))
+    def _watch_ranks(self, planned: Planned, busy: Sequence[float]) -> None:
+        assert planned.module.cluster is not None
+        expected = [planned.times.busy.get(rank, 0.0) for rank in range(len(busy))]
+        self._slow = self._slow.after(expected, busy, slowdowns_of(planned.module.cluster))
 
     def _tell_skipped(self, step: int, cause: str) -> None:
         if self._skipped >= self.most_skipped:

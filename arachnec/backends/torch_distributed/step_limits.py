@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from arachnec.backends.torch_distributed import report
 from arachnec.backends.torch_distributed.plans import PlanKey, Planned
 from arachnec.executable.folder import Executable
 from arachnec.ir.nodes import Instruction, quantity
@@ -32,13 +31,11 @@ class StepLimits:
     def of_step(self, planned: Planned) -> float:
         """Seconds. A plan's first step may take as long beyond its own limit as the start may."""
         first = 0.0 if planned.key in self._begun else self.timeouts.of_start(planned.module)
-        planned_ms = report.planned_ms(planned.module)
-        return self.timeouts.of_step(planned_ms, self._longest_ms, first=first, applies=self.applies)
+        return self.timeouts.of_step(planned.times.ends, self._longest_ms, first=first, applies=self.applies)
 
     def of_instructions(self, planned: Planned) -> Callable[[Instruction], float]:
         """Seconds for every instruction of a step that is about to begin."""
-        planned_ms = report.planned_ms(planned.module)
-        slower = self._longest_ms / planned_ms if planned_ms else 1.0
+        slower = self._longest_ms / planned.times.ends if planned.times.ends else 1.0
         compiles = self.compiles and planned.key not in self._begun
         first = self.timeouts.of_start(planned.module) if compiles else 0.0
 

@@ -162,6 +162,7 @@ class Trainer:
         self._ahead: Ahead | None = None
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
         self.module = first  # of the latest step
+        self._ready: Module | None = None  # the program that was made ready last
         self.clips: tuple[VideoClip, ...] = ()  # of the latest optimizer step
         self.intervals: list[Interval] = []  # of the latest step on this rank
         self.plans_reused = 0  # steps that ran a plan which an earlier batch of the same shapes was given
@@ -288,7 +289,7 @@ class Trainer:
         elapsed = (time.perf_counter() - started) * 1e3
         self._limits.took(planned, elapsed)
         measured = Measured(self.intervals, elapsed, exposed)
-        took = self._account.report(context, own, planned.number, run, measured)
+        took = self._account.report(context, own, planned, run, measured)
         if context.predictors is not None and share.ends:
             everyone = context.gradient_groups.get(tuple(range(dist.get_world_size())))
             context.predictors.finish(planned.step, everyone, skipped=took.skipped)
@@ -439,6 +440,9 @@ class Trainer:
         if share.begins:
             drop_gradients(context.parameters)
             keep_gradients(context.parameters, module)
+        if module is self._ready:
+            return
+        self._ready = module
         context.groups.ensure(wanted_groups(module), device=context.device)
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
