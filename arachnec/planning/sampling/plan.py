@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
@@ -299,21 +299,18 @@ def _with_empty(requests: Sequence[RequestChain], placed: Sequence[Cascade], rat
     named = {cascade.name: cascade for cascade in placed}
     for request in requests:
         near = next(named[c.name] for c in request.cascades if c.phase is Phase.DENOISE and c.name in named)
+        ready = 0.0  # ms at which what stands before it in the chain has ended
         for cascade in request.cascades:
             own = named.get(cascade.name)
             if own is not None:
-                near = own if own.phase is Phase.DENOISE else near
+                near, ready = own if own.phase is Phase.DENOISE else near, max(ready, own.end)
                 yield own.with_attrs(assigned=own.ranks, ranks=None, ulysses=None, ring=None)
                 continue
             width = max(degree for degree in rates.entries(cascade) if degree <= near.width)
             row = rates.row(cascade, width)
-            empty = scheduled(cascade, row, width, 0, max(near.start, _ready(cascade, named)))
+            empty = scheduled(cascade, row, width, 0, max(near.start, ready))
+            ready = empty.end
             yield empty.with_attrs(assigned=near.ranks[:width])
-
-
-def _ready(cascade: Cascade, named: Mapping[str, Cascade]) -> float:
-    """ms at which a cascade's inputs have ended, those that are known."""
-    return max((named[name].end for name in cascade.inputs if name in named), default=0.0)
 
 
 def _pools(module: Module, cost: CostModel, gpus: int, node: int, *, models_only: bool) -> Iterator[Plan]:
