@@ -19,6 +19,7 @@ from typing import ClassVar
 
 import msgspec
 
+from arachnec.cost.sparse_profile import SparseProfile, sparse_problem
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.values import Formula, Term
@@ -120,6 +121,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     links: LinkProfile | None = None
     synchronisation: list[Synchronisation] = []
     collectives: list[Collective] = []
+    sparsity: list[SparseProfile] = []
     version: int = 1
 
 
@@ -192,6 +194,7 @@ def _problems(profile: Profile) -> Iterator[str]:
     for end in profile.synchronisation:
         if end.ranks < 1 or end.bytes < 0 or not (0 <= end.reduce_ms < math.inf and 0 <= end.step_ms < math.inf):
             yield f"the synchronisation of `{end.stage}` has sizes or times below nothing"
+    yield from (problem for problem in map(sparse_problem, profile.sparsity) if problem is not None)
     for row in profile.collectives:
         if row.op not in (GATHER, SCATTER):
             yield f"there is no collective `{row.op}`, only {GATHER} and {SCATTER}"
@@ -223,6 +226,7 @@ def fit_profile(
     links: LinkProfile | None = None,
     synchronisation: Sequence[Synchronisation] = (),
     collectives: Sequence[Collective] = (),
+    sparsity: Sequence[SparseProfile] = (),
 ) -> Profile:
     """A profile of (stage, phase, measurements) triples, each fitted.
 
@@ -237,7 +241,7 @@ def fit_profile(
     stages = [
         StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in solved
     ]
-    return Profile(machine, device, stages, links, list(synchronisation), list(collectives))
+    return Profile(machine, device, stages, links, list(synchronisation), list(collectives), list(sparsity))
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:

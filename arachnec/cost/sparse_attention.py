@@ -23,6 +23,7 @@ from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import count_in, formula_in, squared
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
+from arachnec.sparsity.key_fetch import keys_sent, share_inside
 
 GIB = 2**30
 LIST_ENTRY = 4  # bytes of a key block's number in a list, and of a list's length
@@ -48,9 +49,11 @@ NO_LOAD = SparseLoad(0.0, 0.0, 0.0, 0.0, 0.0, 0)
 
 @dataclass(frozen=True)
 class SparseLoads:
-    """The loads of these stages' sparse layers, each computed once."""
+    """The loads of these stages' sparse layers, each computed once. ``node``: ranks of one of several machines, 0 where
+    there is one."""
 
     stages: Mapping[str, Stage]
+    node: int = 0
     _densities: dict[str, Mapping[int, LayerDensity]] = field(default_factory=dict, repr=False, compare=False)
     _loads: dict[tuple[object, ...], SparseLoad] = field(default_factory=dict, repr=False, compare=False)
 
@@ -76,6 +79,7 @@ class SparseLoads:
         ahead, back, _ = speeds(stage)
         pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
         measured = measured_densities(stage)
+        inside = share_inside(degree, self.node or degree)
         layers = layers if measured is None else tuple(layer for layer in layers if layer in measured)
         for layer in layers:
             density = table[layer]
@@ -85,7 +89,7 @@ class SparseLoads:
             pairs += density.share
             dense += density.share * density.mean * heaviest
             choice += heaviest
-            received += most_received(division, density.heads, groups)
+            received += most_received(division, density.heads, groups, inside)
         return SparseLoad(pairs, dense / ahead, dense / back, choice, received, len(layers))
 
     def densities(self, stage: str) -> Mapping[int, LayerDensity]:
@@ -126,23 +130,16 @@ def head_weights(stage: Stage, density: LayerDensity) -> tuple[float, ...]:
     return tuple(head * (1 / ahead + again / back) + extra for head in density.heads)
 
 
-def most_received(division: Division, densities: tuple[float, ...], groups: int) -> float:
-    """Of a layer's queries, keys, values and output, the share that the rank with most of them gets or makes."""
+def most_received(division: Division, densities: tuple[float, ...], groups: int, inside: float = 1.0) -> float:
+    """Of a layer's queries, keys, values and output, the share that the rank with most of them gets or makes, where
+    ``inside`` of the other ranks are on its machine."""
     heads = len(densities)
     shares = []
     for own in division:
         queries = math.fsum(share.groups / groups for share in own)
-        keys = math.fsum(blocks_sent(densities[share.head], share.groups) for share in own)
+        keys = math.fsum(keys_sent(densities[share.head], share.groups, inside) for share in own)
         shares.append((queries + keys) / (2 * heads))
     return max(shares)
-
-
-def blocks_sent(density: float, groups: int) -> float:
-    """The share of a head's key blocks that some of so many query groups chose, if each chose by itself.
-
-    Neighbours choose alike, so it is at most this.
-    """
-    return 1 - (1 - density) ** groups if density < 1 else 1.0
 
 
 def speeds(stage: Stage) -> tuple[float, float, float]:

@@ -72,7 +72,8 @@ class CostTable:
 
     @cached_property
     def sparse(self) -> SparseLoads:
-        return SparseLoads(self.stages)
+        cluster = self.devices.cluster
+        return SparseLoads(self.stages, cluster.gpus if cluster.nodes > 1 else 0)
 
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
         """The key under which cascades have the same rows; parts of a model that are alike share theirs."""

@@ -118,10 +118,9 @@ def _whole(pieces: Mapping[tuple[int, int], tuple[int, Tensor, Tensor]], folder:
     return KeyLists(torch.cat(listed), torch.stack(rows)[None])
 
 
-def together(lists: Sequence[KeyLists], device: torch.device) -> KeyLists:
+def together(lists: Sequence[KeyLists]) -> KeyLists:
     """Those of several clips of equal shape, in this order."""
-    indices, counts = (torch.cat(part).to(device) for part in ([x.indices for x in lists], [x.counts for x in lists]))
-    return KeyLists(indices, counts)
+    return KeyLists(torch.cat([x.indices for x in lists]), torch.cat([x.counts for x in lists]))
 
 
 def share_that_differs(one: Mapping[Key, KeyLists], other: Mapping[Key, KeyLists]) -> float:

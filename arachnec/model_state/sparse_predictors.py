@@ -9,7 +9,7 @@ all-reduce a step, behind the update. So no bit of the model's gradient depends 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -31,12 +31,15 @@ from arachnec.kernels.sparse.predictor import MASS
 from arachnec.kernels.sparse.token_cubes import CELL
 from arachnec.model_state.key_list_files import Key, ListsUnreadable, layer_key, read_lists, together, write_lists
 from arachnec.planning.sparse_summary import Forecast, forecasts
+from arachnec.sparsity.key_fetch import MEASURED_EVERY
 from arachnec.sparsity.token_grid import token_grid
+from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
 
 RATE = 3e-3  # of the predictors' Adam
 LEAST = 1e-6  # of a density that is planned for
 MOST = 128  # steps whose sparsities are kept
+MEASURES = 8  # rows of what is measured by head
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -103,9 +106,13 @@ class SparsePredictors:
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
     files: ListFiles = field(default_factory=lambda: ListFiles())
     history: SparsityHistory = field(default_factory=lambda: SparsityHistory())
+    node: int = 0  # consecutive ranks of one of several machines; 0 where all keys travel
+    spread: dict[int, tuple[float, ...]] = field(default_factory=dict)  # as in ``Room``, of the last step that measured
+    all_keys: bool = False  # in the step that is done now, as some had no room
     _cascades: dict[str, SparseCascade] = field(default_factory=dict)
     _clips: dict[str, list[str]] = field(default_factory=dict)  # ids, by cascade
     _sums: dict[int, Tensor] = field(default_factory=dict)
+    _overflowed: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, stage: Stage, sequence: CanBeSparse, seed: int) -> SparsePredictors:
@@ -129,10 +136,17 @@ class SparsePredictors:
         return cls(names, layers, (queries, keys, min(CELL, queries, keys)), float(mass), optimizer)
 
     def cascade(
-        self, cascade: Cascade, clips: Mapping[int, VideoClip], seed: int, step: int, weight: float | None
+        self,
+        cascade: Cascade,
+        clips: Mapping[int, VideoClip],
+        seed: int,
+        step: int,
+        weight: float | None,
+        *,
+        trains: bool = True,
     ) -> SparseCascade | None:
         """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
-        With a ``weight`` its layers learn and are measured."""
+        With a ``weight`` its layers learn and are measured. One that ``trains`` may be done again."""
         numbers = sparse_layers(cascade)
         if not numbers:
             return None
@@ -140,7 +154,7 @@ class SparsePredictors:
             clip = clips[cascade.clips[0]]
             heads = {self.names[number]: self.layers[number].site.heads for number in numbers}
             own = [str(clips[number].id) for number in cascade.clips]
-            replay = self.files.lists(step, own, heads, self._device()) if weight is not None else {}
+            replay = self.files.lists(step, own, heads) if weight is not None else {}
             self._clips[cascade.name] = own
             self._cascades[cascade.name] = SparseCascade(
                 {self.names[number]: self.layers[number] for number in numbers},
@@ -152,11 +166,32 @@ class SparsePredictors:
                 mass=self.mass,
                 parts={self.names[number]: parts for number, parts in parts_by_layer(cascade).items()},
                 groups=integer(cascade.attrs.get("groups", 0)),
+                room=self._room(numbers) if trains and self.fetches(step) else {},
             )
         return self._cascades[cascade.name]
 
-    def _device(self) -> torch.device:
-        return next(iter(self.layers.values())).projections.query.device
+    def fetches(self, step: int) -> bool:
+        """Whether ranks get only the keys that they chose, in layers that are sparse: between machines, and but for the
+        steps that measure, which need all keys. It follows from the step, so that no plan changes what is learned."""
+        return self.node > 0 and not self.all_keys and step % MEASURED_EVERY != 0
+
+    def _room(self, numbers: Iterable[int]) -> dict[Layer, Room]:
+        known = {n: self.spread.get(n, (1.0,) * self.layers[n].site.heads) for n in numbers}
+        return {self.names[number]: Room(self.node, spread) for number, spread in known.items()}
+
+    def lacked_keys(self, group: dist.ProcessGroup | None) -> bool:
+        """Whether some rank's groups chose keys that had no room, behind a step that ``fetches``. Nothing was updated
+        then, and what was measured is forgotten. Collective; waits for the device."""
+        device = next(iter(self.layers.values())).projections.query.device
+        lacking = torch.stack([*self._overflowed, torch.zeros((), dtype=torch.bool, device=device)]).any().float()
+        if group is not None:
+            dist.all_reduce(lacking, group=group)
+        self._overflowed.clear()
+        if not bool(lacking > 0):
+            return False
+        self._sums.clear()
+        self.optimizer.zero_grad()
+        return True
 
     def collect(self, step: int) -> None:
         """Add up what this rank measured in one iteration, by head, each cascade with its weight; write its lists."""
@@ -165,13 +200,14 @@ class SparsePredictors:
             write_lists(self.files.save, step, dist.get_rank(), trained)
         self._clips.clear()
         for cascade in self._cascades.values():
+            self._overflowed += cascade.overflowed
             for number, name in self.names.items():
                 measured = cascade.measured.get(name)
                 if measured is None or cascade.weight is None:
                     continue
                 heads = self.layers[number].site.heads
                 if number not in self._sums:
-                    self._sums[number] = measured.loss.new_zeros(6, heads)
+                    self._sums[number] = measured.loss.new_zeros(MEASURES, heads)
                 own = torch.tensor(measured.heads, device=measured.loss.device)
                 self._sums[number].index_add_(1, own, torch.stack(_by_head(measured)) * cascade.weight)
         self._cascades.clear()
@@ -195,7 +231,7 @@ class SparsePredictors:
         for number, state in self.layers.items():
             values = _parameters(state)
             heads = state.site.heads
-            own.append(self._sums.get(number, values[0].new_zeros(6, heads)))
+            own.append(self._sums.get(number, values[0].new_zeros(MEASURES, heads)))
             own += [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
         flat = torch.cat([value.reshape(-1).float() for value in own])
         if group is not None:
@@ -216,9 +252,10 @@ class SparsePredictors:
             state, weights = self.layers[number], sums[0]
             of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
             state.projections.query.grad, state.projections.key.grad = of_query, of_key
-            counted, loss, sparsity, needed, held, of_best = sums / weights
+            counted, loss, sparsity, needed, held, of_best, taken, alone = sums / weights
+            self.spread[number] = tuple((taken / alone.clamp_min(LEAST)).clamp_max(1.0).tolist())
             heads = tuple(range(state.site.heads))
-            measured = Measured(counted, loss, sparsity, needed, held, of_best, (of_query, of_key), heads)
+            measured = Measured(counted, loss, sparsity, needed, held, of_best, taken, alone, (of_query, of_key), heads)
             self.measured[number] = measured
             self.layers[number] = after(state, measured)
         for number in known.keys() - seen.keys():
@@ -293,9 +330,7 @@ class ListFiles:
     replay: Path | None = None
     _step: tuple[int, Mapping[Key, KeyLists]] | None = None
 
-    def lists(
-        self, step: int, clips: Sequence[str], heads: Mapping[Layer, int], device: torch.device
-    ) -> dict[Layer, KeyLists | None]:
+    def lists(self, step: int, clips: Sequence[str], heads: Mapping[Layer, int]) -> dict[Layer, KeyLists | None]:
         """What a cascade of these clips replays: lists, and None for a layer that was dense; nothing without a folder.
         Raises ``UserError`` for lists of layers with other ``heads``."""
         if self.replay is None:
@@ -310,7 +345,7 @@ class ListFiles:
             if any(lists.counts.shape[1] != count for lists in whole):
                 told = f"`{layer[0]}` has {count} heads, and other lists"
                 raise UserError(ListsUnreadable(None, str(self.replay), step, told))
-            replayed[layer] = together(whole, device) if len(whole) == len(own) else None
+            replayed[layer] = together(whole) if len(whole) == len(own) else None
         return replayed
 
 
@@ -338,7 +373,8 @@ def _parameters(state: LayerState) -> tuple[Tensor, Tensor]:
 
 
 def _by_head(measured: Measured) -> tuple[Tensor, ...]:
-    return measured.counted, measured.loss, measured.sparsity, measured.needed, measured.held, measured.of_best
+    of_group = (measured.needed, measured.held, measured.of_best)
+    return measured.counted, measured.loss, measured.sparsity, *of_group, measured.taken, measured.alone
 
 
 def _row(state: LayerState) -> Tensor:

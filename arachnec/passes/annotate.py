@@ -32,6 +32,7 @@ from arachnec.cost.profile import (
     read_profile,
 )
 from arachnec.cost.sparse_attention import with_sparse_layers
+from arachnec.cost.sparse_profile import with_measured_sparsity
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Stage, integer, quantity
 from arachnec.ir.sampling import CODING
@@ -93,6 +94,9 @@ class Annotate(Pass):
                 stages.append(from_profile(stage, profile, module.cluster))
             else:
                 stages.append(from_device_specs(stage, flops, overhead))
+        if profile is not None:
+            crowd = crowding(module.cluster)
+            stages = [with_measured_sparsity(stage, profile.sparsity, crowd) for stage in stages]
         cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
         cascades = with_sparse_layers(with_measured_clips(module, profile), stages)
         return replace(module, level=Level.COSTED, cluster=cluster, stages=tuple(stages), cascades=cascades)

@@ -100,12 +100,12 @@ class Sparsify(Pass):
 
     def _demand(self, module: Module) -> None:
         """Raises UserError for an option that says nothing."""
-        size, rank = self._head_size(module), 1 if self.rank is None else self.rank
+        size, (rank, group) = self._head_size(module), (1 if n is None else n for n in (self.rank, self.group))
         checks = (
             ("density", self.density, 0 < self.density <= 1, "above 0, to 1", "share of keys that a query attends to"),
             ("mass", self.mass, 0 < self.mass <= 1, "above 0, to 1", "share of the attention that chosen keys hold"),
             ("rank", rank, 1 <= rank <= size, f"1 to {size}", "features of the predictor, at most a head's"),
-            ("group", self.group or 1, (self.group or 1) >= 1, "1 or more", "queries whose keys are chosen together"),
+            ("group", group, group >= 1, "1 or more", "queries whose keys are chosen together"),
             ("block", self.block, self.block >= 1, "1 or more", "keys that are chosen together"),
             ("forward_speed", self.forward_speed, self.forward_speed > 0, "above 0", "1 for as fast as dense"),
             ("backward_speed", self.backward_speed, self.backward_speed > 0, "above 0", "1 for as fast as dense"),

@@ -22,6 +22,7 @@ from arachnec.cost.profile import (
     fit_profile,
     write_profile,
 )
+from arachnec.cost.sparse_profile import AttentionTime, fit_sparse
 from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -52,6 +53,8 @@ class Measured(msgspec.Struct, frozen=True):
     links: LinkProfile | None
     synchronisation: list[Synchronisation]
     collectives: list[Collective] = []
+    attention: list[AttentionTime] = []  # of heads of ``head_size``
+    head_size: int = 0
 
 
 def profile_here(model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False) -> Profile:
@@ -100,6 +103,7 @@ def fitted(measured: Measured, machine: Cluster) -> Profile:
         links=measured.links,
         synchronisation=measured.synchronisation,
         collectives=measured.collectives,
+        sparsity=[fit_sparse(measured.head_size, measured.attention)] if measured.attention else [],
     )
 
 

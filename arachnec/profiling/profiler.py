@@ -32,6 +32,7 @@ from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
 from arachnec.cost.communication import encoder_volumes, volumes
 from arachnec.cost.profile import BATCH, LinkProfile, Measurement, Synchronisation
+from arachnec.cost.sparse_profile import AttentionTime
 from arachnec.cost.strategy import Attention
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
@@ -40,13 +41,14 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integers
-from arachnec.ir.stage_sizes import token_bytes
+from arachnec.ir.stage_sizes import count_in, token_bytes
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Formula, Symbol
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.lowering.attention import head_size
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import Optimizer
@@ -57,7 +59,9 @@ from arachnec.profiling.layer_collectives import LayerCollectives
 from arachnec.profiling.local import Measured
 from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
+from arachnec.profiling.sparse_kernels import measure_sparse, sparse_grids
 from arachnec.runtime.agreement import gather, share_text
+from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.spmd.spatial.peers import Group
 from arachnec.tracing.sample import meta_encoders
@@ -89,6 +93,8 @@ class _Traced(msgspec.Struct, frozen=True):
     tokens: list[int]
     layers: tuple[tuple[str, str], ...]
     divided: list[str]  # encoders that can share a clip
+    heads: int  # of the model's attention, 0 where that is not known
+    head_size: int
 
 
 @dataclass
@@ -107,6 +113,7 @@ class Profiler:
     parameters: dict[str, Tensor] = field(init=False)
     sequence: SequenceModel | None = field(init=False)  # the same model with blocks that can be shared
     optimizer: Optimizer = field(init=False)
+    tokens: list[int] = field(init=False)  # S of every clip
     jobs: list[Job] = field(init=False, default_factory=list)
     _deciding: dict[str, tuple[str, ...]] = field(init=False)  # the sizes of a clip that decide an encoder's time
     _further: list[Job] = field(init=False)  # more of the encoders, where the budget allows
@@ -115,12 +122,13 @@ class Profiler:
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
     _collectives: LayerCollectives | None = field(init=False, default=None)  # of a model with blocks
     _divided: list[str] = field(init=False)  # encoders of which several ranks can run one clip
+    _heads: tuple[int, int] = field(init=False)  # of the model's attention, and their size; 0 where not known
     _together: DividedEncoders = field(init=False, default_factory=DividedEncoders)
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
 
     def __post_init__(self) -> None:
-        tokens = self._trace()
+        self.tokens = tokens = self._trace()
         points = choose_points(self.clips, tokens)
         running = meta_encoders(self.model_file).keys() - encoded_beforehand(self.clips)
         self.encoders = shared_encoders(running_encoders(self.model_file, running), TRAINING, self.device)
@@ -173,6 +181,20 @@ class Profiler:
         for _ in range(1, min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
             self.round()
         return self.measured()
+
+    def attention(self) -> tuple[int, list[AttentionTime]]:
+        """The size of a head, and what heads take dense and over chosen keys, on clips like the longest; on all ranks
+        that have a core at a time. Nothing for clips too short for it."""
+        heads, size = self._heads
+        clip, tokens = max(zip(self.clips, self.tokens, strict=True), key=lambda row: row[1])
+        grid = token_grid(tokens, clip.frames, clip.height, clip.width)
+        dtype = next(iter(self.parameters.values())).dtype
+        rows: list[AttentionTime] = []
+        for part in sparse_grids(grid, self.device) if size else ():
+            dist.barrier()
+            if dist.get_rank() < self.at_once:
+                rows += measure_sparse(part, heads, size, dtype, self.device)
+        return size, rows
 
     def _longest(self, work: Callable[[], object]) -> float:
         """Seconds that this work takes on the rank that is last."""
@@ -233,10 +255,12 @@ class Profiler:
             self._stages = {stage.name: stage for stage in traced.stages}
             tokens = [traced.tokens(clip) for clip in self.clips]
             divided = [stage.name for stage in traced.stages if "divides" in stage.attrs]
-            text = msgspec.json.encode(_Traced(tokens, _layers(self._stages[TRAINED]), divided)).decode()
+            layers, size = _layers(self._stages[TRAINED]), head_size(self._stages[TRAINED]) or 0
+            heads = count_in(self._stages[TRAINED], "heads") if size else 0
+            text = msgspec.json.encode(_Traced(tokens, layers, divided, heads, size)).decode()
         facts = msgspec.json.decode(share_text(text), type=_Traced)
         self._layers = Layers(facts.layers) if facts.layers else None
-        self._divided = facts.divided
+        self._divided, self._heads = facts.divided, (facts.heads, facts.head_size)
         return facts.tokens
 
     def _encoder_job(self, name: str, point: Point) -> Job:
@@ -461,6 +485,8 @@ def main(model: str, data: str, planned_device: str, at_once: str, output: str) 
     def work(device: torch.device) -> None:
         profiler = Profiler(load_model_file(model), read_manifest(data).clips, device, int(at_once))
         measured = profiler.measure()
+        size, attention = profiler.attention()
+        measured = msgspec.structs.replace(measured, head_size=size, attention=attention)
         if dist.get_rank() == 0:
             Path(output).write_bytes(msgspec.json.encode(measured))
 

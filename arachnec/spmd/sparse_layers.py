@@ -6,6 +6,7 @@ follows from seed, step, clip and layer, and what a rank computes for its heads 
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
@@ -19,8 +20,11 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from arachnec.ir.head_division import HeadPart
 from arachnec.kernels.attention.divided_heads import Division, HeadShare
+from arachnec.kernels.attention.host_tables import on_device
+from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.predictor import (
+    LARGEST_LOSS,
     MASS,
     Projections,
     held_mass,
@@ -34,8 +38,10 @@ from arachnec.kernels.sparse.predictor import (
     true_scores,
     turns_sparse,
 )
-from arachnec.kernels.sparse.token_cubes import CELL, KEYS, QUERIES, Grid, TokenCubes, token_cubes
+from arachnec.kernels.sparse.token_cubes import CELL, KEYS, QUERIES, Grid, TokenCubes, order_on, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
+from arachnec.sparsity.key_fetch import independent
+from arachnec.spmd.chosen_fetch import LayerFetch, Room
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_runtime import Shares
 
@@ -59,8 +65,9 @@ class LayerState:
 class Measured:
     """Of the heads that were computed here, [heads] each: 1 where the drawn group was, else 0; loss and sparsity, of a
     head that is cut the part of its own queries; of the drawn group the share of blocks that it needs, the attention
-    that its chosen blocks hold and that share of the best choice's; and the projections' gradients. Over the ranks of a
-    clip these add up to those of one rank."""
+    that its chosen blocks hold and that share of the best choice's; the blocks that the groups here chose together, and
+    those that as many would, if each chose by itself; and the projections' gradients. Over the ranks of a clip these
+    add up to those of one rank, but for ``taken`` and ``alone``: of a head that is cut they are of its parts."""
 
     counted: Tensor
     loss: Tensor
@@ -68,6 +75,8 @@ class Measured:
     needed: Tensor
     held: Tensor
     of_best: Tensor
+    taken: Tensor
+    alone: Tensor
     gradients: tuple[Tensor, Tensor]
     heads: tuple[int, ...]  # which these are
 
@@ -78,7 +87,9 @@ class SparseCascade:
     all heads that are taken as they are, None for dense. ``lists`` are those of the heads that were computed here: what
     runs again in the backward takes them from there. ``weight`` None trains no predictor. ``parts`` say which rank of a
     clip computes which of so many ``groups`` of which head, of layers that run sparse; heads of others, and of a
-    sequence that is cut into another number of groups, go by number."""
+    sequence that is cut into another number of groups, go by number. Sparse layers with ``room`` get only the keys that
+    they chose, and measure and learn nothing, as they do not see the others; ``overflowed`` says for each whether a key
+    had no room."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
@@ -89,11 +100,20 @@ class SparseCascade:
     mass: float = MASS  # of a group's attention, that its blocks are to hold
     parts: Mapping[Layer, Sequence[HeadPart]] = field(default_factory=dict)
     groups: int = 0
+    room: Mapping[Layer, Room] = field(default_factory=dict)
+    overflowed: list[Tensor] = field(default_factory=list)
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
     shares: dict[Layer, Shares] = field(default_factory=dict)  # whose lists these are
     measured: dict[Layer, Measured] = field(default_factory=dict)
+    fetched: set[Layer] = field(default_factory=set)  # whose lists are known on all ranks
     _cubes: dict[tuple[int, str | None], TokenCubes] = field(default_factory=dict)
     _divisions: dict[tuple[Layer, int], Division | None] = field(default_factory=dict)
+
+    def of_objective(self, objective: Tensor) -> Tensor:
+        """The objective, or nan where a key had no room: then no gradient is finite, and nothing is updated."""
+        if not self.overflowed:
+            return objective
+        return objective * torch.where(torch.stack(self.overflowed).any(), math.nan, 1.0).to(objective.dtype)
 
     def of_block(self, path: str) -> OfBlock:
         return OfBlock(self, path)
@@ -140,7 +160,32 @@ class OfBlock:
         if not parts or state is None or not cascade.replay.get(layer, state.sparse):
             return None
         cubes = cascade.cubes(tokens, state.site.captions)
-        return divided(parts, cubes, places) if len(cubes.groups) - 1 == cascade.groups else None
+        return divided(tuple(parts), cubes, places) if len(cubes.groups) - 1 == cascade.groups else None
+
+    def fetch(self, site: int, tokens: int) -> LayerFetch | None:
+        """How a layer that runs sparse gets its keys; None where it gets all of them."""
+        cascade, layer = self.cascade, (self.path, site)
+        state, room = cascade.layers.get(layer), cascade.room.get(layer)
+        if state is None or room is None or not cascade.replay.get(layer, state.sparse):
+            return None
+        cubes, by = cascade.cubes(tokens, state.site.captions), state.projections
+
+        def lists(query: Tensor | None, key: Tensor | None, heads: Shares) -> KeyLists:
+            if layer not in cascade.lists:
+                cascade.shares[layer] = heads
+                given = cascade.replay.get(layer)
+                if given is not None:
+                    cascade.lists[layer] = given.of_shares(heads, by.query.device)
+                else:
+                    assert query is not None and key is not None
+                    cascade.lists[layer] = critical_keys(query, key, cubes, *self._kept(state, cubes, heads))
+            known = cascade.lists[layer]
+            assert known is not None, "a layer that is dense fetches no keys"
+            return known
+
+        predicts = layer not in cascade.replay and layer not in cascade.fetched
+        cascade.fetched.add(layer)
+        return LayerFetch(cubes, by.key, by.query, state.densities, room, predicts, lists, cascade.overflowed)
 
     def attend(
         self, site: int, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, heads: Shares
@@ -153,17 +198,17 @@ class OfBlock:
         cubes = cascade.cubes(query.shape[2], state.site.captions)
         if not heads:
             return video_attention(query, key, value, cubes, None, mask=mask, scale=scale)
-        here = torch.tensor([share.head for share in heads], device=query.device)
+        here = on_device(torch.tensor([share.head for share in heads]), query.device)
         by = Projections(state.projections.query[here], state.projections.key[here])
         if layer not in cascade.lists:
             cascade.shares[layer] = heads
             if layer in cascade.replay:
                 given = cascade.replay[layer]
-                cascade.lists[layer] = None if given is None else given.of_shares(heads)
+                cascade.lists[layer] = None if given is None else given.of_shares(heads, query.device)
             else:
                 cascade.lists[layer] = self._chosen(state, by, query, key, cubes, heads) if state.sparse else None
         out = video_attention(query, key, value, cubes, cascade.lists[layer], mask=mask, scale=scale)
-        if cascade.weight is None:
+        if cascade.weight is None or (layer in cascade.room and cascade.lists[layer] is not None):
             return out
         if layer not in cascade.measured:
             with saved_tensors_hooks(_as_it_is, _as_it_is):  # what is saved here is none of the checkpoint's
@@ -177,10 +222,14 @@ class OfBlock:
     def _chosen(
         self, state: LayerState, by: Projections, query: Tensor, key: Tensor, cubes: TokenCubes, heads: Shares
     ) -> KeyLists:
+        return predicted_lists(query, key, by, cubes, *self._kept(state, cubes, heads))
+
+    @staticmethod
+    def _kept(state: LayerState, cubes: TokenCubes, heads: Shares) -> tuple[list[int], list[tuple[int, int]]]:
+        """Blocks that each share keeps, and its groups."""
         video, groups = len(cubes.blocks) - 1 - cubes.captions, len(cubes.groups) - 1
         kept = kept_blocks([state.densities[share.head] for share in heads], video)
-        spans = [(share.first, groups if share.end is None else share.end) for share in heads]
-        return predicted_lists(query, key, by, cubes, kept, spans)
+        return kept, [(share.first, groups if share.end is None else share.end) for share in heads]
 
     def _measured(
         self,
@@ -196,13 +245,13 @@ class OfBlock:
         """On rows of scores that are drawn for this layer, and on all rows of one group: of a head that is cut on those
         that are here."""
         rng = torch.Generator().manual_seed(_seed(f"{self.cascade.draw}/{layer[0]}/{layer[1]}"))
-        order = cubes.order[: cubes.video]
-        drawn = order[torch.randint(cubes.video, (min(ROWS, cubes.video),), generator=rng)]
+        drawn = cubes.order[: cubes.video][torch.randint(cubes.video, (min(ROWS, cubes.video),), generator=rng)]
         group = int(torch.randint(len(cubes.groups) - 1, (), generator=rng))
         here = [torch.ones_like(drawn) if s.rows is None else torch.isin(drawn, s.rows) for s in heads]
-        own = torch.stack(here).bool().to(query.device)
-        counted = torch.tensor([s.end is None or s.first <= group < s.end for s in heads]).to(query.device)
-        rows, order = drawn.to(query.device), order.to(query.device)
+        drawn_in = torch.tensor([s.end is None or s.first <= group < s.end for s in heads])
+        tables = (torch.stack(here).bool(), drawn_in, drawn)
+        own, counted, rows = (on_device(table, query.device) for table in tables)
+        order = order_on(cubes, query.device)[: cubes.video]
         keys = key.index_select(2, order)
         with torch.enable_grad():
             leaves = [x.detach().requires_grad_() for x in (by.query, by.key)]
@@ -217,17 +266,24 @@ class OfBlock:
             if lists is None:
                 lists = self._chosen(state, by, query, key, cubes, heads)
             video = len(cubes.blocks) - 1 - cubes.captions
-            chosen = chosen_blocks(lists, video + cubes.captions)[:, :, group, :video]
+            table = chosen_blocks(lists, video + cubes.captions)[..., :video]
+            chosen, taken = table[:, :, group], table.any(2).float().mean((0, 2))
+            spans = self._kept(state, cubes, heads)[1]
+            by_itself = [independent(state.densities[s.head], b - a) for s, (a, b) in zip(heads, spans, strict=True)]
+            alone = on_device(torch.tensor(by_itself), taken.device)
             scores = true_scores(of_group, keys, scale)
             held, of_best = held_mass(scores, chosen, cubes.blocks[: video + 1])
             needed = needed_blocks(scores, cubes.blocks[: video + 1], self.cascade.mass)
             needed, held, of_best = (torch.where(counted, x, 0.0) for x in (needed, held, of_best))
             sparsity = torch.where(own, measured_sparsity(true, self.cascade.mass), 0.0).mean((0, 2))
         numbers = tuple(share.head for share in heads)
-        return Measured(counted.float(), loss.detach(), sparsity, needed, held, of_best, (of_query, of_key), numbers)
+        return Measured(
+            counted.float(), loss.detach(), sparsity, needed, held, of_best, taken, alone, (of_query, of_key), numbers
+        )
 
 
-def divided(parts: Sequence[HeadPart], cubes: TokenCubes, places: int) -> Division:
+@functools.lru_cache(maxsize=1024)
+def divided(parts: tuple[HeadPart, ...], cubes: TokenCubes, places: int) -> Division:
     """By place the shares of heads: groups as rows of the sequence. Captions' queries are in no group: they go with a
     head's first."""
     groups = len(cubes.groups) - 1
@@ -267,11 +323,11 @@ def add_predictors(
     return layers
 
 
-def after(state: LayerState, measured: Measured) -> LayerState:
+def after(state: LayerState, measured: Measured, largest_loss: float = LARGEST_LOSS) -> LayerState:
     """What is known of a layer after a step that measured all its heads. Waits for the device."""
     sparsities = moved(state.sparsities, measured.sparsity.tolist())
     densities = moved(state.densities, measured.needed.tolist())
-    sparse = turns_sparse(float(measured.loss.mean()), float(measured.of_best.mean()))
+    sparse = turns_sparse(float(measured.loss.mean()), float(measured.of_best.mean()), largest_loss)
     return replace(state, sparsities=sparsities, densities=densities, sparse=sparse)
 
 

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from arachnec.kernels.attention.distributed_attention import distributed_attention
+from arachnec.kernels.attention.distributed_attention import KeyFetch, distributed_attention
 from arachnec.kernels.attention.divided_heads import Division, HeadShare
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.spmd.runtime import Parts
@@ -22,6 +22,8 @@ class BlockAttention(Protocol):
     ) -> Tensor: ...
 
     def division(self, site: int, tokens: int, places: int) -> Division | None: ...
+
+    def fetch(self, site: int, tokens: int) -> KeyFetch | None: ...
 
 
 def attention_of_all(
@@ -73,4 +75,5 @@ def attention_of_share(
         scale=scale,
         local=of_heads,
         division=layers.division(site, tokens, shard.degree),
+        fetch=layers.fetch(site, tokens) if shard.degree > 1 else None,
     )

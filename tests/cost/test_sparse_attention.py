@@ -14,7 +14,6 @@ from arachnec.cost.communication import volumes
 from arachnec.cost.model import CostModel
 from arachnec.cost.sparse_attention import (
     SparseLoads,
-    blocks_sent,
     faster_sparse,
     lists_gib,
     with_sparse_layers,
@@ -23,6 +22,7 @@ from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.head_division import with_heads
+from arachnec.sparsity.key_fetch import keys_sent, share_inside
 from arachnec.verification.heads import check_heads
 
 TOKENS = 40_000
@@ -110,10 +110,12 @@ def test_ranks_that_get_keys_of_more_heads_receive_more() -> None:
     assert heavy.received > loads.of(clip(sparse=(0, 1)), 4).received
 
 
-def test_a_part_of_a_head_gets_the_blocks_that_its_groups_chose() -> None:
-    assert blocks_sent(0.1, 1) == pytest.approx(0.1)
-    assert blocks_sent(0.1, 10) == pytest.approx(1 - 0.9**10)
-    assert blocks_sent(1.0, 3) == 1.0
+def test_between_machines_a_part_of_a_head_gets_the_blocks_that_its_groups_chose() -> None:
+    assert keys_sent(0.1, 10) == 1.0, "inside a machine all keys travel"
+    assert keys_sent(0.1, 1, 0.0) == pytest.approx(0.25 + 0.75 * 0.15), "all in every fourth step"
+    assert keys_sent(0.1, 100, 0.0) == keys_sent(1.0, 1, 0.0) == 1.0
+    assert keys_sent(0.1, 1, 0.5) == pytest.approx(0.5 + 0.5 * keys_sent(0.1, 1, 0.0))
+    assert (share_inside(4, 8), share_inside(16, 8)) == (1.0, pytest.approx(7 / 15))
 
 
 def test_short_clips_stay_dense_where_choosing_takes_longer_than_it_saves() -> None:

@@ -22,12 +22,14 @@ from torch import Tensor, nn
 from arachnec.backends.torch_distributed.sharded_blocks import fuse_as_planned
 from arachnec.ir.head_division import HeadPart
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.kernels.sparse.cube_sides import group_count
 from arachnec.kernels.sparse.token_cubes import Grid
 from arachnec.sparsity.head_shares import balanced
+from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sharded_model import SequenceModel, install
-from arachnec.spmd.sparse_layers import SparseCascade, divided
+from arachnec.spmd.sparse_layers import Layer, SparseCascade, divided
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from tests.distributed.harness import started_by
 from tests.spmd.sequence_models import MODELS, Size
@@ -36,7 +38,8 @@ from tests.spmd.sequence_models import MODELS, Size
 @dataclass(frozen=True)
 class Step:
     """``tokens`` per rank, sum the clip's; where empty, at random cuts. ``recompute`` is all blocks, or the first so
-    many. ``grid`` is the clip's, where attention is sparse."""
+    many. ``grid`` is the clip's, where attention is sparse; with a ``node`` so many ranks are a machine, and others get
+    only the keys that they chose."""
 
     ranks: tuple[int, ...]
     ulysses: int
@@ -45,6 +48,7 @@ class Step:
     tokens: tuple[int, ...] = ()
     recompute: bool | int = False
     grid: Grid | None = None
+    node: int = 0
 
 
 @dataclass(frozen=True)
@@ -220,10 +224,12 @@ def _compare_sparse(name: str, sequence: SequenceModel, groups: ProcessGroups, s
     parts = {at: _parts(state.densities, count, degree) for at, state in layers.items()}
     assert any(part.start for shares in parts.values() for part in shares), "some head is cut"
     shard = groups.shard(step.ranks, uneven(case.tokens(step.size), degree), step.ulysses, step.ring)
-    alone = SparseCascade(layers, grid, "0/0/a", weight=1.0, sizes=sizes)
+    learns = None if step.node else 1.0
+    room = {at: Room(step.node, (1.0,) * state.site.heads, 2.0) for at, state in layers.items() if step.node}
+    alone = SparseCascade(layers, grid, "0/0/a", weight=learns, sizes=sizes)
     with sequence.use(None, sparse=alone):
         true_loss, truth = _step(sequence.model, arguments, 1.0)
-    chosen = SparseCascade(layers, grid, "0/0/a", sizes=sizes, parts=parts, groups=count)
+    chosen = SparseCascade(layers, grid, "0/0/a", sizes=sizes, parts=parts, groups=count, room=room)
     with sequence.use(shard, sparse=chosen), torch.no_grad():
         sequence.model(**arguments)
     for layer, lists in chosen.lists.items():
@@ -231,16 +237,36 @@ def _compare_sparse(name: str, sequence: SequenceModel, groups: ProcessGroups, s
         (cubes,) = (cubes for (_, captions), cubes in chosen._cubes.items() if captions == site.captions)
         own = divided(parts[layer], cubes, degree)[shard.index]
         assert lists is not None and theirs is not None and len(theirs.indices)
-        assert torch.equal(lists.indices, theirs.of_shares(own).indices)
+        assert torch.equal(lists.indices, theirs.of_shares(own, lists.indices.device).indices)
     replayed = SparseCascade(
-        layers, grid, "0/0/a", weight=1.0, sizes=sizes, replay=alone.lists, parts=parts, groups=count
+        layers, grid, "0/0/a", learns, sizes, replay=alone.lists, parts=parts, groups=count, room=room
     )
     with sequence.use(shard, recompute=bool(step.recompute), sparse=replayed):
         loss, partial = _step(sequence.model, arguments, 1 / degree)
+    if step.node:
+        assert len(replayed.overflowed) == len(chosen.overflowed) == len(layers), "none was recomputed"
+        _without_room(sequence, arguments, replace(chosen, room=_no_room(room), lists={}, fetched=set()), shard)
     everywhere = {
         name: partial.get(name, torch.zeros_like(true)) for name, true in truth.items()
     }  # without heads: none
     return _difference(step, groups, loss, everywhere, true_loss, truth)
+
+
+def _no_room(room: dict[Layer, Room]) -> dict[Layer, Room]:
+    return {at: replace(known, margin=0.0) for at, known in room.items()}
+
+
+def _without_room(
+    sequence: SequenceModel, arguments: dict[str, Any], cascade: SparseCascade, shard: SequenceShard
+) -> None:
+    """Where nothing has room some rank says so, and the objective is no number there."""
+    cascade.overflowed.clear()
+    with sequence.use(shard, sparse=cascade), torch.no_grad():
+        sequence.model(**arguments)
+    lacking = torch.stack(cascade.overflowed).any().float()
+    assert cascade.of_objective(torch.ones(())).isnan() == bool(lacking)
+    dist.all_reduce(lacking, group=shard.group)
+    assert lacking > 0
 
 
 def _parts(densities: tuple[float, ...], count: int, degree: int) -> tuple[HeadPart, ...]:

@@ -221,6 +221,8 @@ class _Walk:
             seen = partial(self._predicted, cascade, target)
             whole = None if len(kept) == count else kept
             objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen, whole) * share
+        if (sparse := self._sparse(cascade)) is not None:
+            objective = sparse.of_objective(objective)
         self.run.losses[cascade.name] = objective
         self.run.shares[cascade.name] = objective.detach()
 
@@ -418,7 +420,12 @@ class _Walk:
         learns = not share.measures and len(self.kept[cascade.name]) == clips
         weight = share.part * clips / len(self.iteration.module.clips) if learns else None
         return predictors.cascade(
-            cascade, self.iteration.clips, self.context.training.seed, self.iteration.step, weight
+            cascade,
+            self.iteration.clips,
+            self.context.training.seed,
+            self.iteration.step,
+            weight,
+            trains=not share.measures,
         )
 
     def _forward_of(self, cascade: Cascade) -> Instruction:

@@ -13,7 +13,6 @@ from arachnec.ir.head_density import layer_densities
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.module_index import label
 from arachnec.ir.nodes import STAGE_OPS, Instruction, Module, Phase, Program
-from arachnec.ir.parameter_cells import cell_of
 
 
 @dataclass(frozen=True)
@@ -86,14 +85,14 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
 
 
 def _sparse_problems(module: Module, programs: Sequence[Program]) -> Iterator[Diagnostic]:
-    """Attention to chosen keys runs in models that are whole on every rank, its heads exchanged between all ranks."""
+    """Attention to chosen keys runs in models that have all layers on every rank, its heads exchanged between the ranks
+    of a clip."""
     whole = "compile with `sparsify,shard-optimizer,partition,annotate,schedule-z3,place,bucket,lower,check`"
     for stage in module.stages:
         if not stage.trained or not layer_densities(stage):
             continue
         refused = (
             ("part_of" in stage.attrs, "in a model that `stages` cut", whole),
-            (cell_of(stage) is not None, "where parameters are dealt out over cells", whole),
             (bool(in_host(stage)), "where parts of the model lie in host memory", whole),
             ("graphs" in stage.attrs, "in blocks that no one graph serves", "compile without `sparsify`"),
         )

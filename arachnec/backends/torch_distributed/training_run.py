@@ -23,8 +23,13 @@ from arachnec.backends.torch_distributed.drawn_batches import demand_no_order, d
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes, newest_checkpoint
 from arachnec.backends.torch_distributed.interpreter import run_iteration
-from arachnec.backends.torch_distributed.iteration import Iteration, Share, program_of
-from arachnec.backends.torch_distributed.kept_plan import have_moved
+from arachnec.backends.torch_distributed.iteration import Iteration, Run, Share, program_of
+from arachnec.backends.torch_distributed.learned_sparsity import (
+    FollowedDensities,
+    finish_step,
+    lacks_keys,
+    with_predictors,
+)
 from arachnec.backends.torch_distributed.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.other_options import state_beyond_plan
@@ -50,7 +55,7 @@ from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import LayerSummary, ListFiles, SparsePredictors, sparse_stage
+from arachnec.model_state.sparse_predictors import LayerSummary
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -134,7 +139,7 @@ class Trainer:
         )
         self._samples = Samples.of(training, self._context, (options.checkpoint or executable.folder) / "samples")
         self._slowed: Mapping[int, float] = {}
-        self._densities: Mapping[int, tuple[float, ...]] | None = None  # that plans were last made for
+        self._densities = FollowedDensities(self._plans, self._each)
         self._links = LinkWatch(changed=1)  # the first step connects and compiles
         self._specs = Specs(model_file, self._context.encoders, device)
         dtype = None if training.dtype == "fp32" else DTYPES[training.dtype]
@@ -146,12 +151,7 @@ class Trainer:
             partial(build_model, model_file, training, META),
             executable.fused_graphs(),
         )
-        if (sparse := sparse_stage(first)) is not None:
-            sequence = self._sequences.for_program(first)
-            assert sequence is not None, "a sparse stage needs its blocks traced"
-            predictors = SparsePredictors.of(sparse, sequence, training.seed)
-            predictors.files = ListFiles(options.save_lists, options.replay_lists)
-            self._context = replace(self._context, predictors=predictors)
+        self._context = with_predictors(self._context, first, self._sequences, training, options)
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
@@ -230,7 +230,8 @@ class Trainer:
             if share.ends and not last:
                 following = self._following(begin + self._each)
             reports.append(self._iterate(planned, share, following, save_gradients if share.ends else None))
-        self._follow_densities(number, last=last)
+        if not last:
+            self._densities.follow(self._context, number)
         self._watch_links(number)
         self._follow_ranks(number)
         if not reports:
@@ -285,15 +286,26 @@ class Trainer:
         self._enter_step(planned, progress)
         started = time.perf_counter()
         run = run_iteration(context, own, clock, gradient_saver(save_gradients), self._ahead, progress)
+        if lacks_keys(context, planned.step):
+            run = self._again(planned, share, clock, save_gradients, progress)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         self._limits.took(planned, elapsed)
         measured = Measured(self.intervals, elapsed, exposed)
         took = self._account.report(context, own, planned, run, measured)
-        if context.predictors is not None and share.ends:
-            everyone = context.gradient_groups.get(tuple(range(dist.get_world_size())))
-            context.predictors.finish(planned.step, everyone, skipped=took.skipped)
+        if share.ends:
+            finish_step(context, planned.step, skipped=took.skipped)
         return took
+
+    def _again(
+        self, planned: Planned, share: Share, clock: Clock, save_gradients: Path | None, progress: StepProgress
+    ) -> Run:
+        """A step whose chosen keys had no room, with all keys. Noise and times of clips are those of the first try."""
+        events.emit(report.Note(f"step {planned.step} is done again: more keys were chosen than were planned for"))
+        assert self._context.predictors is not None
+        self._context.predictors.all_keys = True
+        own = replace(self._iteration(planned, {}), share=share)
+        return run_iteration(self._context, own, clock, gradient_saver(save_gradients), None, progress)
 
     def _watch_links(self, number: int) -> None:
         """Where plans follow the links: compare what all ranks noted, and plan anew from the third batch after this
@@ -310,17 +322,6 @@ class Trainer:
         if watch is not self._links:
             self._links = watch
             self._plans.follow_links(watch.planned, (number + 1) * self._each + 2)
-
-    def _follow_densities(self, number: int, *, last: bool) -> None:
-        """Plan the step after the next one for what this one measured of layers that are sparse. All ranks know it."""
-        predictors = self._context.predictors
-        if predictors is None or not self._plans.follows_densities or last:
-            return
-        step, now = (number + 1) * self._each + 1, predictors.running
-        if have_moved(self._densities, now):
-            self._densities = now
-            self._plans.follow_densities(now, step)
-        self._plans.prepare(step)
 
     def _follow_ranks(self, number: int) -> None:
         """Where ranks have become slow, or are no longer: plan anew, as for links. All ranks have seen the same."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -72,6 +72,27 @@ class Block:
         return additive(select(mask, -1, self.keys), dtype)
 
 
+@dataclass(frozen=True)
+class Heads:
+    """What a kernel reads: query [B, H, Lq, D], key [B, H, Lk, D], value [B, H, Lk, Dv], and a mask, boolean or added
+    to the scores, [B or 1, H or 1, Lq or 1, Lk]."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
+    scale: float
+
+
+@dataclass(frozen=True)
+class Attended:
+    """The output's gradient, the output and the log-sum-exp, merged over all keys."""
+
+    grad: Tensor
+    out: Tensor
+    lse: Tensor
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, block: Block, scale: float, backend: str | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -90,7 +111,7 @@ def attend(
     outs, lses = [], []
     for rows in _tiles(query, key, block, fused):
         bias = block.bias(rows, query.dtype if fused else accumulator(query.dtype), query.device)
-        out, lse = biased_forward(kernel, query[:, :, rows], key, value, bias, scale)
+        out, lse = biased_forward(kernel, Heads(query[:, :, rows], key, value, bias, scale))
         outs.append(out)
         lses.append(lse)
     return torch.cat(outs, 2), torch.cat(lses, 2)
@@ -121,8 +142,8 @@ def attend_backward(
     grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
     for rows in _tiles(query, key, block, fused):
         bias = block.bias(rows, query.dtype if fused else dtype, query.device)
-        part = (grad[:, :, rows], query[:, :, rows], key, value, out[:, :, rows], lse[:, :, rows])
-        dq, dk, dv = biased_backward(kernel, *part, bias, scale)
+        attended = Attended(grad[:, :, rows], out[:, :, rows], lse[:, :, rows])
+        dq, dk, dv = biased_backward(kernel, Heads(query[:, :, rows], key, value, bias, scale), attended)
         grad_query.append(dq)
         grad_key += dk
         grad_value += dv
@@ -149,76 +170,56 @@ def _tiles(query: Tensor, key: Tensor, block: Block, fused: bool) -> Iterator[sl
         yield slice(first, min(first + step, rows))
 
 
-def biased_forward(
-    kernel: str, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    """``attend`` by this kernel family: every query to every key, with a boolean or additive ``bias`` to the scores."""
-    bias = None if bias is None else additive(bias, _dtype_of_bias(kernel, query))
+def biased_forward(kernel: str, heads: Heads) -> tuple[Tensor, Tensor]:
+    """``attend`` by this kernel family: every query to every key."""
+    heads = _with_bias_of(kernel, heads)
     if kernel == MATH:
-        out, lse = plain_forward(query, key, value, bias, scale)
+        out, lse = plain_forward(heads)
     else:
-        out, lse = fused_forward(kernel, query, key, value, bias, False, scale)
-    if bias is not None:
-        dead = (bias == -math.inf).all(-1)
+        out, lse = fused_forward(kernel, heads.query, heads.key, heads.value, heads.bias, False, heads.scale)
+    if heads.bias is not None:
+        dead = (heads.bias == -math.inf).all(-1)
         out, lse = out.masked_fill(dead[..., None], 0.0), lse.masked_fill(dead, -math.inf)
     return out, lse
 
 
-def biased_backward(
-    kernel: str,
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def biased_backward(kernel: str, heads: Heads, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
     """``attend_backward`` of ``biased_forward``."""
-    bias = None if bias is None else additive(bias, _dtype_of_bias(kernel, query))
+    heads = _with_bias_of(kernel, heads)
     if kernel == MATH:
-        return plain_backward(grad, query, key, value, out, lse, bias, scale)
-    return fused_backward(kernel, grad, query, key, value, out, lse, bias, False, scale)
+        return plain_backward(heads, attended)
+    read = (heads.query, heads.key, heads.value, attended.out, attended.lse, heads.bias)
+    return fused_backward(kernel, attended.grad, *read, False, heads.scale)
 
 
-def _dtype_of_bias(kernel: str, query: Tensor) -> torch.dtype:
-    return accumulator(query.dtype) if kernel == MATH else query.dtype
+def _with_bias_of(kernel: str, heads: Heads) -> Heads:
+    """With the bias in the form that a kernel family adds."""
+    dtype = accumulator(heads.query.dtype) if kernel == MATH else heads.query.dtype
+    return heads if heads.bias is None else replace(heads, bias=additive(heads.bias, dtype))
 
 
-def plain_forward(
-    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    scores = _scores(query, key, bias, scale)
+def plain_forward(heads: Heads) -> tuple[Tensor, Tensor]:
+    scores = _scores(heads)
     lse = scores.logsumexp(-1)
     shift = lse.masked_fill(lse == -math.inf, 0.0)
     weights = scores.sub_(shift[..., None]).exp_()
-    return (weights @ value.to(weights.dtype)).to(query.dtype), lse
+    return (weights @ heads.value.to(weights.dtype)).to(heads.query.dtype), lse
 
 
-def plain_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    weights = _scores(query, key, bias, scale).sub_(lse[..., None]).exp_()
+def plain_backward(heads: Heads, attended: Attended) -> tuple[Tensor, Tensor, Tensor]:
+    weights = _scores(heads).sub_(attended.lse[..., None]).exp_()
     dtype = weights.dtype
-    grad = grad.to(dtype)
+    grad = attended.grad.to(dtype)
     grad_value = weights.mT @ grad
-    delta = (grad * out).sum(-1, keepdim=True)
-    grad_scores = (grad @ value.to(dtype).mT).sub_(delta).mul_(weights).mul_(scale)
-    return grad_scores @ key.to(dtype), grad_scores.mT @ query.to(dtype), grad_value
+    delta = (grad * attended.out).sum(-1, keepdim=True)
+    grad_scores = (grad @ heads.value.to(dtype).mT).sub_(delta).mul_(weights).mul_(heads.scale)
+    return grad_scores @ heads.key.to(dtype), grad_scores.mT @ heads.query.to(dtype), grad_value
 
 
-def _scores(query: Tensor, key: Tensor, bias: Tensor | None, scale: float) -> Tensor:
-    dtype = accumulator(query.dtype)
-    scores = (query.to(dtype) @ key.to(dtype).mT).mul_(scale)
-    return scores if bias is None else scores.add_(bias)
+def _scores(heads: Heads) -> Tensor:
+    dtype = accumulator(heads.query.dtype)
+    scores = (heads.query.to(dtype) @ heads.key.to(dtype).mT).mul_(heads.scale)
+    return scores if heads.bias is None else scores.add_(heads.bias)
 
 
 def additive(mask: Tensor, dtype: torch.dtype) -> Tensor:

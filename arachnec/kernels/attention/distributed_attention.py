@@ -9,11 +9,13 @@ split as evenly as possible, so every degree is legal: with more ranks than head
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from arachnec.kernels.attention.attention_block import Ranges, Visibility
+from arachnec.kernels.attention.chosen_keys import Capacity, ChosenKeys
 from arachnec.kernels.attention.divided_heads import DividedHeads, Division, HeadShare, whole_heads
 from arachnec.kernels.attention.exchange import (
     even_ranges,
@@ -35,6 +37,25 @@ Counts = tuple[tuple[int, ...], ...]  # tokens of each part at each position
 OfHeads = Callable[[Tensor, Tensor, Tensor, Tensor | None, float, tuple[HeadShare, ...]], Tensor]
 
 
+class KeyFetch(Protocol):
+    """Which keys a rank gets of its heads, chosen before they come. ``division`` is that of all ranks of the shard,
+    ``counts`` are the keys of each part at each position."""
+
+    @property
+    def block_of(self) -> Tensor:
+        """[S] int64 on the host: the block of every key of the whole sequence."""
+
+    def wanted(self, query: Tensor, key: Tensor, division: Division, counts: Counts, shard: SequenceShard) -> Tensor:
+        """[B, own shares, blocks] bool: what own queries need. ``query`` are own heads [B, shares, S, D], ``key`` own
+        tokens [B, H, L, D]. Collective."""
+
+    def capacity(self, division: Division, counts: Counts, shard: SequenceShard) -> Capacity:
+        """Rows that each share may get of each holder, the same on all ranks."""
+
+    def note(self, overflowed: Tensor) -> None:
+        """Whether some wanted key had no room, a bool on the device: zeros are in its place then."""
+
+
 def distributed_attention(
     query: Tensor,
     key: Tensor,
@@ -49,6 +70,7 @@ def distributed_attention(
     enable_gqa: bool = False,
     local: OfHeads | None = None,
     division: Division | None = None,
+    fetch: KeyFetch | None = None,
 ) -> Tensor:
     """``scaled_dot_product_attention`` over the whole sequence, on this rank's share of it.
 
@@ -59,7 +81,8 @@ def distributed_attention(
     to the scores, its rows and columns in the order of the parts. It gets no gradient. ``is_causal`` compares positions
     in that same order. A query that may look at nothing yields 0, as in torch. ``local`` computes the attention of a
     rank's heads over all tokens instead; there is no ring then, no causality, and no head shares keys. ``division``
-    says which heads, and which queries of them, a rank has then; without it these are even runs.
+    says which heads, and which queries of them, a rank has then; without it these are even runs. With a ``fetch`` a
+    rank gets only the keys that its queries chose, where there is room for them, and all keys without.
 
     Returns [B, H, Lq, Dv]; replicated parts are again the same on every rank. Gradients are partial in the sense of
     ``arachnec.kernels.attention.exchange``. Raises ValueError for shapes that do not fit together.
@@ -90,6 +113,7 @@ def distributed_attention(
             local,
             division or whole_heads(total, shard.degree),
             shard,
+            fetch,
         )
         return _gather_parts(out, query_parts, queries, shard)
     query_heads = even_ranges(total, shard.ulysses)
@@ -134,10 +158,19 @@ def _by_division(
     local: OfHeads,
     division: Division,
     shard: SequenceShard,
+    fetch: KeyFetch | None,
 ) -> Tensor:
     """The output at this rank's tokens, of all heads."""
     own, total = division[shard.index], tensors[0].shape[1]
-    query, key, value = moved_to_heads(DividedHeads(division, (True, False, False), counts, shard), tensors)
+    if fetch is None:
+        query, key, value = moved_to_heads(DividedHeads(division, (True, False, False), counts, shard), tensors)
+    else:
+        (query,) = moved_to_heads(DividedHeads(division, (True,), counts[:1], shard), tensors[:1])
+        wanted = fetch.wanted(query.detach(), tensors[1].detach(), division, counts[1], shard)
+        capacity = fetch.capacity(division, counts[1], shard)
+        keys = ChosenKeys(division, counts[1], shard, wanted, fetch.block_of, capacity)
+        key, value = moved_to_heads(keys, tensors[1:])
+        fetch.note(keys.overflowed)
     if mask is not None and mask.shape[1] > 1:
         mask = mask[:, [share.head for share in own]]
     out = local(query, key, value, mask, scale, own)

@@ -7,6 +7,7 @@ zeros stand for the others. Gradients go the same ways; those of keys and values
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.attention.collectives import accumulator, exchange
+from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split, offsets
 
 Counts = tuple[tuple[int, ...], ...]  # tokens of each part of the sequence at each rank
@@ -41,9 +43,28 @@ def whole_heads(total: int, ranks: int) -> Division:
     return tuple(tuple(map(HeadShare, range(a, a + n))) for a, n in zip(firsts, sizes, strict=True))
 
 
-def _on_device(rows: Tensor, x: Tensor) -> Tensor:
-    """Rows for tensors like ``x``; from pinned memory, so that the host does not wait for the device."""
-    return rows.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else rows.to(x.device)
+def held_ranges(parts: Counts, holder: int) -> tuple[tuple[int, int], ...]:
+    """Where the holder's tokens stand in the whole sequence, all parts in order."""
+    ranges, start = [], 0
+    for part in parts:
+        first = start + sum(part[:holder])
+        ranges.append((first, first + part[holder]))
+        start += sum(part)
+    return tuple(ranges)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _cut_rows(share: HeadShare, parts: Counts, holder: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """A cut share's rows that the holder has: their places in the sequence, and among its tokens. Once a share, so that
+    layers and steps that divide their heads alike find them on the device."""
+    assert share.rows is not None
+    places, local, before = [], [], 0
+    for first, end in held_ranges(parts, holder):
+        a, b = torch.searchsorted(share.rows, torch.tensor([first, end])).tolist()
+        places.append(share.rows[a:b])
+        local.append(share.rows[a:b] - first + before)
+        before += end - first
+    return on_device(torch.cat(places), device), on_device(torch.cat(local), device)
 
 
 class DividedHeads:
@@ -89,14 +110,14 @@ class _OfTensor:
     def shapes(self, x: Tensor, owner: int, holder: int) -> list[tuple[int, ...]]:
         whole, cut = self._split(owner)
         held = sum(part[holder] for part in self.parts)
-        rows = [self._rows(share, holder) for share in cut]
+        rows = [self._rows(share, holder, x) for share in cut]
         return [(x.shape[0], len(whole), held, x.shape[3]), *((x.shape[0], len(r[0]), x.shape[3]) for r in rows)]
 
     def of_rank(self, x: Tensor, owner: int, holder: int) -> list[Tensor]:
         """From all heads of the holder's tokens, what the owner needs."""
         whole, cut = self._split(owner)
         heads = torch.cat([x[:, :0], *(x[:, share.head : share.head + 1] for share in whole)], 1)
-        return [heads, *(x[:, share.head, _on_device(self._rows(share, holder)[1], x)] for share in cut)]
+        return [heads, *(x[:, share.head, self._rows(share, holder, x)[1]] for share in cut)]
 
     def joined_tokens(self, x: Tensor, owner: int, received: Sequence[Iterator[Tensor]]) -> Tensor:
         whole, cut = self._split(owner)
@@ -105,19 +126,19 @@ class _OfTensor:
         out = make(x.shape[0], len(self.division[owner]), total, x.shape[3])
         for holder, pieces in enumerate(received):
             piece, local = next(pieces), 0
-            for first, end in self._ranges(holder):
+            for first, end in held_ranges(self.parts, holder):
                 out[:, : len(whole), first:end] = piece[:, :, local : local + end - first]
                 local += end - first
             for place, share in enumerate(cut, len(whole)):
-                rows = _on_device(self._rows(share, holder)[0], x)
+                rows = self._rows(share, holder, x)[0]
                 out[:, place].index_copy_(1, rows, next(pieces))
         return out
 
     def of_tokens(self, x: Tensor, owner: int, holder: int) -> list[Tensor]:
         """From the owner's heads of all tokens, what the holder has."""
         whole, cut = self._split(owner)
-        heads = torch.cat([x[:, : len(whole), first:end] for first, end in self._ranges(holder)], 2)
-        rows = [_on_device(self._rows(share, holder)[0], x) for share in cut]
+        heads = torch.cat([x[:, : len(whole), first:end] for first, end in held_ranges(self.parts, holder)], 2)
+        rows = [self._rows(share, holder, x)[0] for share in cut]
         return [heads, *(x[:, place, r] for place, r in enumerate(rows, len(whole)))]
 
     def joined_heads(self, x: Tensor, total: int, holder: int, received: Sequence[Iterator[Tensor]]) -> Tensor:
@@ -132,7 +153,7 @@ class _OfTensor:
             for place, share in enumerate(whole):
                 out[:, share.head] += piece[:, place]
             for share in cut:
-                local = _on_device(self._rows(share, holder)[1], x)
+                local = self._rows(share, holder, x)[1]
                 out[:, share.head].index_copy_(1, local, next(pieces))
         return out.to(x.dtype)
 
@@ -142,22 +163,5 @@ class _OfTensor:
         whole = [share for share in own if share.rows is None or not self.cut]
         return whole, [share for share in own if share.rows is not None and self.cut]
 
-    def _ranges(self, holder: int) -> list[tuple[int, int]]:
-        """Where the holder's tokens stand in the whole sequence, all parts in order."""
-        ranges, start = [], 0
-        for part in self.parts:
-            first = start + sum(part[:holder])
-            ranges.append((first, first + part[holder]))
-            start += sum(part)
-        return ranges
-
-    def _rows(self, share: HeadShare, holder: int) -> tuple[Tensor, Tensor]:
-        """A cut share's rows that the holder has: their places in the sequence, and among its tokens."""
-        assert share.rows is not None
-        places, local, before = [], [], 0
-        for first, end in self._ranges(holder):
-            a, b = torch.searchsorted(share.rows, torch.tensor([first, end])).tolist()
-            places.append(share.rows[a:b])
-            local.append(share.rows[a:b] - first + before)
-            before += end - first
-        return torch.cat(places), torch.cat(local)
+    def _rows(self, share: HeadShare, holder: int, x: Tensor) -> tuple[Tensor, Tensor]:
+        return _cut_rows(share, self.parts, holder, x.device)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.block_rows import attention_forward, key_gradients, query_gradients
 
 
@@ -78,9 +79,9 @@ def lists_of(indices: Tensor, counts: Tensor, groups: Tensor, blocks: Tensor, to
         _starts(lengths.view(-1)),
         group[reading.indices].int(),
         reader_starts,
-        groups.int().to(device),
-        first.int().to(device),
-        tile_groups.to(device),
+        on_device(groups.int(), device),
+        on_device(first.int(), device),
+        on_device(tile_groups, device),
         int(groups.diff().amax()),
     )
 
@@ -100,7 +101,7 @@ def launch_forward(
     out, lse = torch.zeros_like(query), query.new_full(query.shape[:3], -math.inf, dtype=torch.float32)
     masked, strides, kind = _masked(query, mask)
     options = launch_options(query.shape[3], query.dtype, int(blocks.diff().amax()), False, tile) | kind
-    blocks = blocks.to(query.device)
+    blocks = on_device(blocks, query.device)
     attention_forward[(len(lists.tiles), clips * heads)](
         query, key, value, masked, out, lse, order, lists.tiles, lists.tile_groups, lists.groups, blocks,
         lists.indices, lists.starts, tokens, len(lists.groups) - 1, heads, *strides, scale, **options,
@@ -118,7 +119,7 @@ def launch_backward(
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     of_query, of_key, of_value = (torch.zeros_like(x) for x in (query, key, value))
     masked, strides, kind = _masked(query, mask)
-    longest, blocks = int(blocks.diff().amax()), blocks.to(query.device)
+    longest, blocks = int(blocks.diff().amax()), on_device(blocks, query.device)
     options = launch_options(query.shape[3], query.dtype, longest, False, tile) | kind
     query_gradients[(len(lists.tiles), clips * heads)](
         grad, query, key, value, masked, lse, delta, of_query, order, lists.tiles, lists.tile_groups, lists.groups,

@@ -56,7 +56,7 @@ def attention_forward(
     for entry in range(first, last):
         block = tl.load(indices + entry)
         begin, end = tl.load(blocks + block), tl.load(blocks + block + 1)
-        for split in tl.static_range(SPLITS):
+        for split in range(SPLITS):
             column = begin + split * KEYS + tl.arange(0, KEYS)
             column_inside = column < end
             k = _rows(key + shift, order, column, column_inside, columns, D, D)
@@ -119,7 +119,7 @@ def query_gradients(
     for entry in range(first, last):
         block = tl.load(indices + entry)
         begin, end = tl.load(blocks + block), tl.load(blocks + block + 1)
-        for split in tl.static_range(SPLITS):
+        for split in range(SPLITS):
             column = begin + split * KEYS + tl.arange(0, KEYS)
             column_inside = column < end
             k = _rows(key + shift, order, column, column_inside, columns, D, D)
@@ -157,7 +157,7 @@ def key_gradients(
     for entry in range(first, last):
         group = tl.load(readers + entry)
         begin, end = tl.load(groups + group), tl.load(groups + group + 1)
-        for split in tl.static_range(SPLITS):
+        for split in range(SPLITS):
             row = begin + split * QUERIES + tl.arange(0, QUERIES)
             row_inside = row < end
             q = _rows(query + shift, order, row, row_inside, columns, D, D)

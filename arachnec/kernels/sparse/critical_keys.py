@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.token_cubes import TokenCubes
 
@@ -48,8 +49,8 @@ def predicted_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, s
     the host. Sums have one fixed order.
     """
     count, cells, device = len(query), len(sizes), query.device
-    weight, tokens = sizes.float().log().to(device), sizes.float()
-    starts, of_blocks, mass = groups.tolist(), blocks.long().to(device), []
+    weight, tokens = on_device(sizes.float().log(), device), sizes.float()
+    starts, of_blocks, mass = groups.tolist(), on_device(blocks.long(), device), []
     first = 0
     while first < len(starts) - 1:
         last = first + 1
@@ -57,7 +58,7 @@ def predicted_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, s
             last += 1
         rows = slice(starts[first], starts[last])
         scores = torch.baddbmm(weight, query[:, rows].float(), key.float().mT).softmax(-1)
-        of_groups = _membership(starts[first : last + 1], tokens[rows]).to(device) @ scores
+        of_groups = on_device(_membership(starts[first : last + 1], tokens[rows]), device) @ scores
         by_cell = of_groups.movedim(2, 0).contiguous()
         mass.append(torch.segment_reduce(by_cell, "sum", offsets=of_blocks, axis=0, unsafe=True).movedim(0, 2))
         first = last
@@ -128,4 +129,4 @@ def _counts(query: Tensor, groups: Tensor, kept: Sequence[int], spans: Sequence[
     counts = torch.zeros(query.shape[0], len(kept), len(groups) - 1, dtype=torch.int32)
     for head, keep in enumerate(kept):
         counts[:, head, spans[2 * head] : spans[2 * head + 1]] = keep + captions
-    return counts.to(query.device)
+    return on_device(counts, query.device)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from arachnec.kernels.attention.attention_block import biased_backward, biased_forward
+from arachnec.kernels.attention.attention_block import Attended, Heads, biased_backward, biased_forward
 from arachnec.kernels.attention.collectives import accumulator
 from arachnec.kernels.attention.fused_attention import backend_for
 from arachnec.kernels.attention.ring_attention import merge
@@ -46,7 +46,8 @@ def gathered_forward(
         rows = query[head].index_select(0, group.queries)
         whole, total = None, None
         for keys in _pieces(group.keys):
-            part, part_lse = _forward(rows, *taken(group, keys), _bias(mask, group, keys), scale)
+            read = _heads(rows, *taken(group, keys), _bias(mask, group, keys), scale)
+            part, part_lse = (x[0, 0] for x in biased_forward(*read))
             if whole is None or total is None:
                 whole, total = part, part_lse
             else:
@@ -76,10 +77,11 @@ def gathered_backward(
     grad, query, out = grad.contiguous(), query.contiguous(), out.contiguous()
     for group in groups:
         head = (group.clip, group.head)
-        of_grad, of_rows, of_out, of_lse = (x[head].index_select(0, group.queries) for x in (grad, query, out, lse))
+        of_rows, *of_group = (x[head].index_select(0, group.queries) for x in (query, grad, out, lse))
+        attended = Attended(*(x[None, None] for x in of_group))
         for keys in _pieces(group.keys):
-            heads = (of_rows, *taken(group, keys), of_out)
-            dq, dk, dv = _backward(of_grad, *heads, of_lse, _bias(mask, group, keys), scale)
+            read = _heads(of_rows, *taken(group, keys), _bias(mask, group, keys), scale)
+            dq, dk, dv = (x[0, 0] for x in biased_backward(*read, attended))
             of_query[head].index_add_(0, group.queries, dq.to(dtype))
             for total, part in ((of_key, dk), (of_value, dv)):
                 if keys is None:
@@ -148,26 +150,7 @@ def _bias(mask: Tensor | None, group: Group, keys: Tensor | None) -> Tensor | No
     return (rows if keys is None else rows.index_select(1, keys))[None, None]
 
 
-def _forward(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    heads = (query[None, None], key[None, None], value[None, None])
-    out, lse = biased_forward(_kernel(query, value, bias), *heads, bias, scale)
-    return out[0, 0], lse[0, 0]
-
-
-def _backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    bias: Tensor | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    heads = (grad[None, None], query[None, None], key[None, None], value[None, None], out[None, None], lse[None, None])
-    dq, dk, dv = biased_backward(_kernel(query, value, bias), *heads, bias, scale)
-    return dq[0, 0], dk[0, 0], dv[0, 0]
-
-
-def _kernel(query: Tensor, value: Tensor, bias: Tensor | None) -> str:
-    return backend_for(query[None, None], value[None, None], masked=bias is not None)
+def _heads(query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scale: float) -> tuple[str, Heads]:
+    """One head, and the kernel family for it."""
+    query, key, value = query[None, None], key[None, None], value[None, None]
+    return backend_for(query, value, masked=bias is not None), Heads(query, key, value, bias, scale)

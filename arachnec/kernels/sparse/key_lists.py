@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.attention.divided_heads import HeadShare
+from arachnec.kernels.attention.host_tables import on_device
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,10 @@ class KeyLists:
     def bytes(self) -> int:
         return self.indices.nbytes + self.counts.nbytes
 
-    def of_shares(self, shares: Sequence[HeadShare]) -> KeyLists:
-        """The lists of these heads, in this order; empty for groups that a share does not have.
+    def of_shares(self, shares: Sequence[HeadShare], device: torch.device) -> KeyLists:
+        """The lists of these heads, in this order, on a device; empty for groups that a share does not have.
 
-        Waits for the device."""
+        Of lists on the host, so that nobody waits."""
         clips, _, groups = self.counts.shape
         starts = [0, *self.counts.view(-1).cumsum(0).tolist()]
         counts = self.counts.new_zeros(clips, len(shares), groups)
@@ -39,7 +40,7 @@ class KeyLists:
                 counts[clip, place, share.first : end] = self.counts[clip, share.head, share.first : end]
                 row = (clip * self.counts.shape[1] + share.head) * groups
                 listed.append(self.indices[starts[row + share.first] : starts[row + end]])
-        return KeyLists(torch.cat(listed), counts)
+        return KeyLists(on_device(torch.cat(listed), device), on_device(counts, device))
 
 
 def full_lists(clips: int, heads: int, groups: int, blocks: int) -> KeyLists:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.token_cubes import TokenCubes
 
 RANK = 16
@@ -51,13 +52,13 @@ def cell_features(source: Tensor, projection: Tensor, cubes: TokenCubes) -> Tens
         means: Tensor = cells.mean(3, dtype=projection.dtype)
         return means @ projection
     sums = _sums(source.to(projection.dtype), 2, cubes.cells)
-    features: Tensor = (sums / sizes.to(source.device)[:, None]) @ projection
+    features: Tensor = (sums / on_device(sizes, source.device)[:, None]) @ projection
     return features
 
 
 def _sums(values: Tensor, dim: int, starts: Tensor) -> Tensor:
     """Over the runs of a dimension that start there, in one fixed order: ``index_add_`` has none on a GPU."""
-    runs = starts.to(values.device, torch.int64)
+    runs = on_device(starts.long(), values.device)
     first = values.movedim(dim, 0).contiguous()
     return torch.segment_reduce(first, "sum", offsets=runs, axis=0, unsafe=True).movedim(0, dim)
 
@@ -126,9 +127,9 @@ def moved(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ..
     return tuple(MOMENTUM * old + (1 - MOMENTUM) * new for old, new in zip(before, measured, strict=True))
 
 
-def turns_sparse(loss: float, held: float) -> bool:
+def turns_sparse(loss: float, held: float, largest_loss: float = LARGEST_LOSS) -> bool:
     """Whether a layer runs sparse, by its predictor's mean loss and its chosen blocks' share of the best choice."""
-    return loss < LARGEST_LOSS and held >= LEAST_HELD
+    return loss < largest_loss and held >= LEAST_HELD
 
 
 def kept_blocks(densities: Sequence[float], blocks: int) -> list[int]:

@@ -11,7 +11,7 @@ from arachnec.kernels.rowwise.row_launch import on_device_of
 from arachnec.kernels.sparse.block_launch import launch_backward, launch_forward, lists_of, tile_of
 from arachnec.kernels.sparse.gathered_attention import gathered_backward, gathered_forward, groups_of
 from arachnec.kernels.sparse.key_lists import KeyLists
-from arachnec.kernels.sparse.token_cubes import TokenCubes
+from arachnec.kernels.sparse.token_cubes import TokenCubes, order_on
 
 
 def sparse_attention(
@@ -39,7 +39,7 @@ def sparse_attention(
     if tuple(lists.counts.shape) != (*batch, groups):
         raise ValueError(f"lists of {groups} groups of {batch} are wanted, not {tuple(lists.counts.shape)}")
     scale = query.shape[3] ** -0.5 if scale is None else scale
-    starts = (cubes.order.to(query.device), cubes.groups, cubes.blocks)  # where cubes start stays on the host
+    starts = (order_on(cubes, query.device), cubes.groups, cubes.blocks)  # where cubes start stays on the host
     out: Tensor = torch.ops.arachnec.sparse_attention(
         query, key, value, mask, lists.indices, lists.counts, *starts, scale
     )[0]

@@ -6,12 +6,14 @@ smaller cubes lie within the larger ones, so that in the one order all of them a
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.cube_sides import Grid as Grid
 from arachnec.kernels.sparse.cube_sides import cube_of as cube_of
 from arachnec.kernels.sparse.cube_sides import cut
@@ -19,7 +21,7 @@ from arachnec.kernels.sparse.cube_sides import cut
 QUERIES, KEYS, CELL = 256, 64, 8  # tokens of a cube on a CPU; measured by benchmarks/sparse/cpu_speed.py
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class TokenCubes:
     """Starts are places in the order, one more than there are cubes: the last is where the last cube ends.
 
@@ -53,6 +55,7 @@ class TokenCubes:
         return torch.searchsorted(self.cells, self.blocks[: len(self.blocks) - self.captions]).int()
 
 
+@functools.lru_cache(maxsize=64)
 def token_cubes(
     grid: Grid,
     *,
@@ -64,7 +67,8 @@ def token_cubes(
 ) -> TokenCubes:
     """The order of a sequence of a clip's tokens (raster order) with ``captions`` tokens behind or in front of them.
 
-    ``queries``, ``keys``, ``cell``: tokens of the largest cube of each kind. Raises ValueError for a grid without
+    The same sizes give the same object, so that what is worked out of it need not be again. ``queries``, ``keys``,
+    ``cell``: tokens of the largest cube of each kind. Raises ValueError for a grid without
     tokens and for cells larger than groups or blocks.
     """
     if min(grid) < 1 or captions < 0:
@@ -88,6 +92,12 @@ def token_cubes(
     blocks = torch.cat([starts[keys], starts[keys][-1] + _starts(extra)[1:]])
     order = torch.cat([video + (captions if captions_first else 0), caption])
     return TokenCubes(order, starts[queries].int(), blocks.int(), starts[cell].int(), len(extra))
+
+
+@functools.lru_cache(maxsize=64)
+def order_on(cubes: TokenCubes, device: torch.device) -> Tensor:
+    """The order, on a device; copied there once."""
+    return on_device(cubes.order, device)
 
 
 def _parts(length: int, sides: list[int]) -> list[Tensor]:

@@ -12,7 +12,7 @@ from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.predictor import Projections, cell_features
 from arachnec.kernels.sparse.sparse_attention import sparse_attention
-from arachnec.kernels.sparse.token_cubes import TokenCubes
+from arachnec.kernels.sparse.token_cubes import TokenCubes, order_on
 
 
 def video_attention(
@@ -44,7 +44,7 @@ def predicted_lists(
     spans: Sequence[tuple[int, int]] | None = None,
 ) -> KeyLists:
     """The lists of sources [B, H or 1, S, D] in the sequence's own order; ``spans`` as in ``critical_keys``."""
-    order = cubes.order[: cubes.video].to(query.device)
+    order = order_on(cubes, query.device)[: cubes.video]
     with torch.no_grad():
         query_cells = cell_features(query.index_select(2, order), projections.query, cubes)
         key_cells = cell_features(key.index_select(2, order), projections.key, cubes)

@@ -144,6 +144,6 @@ def test_lists_of_some_groups_are_those_of_all_groups_there() -> None:
     every = critical_keys(query, key, cubes, [2, 5, 9])
     shares = (HeadShare(2, None, 3, 7), HeadShare(0), HeadShare(1, None, 0, 1))
     some = critical_keys(query[:, [2, 0, 1]], key[:, [2, 0, 1]], cubes, [9, 2, 5], [(3, 7), (0, 8), (0, 1)])
-    given = every.of_shares(shares)
+    given = every.of_shares(shares, torch.device("cpu"))
     assert torch.equal(some.indices, given.indices) and torch.equal(some.counts, given.counts)
     assert some.counts[:, 0, :3].sum() == some.counts[:, 2, 1:].sum() == 0

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from arachnec.backends.torch_distributed.iteration import Run
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.supported import SparseCannotRun, demand_supported
+from arachnec.backends.torch_distributed.training_run import Trainer
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.nodes import Module
+from arachnec.ir.values import Value
 from arachnec.kernels.sparse.predictor import Projections
+from arachnec.model_state import sparse_predictors
 from arachnec.model_state.key_list_files import read_lists, share_that_differs
 from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
+from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
 from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
-from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, losses, lowered, traced, train_on
+from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, losses, lowered, traced, train, train_on
 from tests.distributed.harness import run_ranks
 from tests.distributed.ncclish import Settings
 
@@ -43,7 +50,9 @@ ON_THREE = (
 )
 
 
-def planned(rank: int, works: tuple[Work, ...] = WORKS, world: int = 2) -> tuple[Module, Module]:
+def planned(
+    rank: int, works: tuple[Work, ...] = WORKS, world: int = 2, nodes: int = 1, **more: Value
+) -> tuple[Module, Module]:
     """The traced module and the program. Keys are in many blocks, so that a small step of a density leaves one out.
     Predictors of rank 4, the size of a head, are right from the first step."""
     source = traced(world, [CLIPS])
@@ -52,15 +61,24 @@ def planned(rank: int, works: tuple[Work, ...] = WORKS, world: int = 2) -> tuple
     attrs = stage.attrs.updated(
         layers=LAYERS, density=density, predictor_rank=rank, query_group=16, key_block=1, mass=0.9, division="groups"
     )
-    source = replace(source, stages=(replace(stage, attrs=attrs),))
+    source = replace(source, stages=(replace(stage, attrs=attrs.updated(**more)),))
+    assert source.cluster is not None
+    machines = source.cluster.attrs.updated(nodes=nodes, gpus=world // nodes)
+    source = replace(source, cluster=replace(source.cluster, attrs=machines))
     return source, lowered(source, works)
 
 
 def executable(
-    folder: Path, rank: int | None, works: tuple[Work, ...] = WORKS, world: int = 2, pipeline: str = QUICK
+    folder: Path,
+    rank: int | None,
+    works: tuple[Work, ...] = WORKS,
+    world: int = 2,
+    pipeline: str = QUICK,
+    nodes: int = 1,
+    **more: Value,
 ) -> Path:
     """Without a ``rank`` the same plan, dense."""
-    source, program = planned(rank or 1, works, world)
+    source, program = planned(rank or 1, works, world, nodes, **more)
     if rank is None:
         source = traced(2, [CLIPS])
         program = lowered(source, [replace(work, attrs=()) for work in WORKS])
@@ -165,6 +183,48 @@ def test_what_a_step_measured_plans_the_step_after_the_next_and_changes_no_loss(
             assert planned != before and now < planned <= 1, "densities begin at 1 and fall"
 
 
+IN_A_CELL = tuple(replace(work, ranks=(0, 1), start=float(at)) for at, work in enumerate(WORKS))
+
+
+def test_in_a_cell_of_ranks_layers_turn_sparse_as_where_the_model_is_whole(tmp_path: Path) -> None:
+    """Parameters of a layer come and go; its predictors stay, on every rank."""
+    cells = executable(tmp_path / "cells", 4, IN_A_CELL, cell=2, params=2614)
+    reports = [trained(folder, steps=3) for folder in (cells, executable(tmp_path / "whole", 4, IN_A_CELL))]
+    one, other = ([step["loss"] for step in report["steps"]] for report in reports)
+    assert one == pytest.approx(other, rel=1e-6)
+    assert all(layer["sparse"] for report in reports for layer in report["sparse_layers"])
+
+
+def train_counting_repeats(folder: Path, options: RunOptions, margin: float) -> int:
+    """Chosen keys have ``margin`` times the room that they should need. How many steps were done again."""
+    again, repeats = Trainer._again, []
+
+    def counted(self: Trainer, *arguments: Any) -> Run:
+        repeats.append(1)
+        return again(self, *arguments)
+
+    with (
+        mock.patch.object(sparse_predictors, "Room", partial(Room, margin=margin)),
+        mock.patch.object(Trainer, "_again", counted),
+    ):
+        train(folder, options)
+    return len(repeats)
+
+
+def test_between_machines_chosen_keys_change_no_loss_and_without_room_a_step_is_done_again(tmp_path: Path) -> None:
+    """Step 0 measures and makes the layers sparse, steps 1 and 2 get only the keys that they chose."""
+    apart, here = executable(tmp_path / "apart", 4, nodes=2), executable(tmp_path / "here", 4)
+    saved = {margin: tmp_path / f"lists-{margin}" for margin in (2.0, 0.0)}
+    runs = {}
+    for margin, lists in saved.items():
+        repeats = run_ranks(2, train_counting_repeats, apart, RunOptions(steps=3, save_lists=lists), margin)
+        assert repeats == ([2, 2] if margin == 0 else [0, 0])
+        runs[margin] = losses(apart / "run.json")
+    assert runs[0.0] == pytest.approx(runs[2.0], rel=1e-6)
+    again = trained(here, steps=3, replay_lists=saved[2.0])
+    assert [step["loss"] for step in again["steps"]] == pytest.approx(runs[2.0], rel=1e-6)
+
+
 def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:
     """No sum of the predictors meets one of the model's out of order, and none connects a group in use."""
     here, gloo = executable(tmp_path / "here", 4), executable(tmp_path / "gloo", 4)
@@ -181,7 +241,7 @@ def test_what_cannot_run_is_refused_at_load_with_what_to_do_instead() -> None:
     (stage,) = program.stages
     around = [Work((0,), (0, 1), 0.0, attrs=(*SPARSE, ("ulysses", 1), ("ring", 2))), *WORKS[1:]]
     cases = [(planned(4, tuple(around))[1], "in a ring")]
-    for said, attrs in {"over cells": {"cell": 2}, "in host memory": {"host": ("optimizer",)}}.items():
+    for said, attrs in {"that `stages` cut": {"part_of": "dit"}, "in host memory": {"host": ("optimizer",)}}.items():
         cases.append((replace(program, stages=(replace(stage, attrs=stage.attrs.updated(**attrs)),)), said))
     for module, said in cases:
         with pytest.raises(UserError, match=said) as error:
@@ -205,7 +265,7 @@ def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None
     _, program = planned(2)
     predictors = SparsePredictors.of(program.stages[0], Known(), 0)
     before = {name: value.clone() for name, value in predictors.tensors().items()}
-    sums, gradients = torch.ones(6, 3), [torch.ones(3, 4, 2)] * 2
+    sums, gradients = torch.ones(8, 3), [torch.ones(3, 4, 2)] * 2
     broken = [gradients[0] * float("nan"), gradients[1]]
     with pytest.raises(UserError, match="scores of layer 1 are not finite in step 7"):
         predictors._learn({0: (sums, gradients), 1: (sums, broken)}, 7)
