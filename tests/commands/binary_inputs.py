@@ -10,7 +10,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from arachnec.checkpoint.files import stored_runs
 from arachnec.data.clip import VideoClip
@@ -57,6 +57,31 @@ BINARY: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "vae.safetensors": (lambda path: save_file({TENSOR: torch.zeros(1, 2, 3)}, path), _encoded),
     "model.safetensors": (_tensors, _weights),
 }
+
+
+COLUMNS: tuple[list[object], ...] = (
+    [None, None], [-1, 2**62], [float("nan"), 1e308], ["[/bold]", "a" * 5000], [b"\xff\x00", b""], [[1, 2], []],
+    [{"a": 1}, {"a": None}], [True, False], ["../../x", "\x1b[2J"], [0, 0], ["a", "a"], [9.0, 4.5],
+)  # fmt: skip
+NAMES = ("iteration", "path", "clips", "caption", "cached.vae", "vae", "\x1b[2J", "a" * 3000, "num_frames", "text")
+SHAPES = ((), (0,), (1,), (3,), (1, 2), (1, 3), (2, 2), (3, 1, 1))
+
+
+def other_values(name: str, path: Path, rng: random.Random) -> None:
+    """A sound file of the kind, with values, types, shapes and names that it should not have."""
+    if name.endswith(".parquet"):
+        columns = dict(ROWS)
+        for _ in range(rng.randint(1, 2)):
+            columns[rng.choice((*ROWS, *NAMES))] = rng.choice(COLUMNS)  # type: ignore[assignment]
+        pyarrow.parquet.write_table(pyarrow.table(columns), path)
+        return
+    own = load_file(path)
+    for key in rng.sample(sorted(own), rng.randint(1, len(own))):
+        shape = rng.choice((*SHAPES, tuple(own[key].shape)))
+        dtype = rng.choice((own[key].dtype, own[key].dtype, torch.int64, torch.bool, torch.bfloat16, torch.uint8))
+        own[rng.choice((key, key, "other", "a|0"))] = torch.full(shape, rng.choice((-1, 0, 1, 2, 100))).to(dtype)
+    runs = json.dumps(rng.choice((None, [], {"w": [-1, 3]}, {"w": [0, 2**62]}, {"w": [2, 2], "b": [0, 1]}, "x")))
+    save_file(own, path, metadata={"runs": runs})
 
 
 def damaged_bytes(name: str, data: bytes, rng: random.Random) -> bytes:
