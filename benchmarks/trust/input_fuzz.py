@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from arachnec import cli
-from arachnec.executable.folder import FINGERPRINTED, HEADER, _digest
+from arachnec.executable.folder import FINGERPRINTED, HEADER, digest_of
 from benchmarks.trust.program_mutations import NAMED
 from benchmarks.trust.text_mutations import MUTATIONS
 from tests.commands import binary_inputs
@@ -163,7 +163,7 @@ def _damaged_executable(folder: Path, whole: Path, rng: random.Random) -> Callab
     (folder / victim).write_bytes(rng.choice(ways)(text, rng))
     if victim != HEADER and rng.random() < 0.8:  # as somebody would who knows of fingerprints
         header = json.loads((folder / HEADER).read_text())
-        known = {n: _digest((folder / n).read_bytes()) for n in FINGERPRINTED}
+        known = {n: digest_of((folder / n).read_bytes()) for n in FINGERPRINTED}
         header["fingerprint"] = {**header["fingerprint"], **known}
         (folder / HEADER).write_text(json.dumps(header))
     word = rng.choice(("check", "show", "explain", "simulate"))
