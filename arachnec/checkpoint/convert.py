@@ -84,7 +84,8 @@ def convert_newest(folder: Path, data: str) -> Path:
     try:
         commit = msgspec.json.decode((path / COMMIT).read_bytes(), type=_OldCommit)
         tensors = _tensors(path)
-    except (OSError, msgspec.MsgspecError, pickle.UnpicklingError, EOFError, RuntimeError, AttributeError) as error:
+    except (OSError, msgspec.MsgspecError, ValueError, pickle.UnpicklingError, EOFError, RuntimeError,
+            AttributeError) as error:  # fmt: skip
         raise UserError(CannotConvert(None, str(path), str(error))) from None
     draft = folder / f".converted-{path.name}"
     shutil.rmtree(draft, ignore_errors=True)

@@ -129,7 +129,7 @@ def stored_runs(folder: Path, files: Sequence[str]) -> dict[str, StoredRuns]:
             with safe_open(folder / file, "pt") as opened:
                 metadata = msgspec.json.decode((opened.metadata() or {}).get(RUNS, ""), type=dict[str, tuple[int, int]])
                 lengths = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, msgspec.MsgspecError) as error:
+        except (SafetensorError, msgspec.MsgspecError, RecursionError) as error:
             raise UserError(ForeignCheckpoint(None, str(folder), f"{file} cannot be read: {error}")) from None
         for name, shape in lengths.items():
             first, size = metadata.get(name, (0, -1))

@@ -224,7 +224,7 @@ def planning_ms(folder: Path) -> float | None:
     """What planning took when the executable was compiled; None where no report says so."""
     try:
         return msgspec.json.decode(read_part(folder, REPORT), type=_Planning).planning_ms
-    except (msgspec.MsgspecError, UserError, OSError):
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError, UserError, OSError):
         return None
 
 
@@ -342,7 +342,7 @@ def read_header(folder: Path) -> Header:
     data = read_part(folder, HEADER)
     try:
         header = msgspec.json.decode(data, type=Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(NotExecutable(None, str(folder), f"{HEADER}: {error}")) from None
     if header.format != FORMAT:
         raise UserError(
@@ -401,7 +401,7 @@ def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
     for number, line in enumerate(data.splitlines(), start=1):
         try:
             row = msgspec.json.decode(line, type=ClipRow)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(NotExecutable(None, str(folder), f"{CLIPS}, line {number}: {error}")) from None
         clips.append(clip_of(row))
     return tuple(clips)

@@ -127,7 +127,7 @@ def samples(folder: Path) -> bool:
         return False
     try:
         return msgspec.json.decode(read_part(folder, HEADER), type=Kind).settings is not msgspec.UNSET
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return False  # whoever reads it says what is wrong
 
 
@@ -174,7 +174,7 @@ def read_sampling_header(folder: Path) -> SamplingHeader:
     """``executable.json``. Raises ``UserError`` where it is missing or malformed."""
     try:
         header = msgspec.json.decode(read_part(folder, HEADER), type=SamplingHeader)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(NotExecutable(None, str(folder), f"{HEADER}: {error}")) from None
     if header.format != FORMAT:
         reason = f"its format is {header.format}, this arachnec reads {FORMAT}"
@@ -194,7 +194,7 @@ def read_sampling_executable(folder: Path) -> SamplingExecutable:
     check_module(traced)
     try:
         stored = msgspec.json.decode(raw[REQUESTS], type=list[StoredRequest])
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(NotExecutable(None, str(folder), f"{REQUESTS}: {error}")) from None
     requests = tuple(row.request for row in stored)
     for clip in traced.clips:

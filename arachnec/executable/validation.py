@@ -73,7 +73,7 @@ class ValidationBatches:
     def _rows(self) -> list[ValidationRow]:
         try:
             return [msgspec.json.decode(line, type=ValidationRow) for line in self.executable.validation.splitlines()]
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             reason = f"{VALIDATION}: {error}"
             raise UserError(NotExecutable(None, str(self.executable.folder), reason)) from None
 

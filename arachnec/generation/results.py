@@ -73,7 +73,7 @@ class Results:
             with safe_open(self.latents(request), framework="pt") as file:
                 outcome = msgspec.json.decode((file.metadata() or {})[ABOUT], type=Outcome)
             size = self.video(request).stat().st_size if outcome.video_bytes else 0
-        except (OSError, SafetensorError, KeyError, msgspec.DecodeError):
+        except (OSError, SafetensorError, KeyError, msgspec.MsgspecError, RecursionError):
             return None
         same = outcome.fingerprint == self.fingerprint(request) and outcome.video_bytes == size
         return outcome if same else None

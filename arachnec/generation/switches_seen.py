@@ -34,7 +34,7 @@ def read_seen(folder: Path) -> tuple[Seen, ...]:
     for line in path.read_bytes().splitlines()[-MOST:]:
         try:
             seen.append(msgspec.json.decode(line, type=Seen))
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             continue
     return tuple(seen)
 

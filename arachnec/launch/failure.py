@@ -56,5 +56,5 @@ def read_failure(descriptor: int) -> Failure | None:
     """What a rank recorded in the file that the launcher gave it."""
     try:
         return msgspec.json.decode(os.pread(descriptor, LARGEST_RECORD, 0), type=Failure)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -21,8 +21,9 @@ class _Kept:
 
     buffer: Tensor
     gone: Event
-    before: _Kept | None  # the one that goes out before it is needed after it
+    before: _Kept | None  # the one that goes out before; needed after it, or before it by the same block
     here: tuple[Tensor, Arrival] | None = None
+    read: bool = False  # its buffer may hold another one by now
 
 
 @dataclass
@@ -41,8 +42,8 @@ class HostInputs:
 
     @torch.no_grad()
     def get(self, kept: object) -> Tensor:
-        """Have it back on the device, and the one before it on its way."""
-        assert isinstance(kept, _Kept)
+        """Have it back on the device, once, and the one before it on its way."""
+        assert isinstance(kept, _Kept) and not kept.read
         self._start(kept)
         if kept.before is not None:
             self._start(kept.before)
@@ -51,6 +52,7 @@ class HostInputs:
         arrival.wait()
         kept.here = None
         kept.before = None
+        kept.read = True
         return value
 
     def begin(self) -> None:
@@ -58,7 +60,7 @@ class HostInputs:
         self._last = None
 
     def _start(self, kept: _Kept) -> None:
-        if kept.here is not None:
+        if kept.here is not None or kept.read:
             return
         device = self.copies.runtime.device
         value = torch.empty(kept.buffer.shape, dtype=kept.buffer.dtype, device=device)

@@ -87,7 +87,7 @@ def read_densities(path: str | Path) -> Densities:
         raise refusal(f"it is larger than {LARGEST_FILE >> 20} MiB")
     try:
         told = msgspec.json.decode(file.read_bytes(), type=_File)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise refusal(str(error)) from None
     layers: dict[int, tuple[float, ...]] = {}
     for row in told.layers:

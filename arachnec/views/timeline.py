@@ -133,7 +133,7 @@ def read_measured(path: Path) -> Timeline:
 
     try:
         content = msgspec.json.decode(path.read_bytes(), type=Measured)
-    except msgspec.DecodeError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(BadMeasured(None, str(path), str(error))) from error
     of = f" of iteration {content.iteration}" if content.iteration else ""
     return Timeline(f"measured, step {content.step}{of}", content.intervals)

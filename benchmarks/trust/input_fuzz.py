@@ -1,11 +1,11 @@
 """Damaged input to every command that reads some: only the product's own errors, few and short, soon, in little memory.
 
-IR text, cluster files, manifests, tables, profiles and executables: bytes and lines damaged, tokens and JSON values
-changed for others. Each input runs in a process of its own, forked from one that has everything imported, with a limit
-on its memory. Wrong is: a traceback, an exit code other than 0 and 2, more than 20 errors or 10 kB of them, more than
-10 s of processor time, more than 1 GiB.
+IR text, cluster files, manifests, tables, profiles, requests, schedules, training options, commits, tensors' files and
+executables: bytes and lines damaged, tokens and values changed for others. Each input runs in a process of its own,
+forked from one that has everything imported, with a limit on its memory. Wrong is: a traceback, an exit code other than
+0 and 2, more than 20 errors or 10 kB of them, more than 10 s of processor time, more than 1 GiB.
 
-    python benchmarks/trust/input_fuzz.py --inputs 2000 -o benchmarks/results/input_fuzz.json
+    python -m benchmarks.trust.input_fuzz --inputs 2000 --executable build -o benchmarks/results/input_fuzz.json
 """
 
 from __future__ import annotations
@@ -30,9 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from arachnec import cli
-from arachnec.executable.folder import FINGERPRINTED, HEADER, _digest
+from arachnec.executable.folder import FINGERPRINTED, HEADER, digest_of
 from benchmarks.trust.program_mutations import NAMED
 from benchmarks.trust.text_mutations import MUTATIONS
+from tests.commands import binary_inputs
+from tests.commands.binary_inputs import BINARY
 from tests.commands.test_hostile_input import GOLDEN, LONG, READERS, SEEDS, SHORT
 
 MOST_ERRORS, MOST_BYTES, MOST_S, MOST_GIB = 20, 10_000, 10, 1
@@ -112,6 +114,8 @@ def one_input(name: str, folder: Path, executable: Path, rng: random.Random) -> 
     """Write a damaged input; what is to be run on it."""
     if name == "executable":
         return _damaged_executable(folder / "build", executable, rng)
+    if name in BINARY:
+        return _damaged_binary(name, folder / name, rng)
     seeds = [SEEDS[name]]
     if name == "module.cascade":
         seeds += [(GOLDEN / "check" / f"{golden}.cascade").read_text() for golden in NAMED]
@@ -124,17 +128,27 @@ def one_input(name: str, folder: Path, executable: Path, rng: random.Random) -> 
     path = folder / name
     path.write_bytes(rng.choice(ways)(text, rng))
     if name not in COMMANDS:
-        return lambda: _read(name, path)
+        return lambda: _read(READERS[name], path)
     words = rng.choice(COMMANDS[name])
     return lambda: cli.run((words[0], str(path), *words[1:]))
 
 
-def _read(name: str, path: Path) -> int:
+def _damaged_binary(name: str, path: Path, rng: random.Random) -> Callable[[], int]:
+    write, read = BINARY[name]
+    write(path)
+    if rng.random() < 0.5:
+        binary_inputs.other_values(name, path, rng)
+    else:
+        path.write_bytes(binary_inputs.damaged_bytes(name, path.read_bytes(), rng))
+    return lambda: _read(read, path)
+
+
+def _read(read: Callable[[Path], object], path: Path) -> int:
     """What a command prints and returns for a file that it reads first."""
     from arachnec.ir.diagnostic import UserError, render_all
 
     try:
-        READERS[name](path)
+        read(path)
     except UserError as error:
         print(render_all(error.diagnostics))
         return 2
@@ -149,7 +163,7 @@ def _damaged_executable(folder: Path, whole: Path, rng: random.Random) -> Callab
     (folder / victim).write_bytes(rng.choice(ways)(text, rng))
     if victim != HEADER and rng.random() < 0.8:  # as somebody would who knows of fingerprints
         header = json.loads((folder / HEADER).read_text())
-        known = {n: _digest((folder / n).read_bytes()) for n in FINGERPRINTED}
+        known = {n: digest_of((folder / n).read_bytes()) for n in FINGERPRINTED}
         header["fingerprint"] = {**header["fingerprint"], **known}
         (folder / HEADER).write_text(json.dumps(header))
     word = rng.choice(("check", "show", "explain", "simulate"))
@@ -216,10 +230,15 @@ def main() -> None:
     options = parser.parse_args()
     for command in ("check", "explain", "opt", "plan", "show", "simulate"):  # imported once for all forks
         importlib.import_module(f"arachnec.commands.{command}")
-    kinds = [*READERS, "executable", "executable", "module.cascade"]
+    kinds = [*READERS, *BINARY, "executable", "executable", "module.cascade"]
     counts: Counter[str] = Counter()
-    wrong = []
-    for number in range(options.inputs):
+    wrong: list[dict[str, Any]] = []
+    done = 0
+    if options.output and options.output.exists():  # goes on where it was stopped
+        earlier = json.loads(options.output.read_text())
+        if earlier["seed"] == options.seed:
+            done, wrong, counts = earlier["inputs"], earlier["wrong"], Counter(earlier["kinds"])
+    for number in range(done, options.inputs):
         rng = random.Random(f"{options.seed}/{number}")
         name = kinds[number % len(kinds)]
         counts[name] += 1
@@ -228,7 +247,7 @@ def main() -> None:
         if why is not None:
             wrong.append({"input": number, "kind": name, "why": why})
             print(json.dumps(wrong[-1]), flush=True)
-        result = {"inputs": number + 1, "seed": options.seed, **counts, "wrong": wrong}
+        result = {"inputs": number + 1, "seed": options.seed, "kinds": dict(counts), "wrong": wrong}
         if options.output:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
     print(json.dumps(result))

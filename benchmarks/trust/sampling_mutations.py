@@ -29,12 +29,11 @@ from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
-from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
 from arachnec.passes.check import find_problems
 from arachnec.planning.sampling.segments import segmented
 from arachnec.sampling.loop import Sampling
-from benchmarks.trust.text_mutations import MUTATIONS
+from benchmarks.trust.text_mutations import MUTATIONS, rows_of
 from tests.generation import cases
 
 SECONDS = 30.0  # until a program that stands still is given up
@@ -144,7 +143,7 @@ def main() -> None:
                 raise SystemExit(f"{name} is wrong before any mutation: {wrong}")
         while kinds.total() < options.mutations:
             name, mutate = rng.choice(sorted(known)), rng.choice(MUTATIONS)
-            rows = print_module(known[name].program).splitlines()
+            rows = rows_of(known[name].program)
             try:
                 mutate(rows, rng)
             except IndexError:
@@ -156,7 +155,7 @@ def main() -> None:
             if kind == "refused":
                 rules[why] += 1
             if kind == "SURVIVES":
-                old = print_module(known[name].program).splitlines()
+                old = rows_of(known[name].program)
                 lines = [row for row in rows if row not in old] + [f"- {row}" for row in old if row not in rows]
                 survivors.append({"program": name, "mutation": mutate.__name__, "lines": lines[:4], "why": why})
                 print(json.dumps(survivors[-1]), flush=True)

@@ -1,4 +1,4 @@
-"""One-token changes of the proofs, lowering, placement and cost: do the tests of that part notice?
+"""One-token changes of proofs, lowering, placement, cost, pipelines and cells: do the tests of that part notice?
 
 Drawn by seed: operators, comparisons, numbers, booleans, ``min`` for ``max``, ``and`` for ``or``. Each is made in a
 copy of the repository, and the tests of its part run there until the first that fails: those that name the changed
@@ -40,6 +40,8 @@ PARTS: dict[str, tuple[str, ...]] = {
     "lowering": ("tests/lowering", "tests/verification", "tests/golden/test_golden.py"),
     "planning": ("tests/planning", "tests/golden/test_golden.py"),
     "cost": ("tests/cost", "tests/golden/test_golden.py", "tests/planning"),
+    "pipelining": ("tests/pipelining", "tests/golden/test_golden.py", "tests/planning"),
+    "model_state/cells": ("tests/equivalence", "tests/distributed/executor/cells", "tests/distributed/executor/stages"),
 }
 OTHER = {
     "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=",
@@ -60,11 +62,9 @@ class Change:
     text: str  # the line as it was
 
 
-def files() -> list[Path]:
-    package = ROOT / "arachnec"
-    placement = sorted((package / "planning").glob("*placement*.py"))
-    return [*sorted((package / "verification").glob("*.py")), *sorted((package / "lowering").glob("*.py")), *placement,
-            *sorted((package / "cost").glob("*.py"))]  # fmt: skip
+def files(part: str) -> list[Path]:
+    """Of planning those that place."""
+    return sorted((ROOT / "arachnec" / part).glob("*placement*.py" if part == "planning" else "*.py"))
 
 
 def changes(file: Path) -> list[Change]:
@@ -97,7 +97,7 @@ def applied(change: Change, root: Path) -> None:
 def nearest_first(change: Change, root: Path) -> list[str]:
     """The test files of the change's part: those that name its file or import from it most often first, then the
     shortest, then the golden tests, which start with what is imported everywhere."""
-    part, stem = change.file.split("/")[1], Path(change.file).stem
+    part, stem = Path(change.file).parent.relative_to("arachnec").as_posix(), Path(change.file).stem
     files = [
         file
         for place in PARTS[part]
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
     parts = options.parts.split(",")
-    every = [change for file in files() if file.parent.name in parts for change in changes(file)]
+    every = [change for part in parts for file in files(part) for change in changes(file)]
     sample = random.Random(options.seed).sample(every, options.sample)
     told: list[dict[str, Any]] = []
     if options.output and options.output.exists():  # goes on where it was stopped

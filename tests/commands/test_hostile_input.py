@@ -3,27 +3,37 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from arachnec.checkpoint.folder import read_commit
 from arachnec.cli import run
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.profile import read_profile
 from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
 from arachnec.executable.folder import read_header
+from arachnec.executable.mixed_batches import mixed_manifest
+from arachnec.executable.train_file import training_of
+from arachnec.executable.training_options import Training
 from arachnec.generation.switches_seen import read_seen
 from arachnec.ir.diagnostic import LONGEST_SHOWN, Diagnostic, UserError, render_all
 from arachnec.ir.nodes import MOST_GPUS
 from arachnec.ir.parser import parse_module
 from arachnec.ir.verify import check_module
+from arachnec.pipelining.csv_format import read_csv
+from arachnec.pipelining.profile_file import read_profile_file
 from arachnec.planning.duration_table import read_table
 from arachnec.sparsity.density_file import read_densities
 from arachnec.views.format import terminal
+from tests.commands.binary_inputs import BINARY, damaged_bytes, other_values
+from tests.pipelining.bert_profile import bert_48
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 HUGE = "9" * 5000
@@ -34,6 +44,14 @@ def read_ir(path: Path) -> object:
     module = parse_module(path.read_text(encoding="utf-8", errors="replace"), str(path))
     check_module(module)
     return module
+
+
+def read_mix(path: Path) -> object:
+    """A training file whose clips come from manifests that it names; one of them is there."""
+    (path.parent / "clips.jsonl").write_text(SEEDS["clips.jsonl"])
+    training = training_of(Training(), path)
+    sources = [replace(source, data=str(path.parent / "clips.jsonl")) for source in training.mix.manifests]
+    return mixed_manifest(replace(training, mix=replace(training.mix, manifests=tuple(sources))))
 
 
 READERS: dict[str, Callable[[Path], object]] = {
@@ -47,6 +65,11 @@ READERS: dict[str, Callable[[Path], object]] = {
     "requests.jsonl": read_requests,
     "densities.json": read_densities,
     "switches.jsonl": lambda path: read_seen(path.parent),
+    "layers.txt": read_profile_file,
+    "schedule.csv": read_csv,
+    "train.toml": lambda path: training_of(Training(), path),
+    "mix.toml": read_mix,
+    "commit.json": lambda path: read_commit(path.parent) or "no checkpoint",
 }
 SEEDS = {
     "module.cascade": (GOLDEN / "check" / "pipeline_1f1b.cascade").read_text(),
@@ -93,6 +116,23 @@ SEEDS |= {
     ),
     "switches.jsonl": json.dumps({"models": ["a", "b"], "switch": "adaptive=0.1", "steps": 8, "switched": 3}) + "\n",
 }
+SEEDS |= {
+    "layers.txt": bert_48(),
+    "schedule.csv": "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n",
+    "train.toml": (
+        'lr = 1e-3\nema = 0.9\naccumulate = 2\n[optimizer]\nname = "AdamW"\nbetas = [0.9, 0.95]\n[[groups]]\n'
+        'match = ["*bias"]\nweight_decay = 0.0\n[schedule]\nname = "CosineAnnealingLR"\nT_max = 100\nwarmup = 5\n'
+        '[timesteps]\nsampling = "logit-normal"\n[validation]\ndata = "held.jsonl"\nevery = 5\n'
+    ),
+    "mix.toml": 'seed = 3\n[mix]\nbatch = 2\n[[mix.manifests]]\ndata = "clips.jsonl"\nweight = 2\n',
+    "commit.json": json.dumps(
+        {
+            "format": 1,
+            "position": {"steps": 4, "seed": 0, "model": "m", "clips": 12, "data": "d"},
+            "files": [{"name": "rank-00000.safetensors", "bytes": 10, "sha256": "0" * 64}],
+        }
+    ),
+}
 SHORT = ("", *'{}[]"\\@%=, \n\x00\ud800\U0001f600', "\x1b[2J", "[/bold]", "-1", "0", "1e400", "nan", "//", "../../x")
 LONG = (HUGE, "a" * 5000, "[" * 3000, "null", "true", "1000000000")
 PIECES = st.sampled_from(SHORT + LONG)
@@ -120,6 +160,26 @@ def test_damaged_input_ends_with_errors_of_our_own(
         said = render_all(error.diagnostics)
         assert len(said) < 2 * LONGEST_SHOWN
         assert all(letter.isprintable() or letter in "\n\t" for letter in said)
+
+
+@pytest.mark.parametrize("name", BINARY)
+def test_damaged_files_that_are_no_text_end_with_errors_of_our_own(name: str, tmp_path: Path) -> None:
+    write, read = BINARY[name]
+    for number in range(24):
+        rng, path = random.Random(f"{name}/{number}"), tmp_path / str(number) / name
+        path.parent.mkdir()
+        write(path)
+        if number == 0:
+            assert read(path) is not None
+        elif number % 2:
+            other_values(name, path, rng)
+        else:
+            path.write_bytes(damaged_bytes(name, path.read_bytes(), rng))
+        if number:
+            try:
+                read(path)
+            except UserError as error:
+                assert len(render_all(error.diagnostics)) < 2 * LONGEST_SHOWN
 
 
 @pytest.mark.parametrize("name", READERS)

@@ -1,7 +1,6 @@
 """Packings in aligned blocks, how they are repaired, and the proof that no other schedule is shorter."""
 
 import random
-import time
 
 import pytest
 from hypothesis import given, settings
@@ -9,6 +8,7 @@ from hypothesis import strategies as st
 
 from arachnec.solver.block_packing import best_packing, options_of, pack, realize
 from arachnec.solver.bound import lower_bound
+from arachnec.solver.budget import OPERATIONS_PER_MS as MS
 from arachnec.solver.budget import Clock
 from arachnec.solver.large_neighbourhood import LargeNeighbourhood
 from arachnec.solver.problem import Choice, Effort, Job, Problem, violations
@@ -81,7 +81,7 @@ def test_the_large_neighbourhood_search_keeps_every_job_once_and_is_never_longer
 @settings(max_examples=60, deadline=None)
 @given(problems(most_jobs=4, most_ticks=6, chained=False), st.integers(1, 20))
 def test_sets_of_gpus_and_start_times_give_the_same_answer(problem: Problem, horizon: int) -> None:
-    effort = Effort(wall_ms=20_000)
+    effort = Effort(steps=20000 * MS)
     by_sets, schedule = schedule_by_sets(problem, horizon, seed=0, effort=effort)
     assert by_sets is find_schedule(problem, horizon, seed=0, effort=effort)[0]
     if schedule is not None:
@@ -106,7 +106,7 @@ def crossing(draw: st.DrawFn) -> tuple[Problem, int]:
 @given(crossing())
 def test_conflicts_of_earlier_questions_change_no_answer(case: tuple[Problem, int]) -> None:
     problem, last = case
-    effort, conflicts = Effort(wall_ms=20_000), list[Conflict]()
+    effort, conflicts = Effort(steps=20000 * MS), list[Conflict]()
     for horizon in (last - 1, last, last - 2, last + 1, last):
         answer, schedule = schedule_by_sets(problem, horizon, seed=0, effort=effort, conflicts=conflicts)
         assert answer is find_schedule(problem, horizon, seed=0, effort=effort)[0]
@@ -118,11 +118,12 @@ def test_conflicts_of_earlier_questions_change_no_answer(case: tuple[Problem, in
 def test_jobs_that_all_meet_are_a_conflict_up_to_its_horizon() -> None:
     problem = Problem(tuple(Job((Choice(2, 4),)) for _ in range(4)), 3)
     conflicts: list[Conflict] = []
-    asked = schedule_by_sets(problem, 12, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)
+    asked = schedule_by_sets(problem, 12, seed=0, effort=Effort(steps=20000 * MS), conflicts=conflicts)
     assert asked == (Answer.IMPOSSIBLE, None)
     assert conflicts and all(conflict.horizon == 12 for conflict in conflicts)
     assert (
-        schedule_by_sets(problem, 16, seed=0, effort=Effort(wall_ms=20_000), conflicts=conflicts)[0] is Answer.POSSIBLE
+        schedule_by_sets(problem, 16, seed=0, effort=Effort(steps=20000 * MS), conflicts=conflicts)[0]
+        is Answer.POSSIBLE
     )
 
 
@@ -131,10 +132,10 @@ def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> Non
     problem = Problem(tuple(Job((choice,)) for choice in jobs), 4)
     options = options_of(problem)
     assert options is not None
-    effort = Effort(wall_ms=20_000)
+    effort = Effort(steps=20000 * MS)
     answer, _ = find_packing(range(5), options, problem.heads, [0] * 4, 10, 4, seed=0, effort=effort)
     assert answer is Answer.IMPOSSIBLE
-    solution = solve(problem, Clock(time.perf_counter(), 20_000.0), seed=0)
+    solution = solve(problem, Clock(0.0, 0.0, steps=20_000.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert (solution.schedule.makespan(problem), solution.proved) == (10, True)
 
@@ -142,10 +143,12 @@ def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> Non
 @pytest.mark.parametrize(("clips", "seed"), [(16, 0), (12, 1)])
 def test_two_clips_for_each_of_eight_gpus_are_proved_optimal(clips: int, seed: int) -> None:
     problem = video_mix(clips, 8, seed)
-    solution = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
+    solution = solve(problem, Clock(0.0, 0.0, steps=300_000.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert solution.proved and solution.bound == solution.schedule.makespan(problem)
-    assert schedule_by_sets(problem, solution.bound - 1, seed=3, effort=Effort(wall_ms=300_000))[0] is Answer.IMPOSSIBLE
+    assert (
+        schedule_by_sets(problem, solution.bound - 1, seed=3, effort=Effort(steps=300000 * MS))[0] is Answer.IMPOSSIBLE
+    )
 
 
 @pytest.mark.parametrize(
@@ -156,7 +159,7 @@ def test_without_a_budget_a_video_mix_is_planned_close_to_the_bound(
     clips: int, gpus: int, widest: int, gap: float
 ) -> None:
     problem = video_mix(clips, gpus, 0, widest)
-    solution = solve(problem, Clock(time.perf_counter(), 0.0), seed=0)
+    solution = solve(problem, Clock(0.0, 0.0, steps=0.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert solution.schedule.makespan(problem) <= (1 + gap) * solution.area_bound
 
@@ -166,18 +169,20 @@ def test_z3_packs_what_best_fit_does_not() -> None:
     problem = Problem(tuple(Job((Choice(1, ticks),)) for ticks in lengths), 2)
     options = options_of(problem)
     assert options is not None
-    answer, placed = find_packing(range(8), options, problem.heads, [0, 0], 16, 2, seed=0, effort=Effort(wall_ms=9000))
+    answer, placed = find_packing(
+        range(8), options, problem.heads, [0, 0], 16, 2, seed=0, effort=Effort(steps=9000 * MS)
+    )
     assert answer is Answer.POSSIBLE and placed is not None
     for gpu in (0, 1):
         assert sum(block.option.ticks for block in placed if block.first == gpu) == 16
-    answer, _ = find_packing(range(8), options, problem.heads, [0, 1], 16, 2, seed=0, effort=Effort(wall_ms=9000))
+    answer, _ = find_packing(range(8), options, problem.heads, [0, 1], 16, 2, seed=0, effort=Effort(steps=9000 * MS))
     assert answer is Answer.IMPOSSIBLE
 
 
 @pytest.mark.parametrize("unit", [1, 10**12 + 7])
 def test_times_of_any_size_are_proved_alike(unit: int) -> None:
     problem = Problem(tuple(Job((Choice(1, 7 * unit), Choice(2, 4 * unit))) for _ in range(9)), 4)
-    solution = solve(problem, Clock(time.perf_counter(), 300_000.0), seed=0)
+    solution = solve(problem, Clock(0.0, 0.0, steps=300_000.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert (solution.schedule.makespan(problem), solution.proved) == (18 * unit, True)
 

@@ -7,14 +7,14 @@ import random
 import pytest
 
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.budget import Clock
+from arachnec.solver.budget import OPERATIONS_PER_MS, Clock
 from arachnec.solver.gap_search import GapSearch, shortest_with_its_degrees
 from arachnec.solver.list_schedule import list_schedules
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
 from arachnec.solver.z3_question import Answer
 from arachnec.solver.z3_schedule import StartTimes, find_schedule
 
-ALL = Effort(wall_ms=60_000)
+ALL = Effort(steps=60_000 * OPERATIONS_PER_MS)
 
 
 def drawn(seed: int, jobs: int, *, chained: bool) -> Problem:

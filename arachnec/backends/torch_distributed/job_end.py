@@ -45,5 +45,5 @@ def end_of_job(folder: Path | None, done: int, count: int, *, restarted: bool) -
 def _read(file: Path) -> Job | None:
     try:
         return msgspec.json.decode(file.read_bytes()[:LARGEST], type=Job)
-    except (OSError, msgspec.MsgspecError):
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

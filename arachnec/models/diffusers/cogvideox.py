@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ from torch import Tensor
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.models.diffusers import common
+from arachnec.models.initial_weights import read_json_object
 from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.cogvideox_transformer_3d"
@@ -150,8 +150,8 @@ def text_to_video(
 def _snr_shift_of(folder: str | None) -> float:
     """What the scheduler of a pipeline's folder has; else 1."""
     path = Path(folder or "") / "scheduler" / "scheduler_config.json"
-    shift = json.loads(path.read_text(encoding="utf-8")).get("snr_shift_scale") if path.is_file() else None
-    return float(shift or 1.0)
+    shift = read_json_object(path).get("snr_shift_scale") if path.is_file() else None
+    return float(shift) if isinstance(shift, int | float) and shift else 1.0
 
 
 def velocity_prediction(

@@ -6,7 +6,6 @@ encoder sees the padding. HunyuanVideo's uses a template and a layer below the l
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -17,7 +16,7 @@ from torch import nn
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.encoders import TextEncoder, VideoEncoder
-from arachnec.models.initial_weights import read_config
+from arachnec.models.initial_weights import read_config, read_json_object
 
 INDEX = "model_index.json"
 MASKED = {"WanPipeline": True, "CogVideoXPipeline": False}  # whether the text encoder is told what is padding
@@ -55,7 +54,7 @@ def pipeline_encoders(
     folder = Path(folder)
     if not (folder / INDEX).is_file():
         raise UserError(NoPipeline(None, str(folder), INDEX))
-    pipeline = json.loads((folder / INDEX).read_text(encoding="utf-8")).get("_class_name")
+    pipeline = read_json_object(folder / INDEX).get("_class_name")
     if pipeline not in MASKED:
         raise UserError(OtherPipeline(None, str(pipeline), ", ".join(MASKED)))
     for part in ("vae", "text_encoder", "tokenizer"):

@@ -1,0 +1,47 @@
+"""What comes first in the lists of all ranks, and which gradients are cut into buckets at all."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from arachnec.ir.nodes import Module, Phase
+from arachnec.ir.values import Attributes, Quantity
+from arachnec.lowering.buckets import with_buckets
+from arachnec.lowering.order import depths
+from tests.passes.plans import DIT, cluster, equal_clips, module_of, timed
+
+LAYERS = (("blocks.0", 1000), ("blocks.1", 1000))
+
+
+def test_a_cascade_is_as_deep_as_the_longest_chain_below_it() -> None:
+    chain = tuple(
+        timed(name, Phase.ENCODE, 0, 1000, inputs, (0.0, 1.0), (0,))
+        for name, inputs in (("a", ()), ("b", ("a",)), ("c", ("a", "b")), ("d", ("c", "a")))
+    )
+    assert depths(chain) == {"a": 0, "b": 1, "c": 2, "d": 3}
+
+
+def trained_on(gpus: int, **reduce: Quantity | int) -> Module:
+    """A clip on each rank, of a stage of two layers, its all-reduce with these attributes."""
+    cascades = [timed(f"t{n}", Phase.TRAIN, n, 1000, (), (0.0, 30.0), (n,)) for n in range(gpus)]
+    module = module_of(cluster(gpus=gpus), equal_clips(gpus), cascades)
+    stage = replace(DIT, attrs=DIT.attrs.updated(layers=LAYERS))
+    node = replace(module.reductions[0], attrs=Attributes.of(**reduce))
+    return replace(module, stages=(stage,), reductions=(node,))
+
+
+@pytest.mark.parametrize(
+    ("module", "buckets"),
+    [
+        (trained_on(2), (1, 1, 0)),
+        (trained_on(1), None),  # nobody to all-reduce with
+        (trained_on(2, time=Quantity(1.0, "ms")), None),  # somebody has said already how long all of it takes
+        (trained_on(2, bytes=8000), None),
+    ],
+    ids=["two ranks", "one rank", "with its time", "with its bytes"],
+)
+def test_only_a_sum_over_ranks_that_nobody_has_measured_is_cut(module: Module, buckets: tuple[int, ...] | None) -> None:
+    (node,) = with_buckets(module, mib=0, reverse=False).reductions
+    assert node.attrs.get("buckets") == buckets
