@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import math
 import traceback
 import warnings
@@ -52,7 +54,7 @@ def arguments_of(
     if device == "meta":
         try:
             # Everything in it claims to be on the CPU, so a user's `device="cpu"` and CPU generators work.
-            with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
+            with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings(), _unlogged():
                 warnings.simplefilter("ignore")
                 encoded = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in shapes.items()}
                 kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
@@ -65,6 +67,17 @@ def arguments_of(
         encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
         kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
     return _on(kwargs, device)
+
+
+@contextlib.contextmanager
+def _unlogged() -> Iterator[None]:
+    """Without the traceback that torch logs of a mistake in shapes, before it raises it."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    before, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = before
 
 
 def encoded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:
