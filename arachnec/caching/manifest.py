@@ -23,17 +23,18 @@ from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.manifest import Manifest
 from arachnec.executable.folder import demand_folder, iteration_of, write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.local_ranks import RankCrashed, launch
-from arachnec.models.file import ModelFile
+from arachnec.models.file import ModelFile, load_model_file
+from arachnec.models.initial_weights import encoder_folder
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import trace_model, traced_module
 from arachnec.tracing.sample import meta_encoders
 
 PIPELINE = "partition{policy=encode},annotate,schedule-z3,place,lower,check"
 PLAN, CLIPS = "plan", "clips.jsonl"  # names in the output folder
-WORKER = "arachnec.caching.worker"
+WORKER = "arachnec.caching.plan_worker"
 CLIPS_OF_A_RANK = 16  # in a batch
 
 
@@ -70,6 +71,13 @@ class Cached:
         counts = {"encoded": self.encoded, "before": self.before, "set_aside": aside}
         return {"manifest": str(self.manifest), **counts, "seconds": round(self.seconds, 3)}
 
+    def lines(self, encoding: Encoding) -> list[str]:
+        """The report for people."""
+        aside = [f"clip {clip} is set aside: {reason}" for clip, reason in self.set_aside.items()]
+        names, now = ", ".join(encoding.names), counted(self.encoded, "clip")
+        done = f"encoded {now} with {names} in {self.seconds:.1f} s; {self.before} were there before"
+        return [*aside, done, f"wrote {self.manifest}"]
+
 
 @dataclass(frozen=True)
 class Encoding:
@@ -80,6 +88,23 @@ class Encoding:
     cluster: Cluster
     init: Path | None = None
     seed: int = 0
+
+    @classmethod
+    def of(
+        cls, model: Path, encoders: str, clips: Sequence[VideoClip], cluster: Cluster, init: Path | None, seed: int
+    ) -> Encoding:
+        """Of a model file's ``encoders``, with commas between; all where none are named. Raises ``UserError``."""
+        model_file = load_model_file(model)
+        wanted = [name.strip() for name in encoders.split(",") if name.strip()]
+        return cls(model_file, encoders_named(model_file, wanted, clips), cluster, init, seed)
+
+    @property
+    def drawn(self) -> list[str]:
+        """The encoders of which there are no weights to read."""
+        return [name for name in self.names if self.init is None or not encoder_folder(self.init, name).is_dir()]
+
+
+Run = Callable[[Encoding, EncodedFiles, Path], None]
 
 
 def encoders_named(model_file: ModelFile, wanted: Sequence[str], clips: Sequence[VideoClip]) -> tuple[str, ...]:
@@ -99,13 +124,10 @@ def encoders_named(model_file: ModelFile, wanted: Sequence[str], clips: Sequence
     return names
 
 
-def cache(
-    encoding: Encoding, manifest: Manifest, output: Path, *, batch: int | None, tell: Callable[[bytes], None]
-) -> Cached:
-    """Encode what is missing in ``output``, on ranks of this machine, and write the manifest of all clips.
+def cache(encoding: Encoding, manifest: Manifest, output: Path, *, batch: int | None, run: Run) -> Cached:
+    """Encode what is missing in ``output``, and write the manifest of all clips. ``run`` has ranks carry out a plan.
 
-    ``tell`` gets each line that rank 0 reports. Raises ``UserError`` for what cannot be planned, and where no clip
-    could be encoded.
+    Raises ``UserError`` for what cannot be planned, and where no clip could be encoded.
     """
     started = time.perf_counter()
     demand_folder(output)
@@ -117,7 +139,7 @@ def cache(
     aside: dict[tuple[Path, ...], str] = {}
     if missing:
         plan = encoding_plan(encoding, missing, output / PLAN, batch or CLIPS_OF_A_RANK * encoding.cluster.world)
-        _run(encoding, files, plan, tell)
+        run(encoding, files, plan)
         aside = {tuple(files.of(missing[row.clip]).values()): row.reason for row in _set_aside(plan)}
         shutil.rmtree(plan)
     told = {clip.id: aside[key] for clip in clips if (key := tuple(files.of(clip).values())) in aside}
@@ -156,14 +178,19 @@ def encoding_plan(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, 
     )
 
 
-def _run(encoding: Encoding, files: EncodedFiles, plan: Path, tell: Callable[[bytes], None]) -> None:
-    init = [] if encoding.init is None else ["--init", str(encoding.init)]
-    arguments = [str(plan), str(files.folder), "--identity", files.identity, *init]
-    try:
-        launch(encoding.cluster.world, arguments, tell, worker=WORKER)
-    except RankCrashed as crash:
-        print(crash, file=sys.stderr)  # the launcher's own traceback would only hide the rank's
-        sys.exit(1)
+def on_this_machine(tell: Callable[[bytes], None]) -> Run:
+    """All ranks are started here; ``tell`` gets each line that rank 0 reports."""
+
+    def run(encoding: Encoding, files: EncodedFiles, plan: Path) -> None:
+        init = [] if encoding.init is None else ["--init", str(encoding.init)]
+        arguments = [str(plan), str(files.folder), "--identity", files.identity, *init]
+        try:
+            launch(encoding.cluster.world, arguments, tell, worker=WORKER)
+        except RankCrashed as crash:
+            print(crash, file=sys.stderr)  # the launcher's own traceback would only hide the rank's
+            sys.exit(1)
+
+    return run
 
 
 def _set_aside(plan: Path) -> list[SetAside]:

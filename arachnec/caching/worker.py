@@ -1,34 +1,115 @@
-"""One rank of ``arachnec cache``: ``python -m arachnec.caching.worker PLAN OUTPUT``, started by it or by torchrun."""
+"""One rank of encoding a manifest under torchrun, on one machine or several.
+
+torchrun --nnodes=2 --nproc-per-node=8 ... -m arachnec.caching.worker model.py --data clips.jsonl --cluster
+2x8:h100-80g -o latents/
+
+Rank 0 looks what is missing, plans, and writes the manifest; all ranks encode. The folder is one that all hosts see.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
 
 import click
 
+from arachnec.caching.options import cache_options
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.ranks import exit_with, joined_rank
 
-FOLDER = click.Path(path_type=Path)
+if TYPE_CHECKING:
+    from arachnec.caching.files import EncodedFiles
+    from arachnec.caching.manifest import Cached, Encoding
+    from arachnec.data.manifest import Manifest
+
+    Encode = Callable[[Path, EncodedFiles], None]
+
+
+@dataclass(frozen=True)
+class NotShared(Diagnostic):
+    title: ClassVar[str] = "rank {rank} does not see in {folder} what rank 0 wrote there"
+    help: ClassVar[str] = "give -o a folder on a file system that all hosts share, where training can read it, too"
+    rank: int
+    folder: str
 
 
 @click.command()
-@click.argument("plan", type=FOLDER)
-@click.argument("output", type=FOLDER)
-@click.option("--identity", required=True)
-@click.option("--init", type=FOLDER)
-def command(plan: Path, output: Path, identity: str, init: Path | None) -> None:
-    """Run this rank's part of PLAN, and write into OUTPUT."""
+@cache_options
+@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g.")
+def command(
+    model: Path,
+    data: Path,
+    output: Path,
+    encoders: str,
+    init: Path | None,
+    seed: int,
+    batch: int | None,
+    as_json: bool,
+    cluster: str,
+) -> None:
+    """Run the encoders of MODEL for every clip, on the ranks of torchrun. Run again, it encodes what is missing."""
     with joined_rank() as joined:
-        from arachnec.backends.torch_distributed.step_limits import planned_for_cpu
-        from arachnec.caching.files import EncodedFiles
+        from arachnec.backends.torch_distributed.background_planner import cluster_for
+        from arachnec.caching.manifest import Encoding
         from arachnec.caching.rank import encode_batches
+        from arachnec.cluster.file import parse_cluster
+        from arachnec.data.manifest import read_manifest
         from arachnec.executable.folder import read_executable
 
-        executable = read_executable(plan)
-        device, _ = joined.agree_on_devices(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
+        machine = cluster_for(parse_cluster(cluster), joined.world)
+        device, _ = joined.agree_on_devices(cpu=machine.attrs.get("device") == "cpu", planned=machine)
         joined.make_process_group(device)
-        encoders = tuple(stage.name for stage in executable.traced.stages)
-        encode_batches(executable, EncodedFiles(output, identity, encoders), init, device, joined.watchdog.enter)
+
+        def encode(plan: Path, files: EncodedFiles) -> None:
+            encode_batches(read_executable(plan), files, init, device, joined.watchdog.enter)
+
+        if joined.rank:
+            joined.watchdog.enter("the plan of rank 0")
+            follow(joined.rank, output, encode)
+            return
+        manifest = read_manifest(data)
+        encoding = Encoding.of(model, encoders, manifest.clips, machine, init, seed)
+        if encoding.drawn:
+            names = ", ".join(encoding.drawn)
+            print(f"note: the weights of {names} are those that encoders() makes, not read by --init", flush=True)
+        cached = lead(encoding, manifest, output, batch, encode)
+        print(json.dumps(cached.report, indent=2) if as_json else "\n".join(cached.lines(encoding)), flush=True)
+
+
+def lead(encoding: Encoding, manifest: Manifest, output: Path, batch: int | None, encode: Encode) -> Cached:
+    """Rank 0: what ``cache`` does, with every rank of the process group. Collective, as ``follow`` on the others."""
+    from arachnec.caching.manifest import cache
+    from arachnec.runtime.agreement import share_text
+
+    told = []
+
+    def run(encoding: Encoding, files: EncodedFiles, plan: Path) -> None:
+        told.append(share_text(files.identity))
+        encode(plan, files)
+
+    cached = cache(encoding, manifest, output, batch=batch, run=run)
+    if not told:
+        share_text("")  # nothing was missing
+    return cached
+
+
+def follow(rank: int, output: Path, encode: Encode) -> None:
+    """Encode by the plan that rank 0 has written, if it has. Raises ``UserError`` where this host does not see it."""
+    from arachnec.caching.files import EncodedFiles
+    from arachnec.caching.manifest import PLAN
+    from arachnec.executable.folder import HEADER, read_executable
+    from arachnec.runtime.agreement import share_text
+
+    identity = share_text(None)
+    if not identity:
+        return
+    if not (output / PLAN / HEADER).is_file():
+        raise UserError(NotShared(None, rank, str(output)))
+    names = tuple(stage.name for stage in read_executable(output / PLAN).traced.stages)
+    encode(output / PLAN, EncodedFiles(output, identity, names))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from examples.demo.measured import Trained, page, summary
@@ -30,6 +31,22 @@ def command(*arguments: str | Path) -> None:
         sys.exit(done.returncode)
 
 
+def side_by_side(*commands: Sequence[str | Path]) -> None:
+    """Commands of one process each; what they print is told one after the other."""
+    lines = [[str(word) for word in words] for words in commands]
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-m", "arachnec", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        for words in lines
+    ]
+    ended = [(process.communicate()[0], process.returncode) for process in started]
+    for words, (told, code) in zip(lines, ended, strict=True):
+        print(f"\n$ arachnec {' '.join(words)}\n{told}", end="", flush=True)
+        if code:
+            sys.exit(code)
+
+
 def main() -> int:
     output = Path("demo-output")
     if output.exists():
@@ -44,12 +61,13 @@ def main() -> int:
     subprocess.run([sys.executable, HERE / "make_clips.py", clips, "--one-long"], check=True)
     command("cache", HERE / "model.py", "--data", clips, *cluster, "-o", latents)
     command("profile", *common, "-o", profile)
-    for name in PIPELINES:
-        command("compile", *common, "--profile", profile, "--passes", name, "-o", output / name, "--lr", "1e-3")
+    measured = (*common, "--profile", profile, "--lr", "1e-3")
+    side_by_side(*(("compile", *measured, "--passes", name, "-o", output / name) for name in PIPELINES))
     for turn in range(1, ROUNDS + 1):
+        checked = () if turn == 1 else ("--no-equivalence",)  # the first run has executed this program on small tensors
         for name in PIPELINES:
             report = output / name / f"run-{turn}.json"
-            command("run", output / name, "--steps", str(STEPS), "--report", report)
+            command("run", output / name, "--steps", str(STEPS), "--report", report, *checked)
 
     default, baseline = (Trained.of(output / name, ROUNDS) for name in PIPELINES)
     (output / PAGE).write_text(page(default, baseline), encoding="utf-8")

@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 
 from arachnec.caching.files import EncodedFiles, identity_of
-from arachnec.caching.manifest import CLIPS, Encoding, NoneEncoded, cache, encoding_plan
+from arachnec.caching.manifest import CLIPS, Encoding, NoneEncoded, Run, cache, encoding_plan
 from arachnec.caching.rank import SET_ASIDE, encode_batches
+from arachnec.caching.worker import follow, lead
 from arachnec.cluster.file import parse_cluster
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand, read_encoded
@@ -59,9 +61,13 @@ def _encode(plan: Path, files: EncodedFiles) -> None:
     encode_batches(read_executable(plan), files, None, torch.device("cpu"))
 
 
-def listed(given: Encoding, clips: list[VideoClip], folder: Path) -> Path:
+def nothing_to_run(given: Encoding, files: EncodedFiles, plan: Path) -> None:
+    raise AssertionError("all files are there")
+
+
+def listed(given: Encoding, clips: list[VideoClip], folder: Path, run: Run = nothing_to_run) -> Path:
     manifest = Manifest((tuple(clips),), folder / "clips.jsonl")
-    return cache(given, manifest, folder, batch=None, tell=lambda line: None).manifest
+    return cache(given, manifest, folder, batch=None, run=run).manifest
 
 
 def test_training_from_the_files_is_training_from_the_clips(tmp_path: Path) -> None:
@@ -111,6 +117,40 @@ def test_only_what_is_missing_is_encoded_and_equal_clips_share_a_file(tmp_path: 
     )  # rows carry no `start` of what is encoded
 
 
+def test_ranks_of_several_hosts_encode_what_rank_0_plans_into_the_folder_that_they_share(tmp_path: Path) -> None:
+    given = encoding(tmp_path)
+    (seen, again), follower = run_ranks(2, _on_hosts, tmp_path)
+    assert (seen, again, follower) == (4, 0, ["vae"])
+    clips = read_manifest(tmp_path / "latents" / CLIPS).clips
+    assert all(torch.equal(read_encoded(c)["vae"], _plain(given, c)) for c in clips if c.id in "ac")
+
+
+def _on_hosts(folder: Path) -> tuple[int, int] | list[str]:
+    """How many clips rank 0 had encoded the first and the second time; the encoders that rank 1 was asked for."""
+    ran: list[str] = []
+
+    def encode(plan: Path, files: EncodedFiles) -> None:
+        ran.extend(files.encoders)
+        encode_batches(read_executable(plan), files, None, torch.device("cpu"))
+
+    output = folder / "latents"
+    if dist.get_rank():
+        follow(1, output, encode)
+        follow(1, output, encode)
+        return ran
+    given = Encoding(load_model_file(folder / "model.py"), ("vae",), parse_cluster("2:cpu"))
+    manifest = Manifest((tuple(CLIPS_OF_A_STEP),), folder / "clips.jsonl")
+    with captured_once():
+        first, second = (lead(given, manifest, output, 3, encode).encoded for _ in range(2))
+    return first, second
+
+
+def test_a_host_that_does_not_see_the_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("arachnec.runtime.agreement.share_text", lambda text: "an identity")
+    with pytest.raises(UserError, match=r"rank 3 does not see in .*latents what rank 0 wrote there"):
+        follow(3, tmp_path / "latents", lambda plan, files: None)
+
+
 def _plain(given: Encoding, c: VideoClip) -> torch.Tensor:
     assert given.model_file.encoders is not None
     torch.manual_seed(0)
@@ -139,16 +179,15 @@ def test_a_changed_model_file_video_or_caption_is_another_file(tmp_path: Path) -
     assert len(paths) == 5
 
 
-def test_where_no_clip_can_be_encoded_that_is_one_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_clip_can_be_encoded_that_is_one_message(tmp_path: Path) -> None:
     given = encoding(tmp_path)
 
-    def fails(given: Encoding, files: EncodedFiles, plan: Path, tell: object) -> None:
+    def fails(given: Encoding, files: EncodedFiles, plan: Path) -> None:
         rows = [{"clip": number, "reason": "it is damaged"} for number in range(4)]
         (plan / SET_ASIDE).write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    monkeypatch.setattr("arachnec.caching.manifest._run", fails)
     with captured_once(), pytest.raises(UserError) as raised:
-        listed(given, CLIPS_OF_A_STEP, tmp_path / "latents")
+        listed(given, CLIPS_OF_A_STEP, tmp_path / "latents", fails)
     assert isinstance(raised.value.diagnostics[0], NoneEncoded)
     assert "clip a: it is damaged" in render(raised.value.diagnostics[0])
     assert not (tmp_path / "latents" / CLIPS).exists()

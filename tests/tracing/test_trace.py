@@ -238,6 +238,16 @@ def test_a_mistake_in_a_sample_of_no_file_names_the_clip():
         trace_model(source(late), CLIPS).tokens(CLIPS[2])
 
 
+def test_a_mistake_in_the_shapes_of_a_sample_is_one_message_and_no_logged_traceback(capfd):
+    def mismatched(clip, generator):
+        kwargs, target = sample(clip, generator)
+        return {**kwargs, "text": torch.ones(1, 3, 5) @ torch.ones(1, 4, 16)}, target
+
+    with pytest.raises(UserError, match=r"cannot be run on a small clip of .*RuntimeError"):
+        trace_model(source(mismatched), CLIPS)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 BROKEN = """
 
 def sample(clip, generator):

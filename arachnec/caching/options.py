@@ -1,0 +1,38 @@
+"""The options of encoding a manifest, by ``arachnec cache`` and under torchrun."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import click
+
+Command = TypeVar("Command", bound=Callable[..., object])
+PATH = click.Path(path_type=Path)
+FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
+
+
+def cache_options(command: Command) -> Command:
+    """All but ``--cluster``."""
+    options = (
+        click.argument("model", type=PATH),
+        click.option("--data", required=True, type=PATH, help="The clips: JSONL, CSV or Parquet."),
+        click.option(
+            "-o",
+            "--output",
+            required=True,
+            type=FOLDER,
+            help="Write the encoders' output and its manifest into this folder.",
+        ),
+        click.option("--encoders", default="", help="Names, with commas between; default: all of the model file."),
+        click.option("--init", type=PATH, help="Read the encoders' weights from this folder: Diffusers'."),
+        click.option(
+            "--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights without --init."
+        ),
+        click.option("--batch", type=click.IntRange(min=1), help="Clips planned together; default: 16 a rank."),
+        click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON."),
+    )
+    for option in reversed(options):
+        command = option(command)
+    return command

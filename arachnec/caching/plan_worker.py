@@ -1,0 +1,35 @@
+"""One rank of ``arachnec cache``: ``python -m arachnec.caching.plan_worker PLAN OUTPUT``, started by it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from arachnec.launch.ranks import exit_with, joined_rank
+
+FOLDER = click.Path(path_type=Path)
+
+
+@click.command()
+@click.argument("plan", type=FOLDER)
+@click.argument("output", type=FOLDER)
+@click.option("--identity", required=True)
+@click.option("--init", type=FOLDER)
+def command(plan: Path, output: Path, identity: str, init: Path | None) -> None:
+    """Run this rank's part of PLAN, and write into OUTPUT."""
+    with joined_rank() as joined:
+        from arachnec.backends.torch_distributed.step_limits import planned_for_cpu
+        from arachnec.caching.files import EncodedFiles
+        from arachnec.caching.rank import encode_batches
+        from arachnec.executable.folder import read_executable
+
+        executable = read_executable(plan)
+        device, _ = joined.agree_on_devices(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
+        joined.make_process_group(device)
+        encoders = tuple(stage.name for stage in executable.traced.stages)
+        encode_batches(executable, EncodedFiles(output, identity, encoders), init, device, joined.watchdog.enter)
+
+
+if __name__ == "__main__":
+    exit_with(lambda: command.main(standalone_mode=False))
