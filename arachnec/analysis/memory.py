@@ -71,6 +71,9 @@ def held(values: Values, program: Program) -> Iterator[tuple[float, float, float
         if values.saves(instruction):
             in_saved += memory - saved.get(target, 0.0)
             saved[target] = memory
+        elif instruction.op == "receive":  # a value may come in parts
+            in_values += memory
+            present[target] = present.get(target, 0.0) + memory
         elif values.makes(instruction) is not None:
             in_values += memory - present.get(target, 0.0)
             present[target] = memory

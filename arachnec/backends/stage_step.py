@@ -33,10 +33,8 @@ def packed_size(forms: Mapping[Output, Form]) -> int:
     return sum(_padded(form.bytes) for form in forms.values())
 
 
-def pack(values: Mapping[Output, Tensor], forms: Mapping[Output, Form]) -> Tensor:
-    """One run of bytes with every tensor of ``forms``; one that is not there is zeros."""
-    device = next((value.device for value in values.values()), torch.device("cpu"))
-    message = torch.empty(packed_size(forms), dtype=torch.uint8, device=device)
+def pack(values: Mapping[Output, Tensor], forms: Mapping[Output, Form], message: Tensor) -> None:
+    """Write every tensor of ``forms`` into a run of bytes; one that is not there is zeros."""
     for output, place in _places(forms).items():
         value, form = values.get(output), forms[output]
         if value is None:
@@ -45,7 +43,6 @@ def pack(values: Mapping[Output, Tensor], forms: Mapping[Output, Form]) -> Tenso
             part = message[place : place + form.bytes].view(form.dtype).view(form.shape)
             part.copy_(value.detach())
         message[place + form.bytes : place + _padded(form.bytes)].zero_()
-    return message
 
 
 def unpack(message: Tensor, forms: Mapping[Output, Form]) -> dict[Output, Tensor]:

@@ -22,7 +22,7 @@ from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.backends.torch_distributed.rank_setup import set_up_rank
 from arachnec.backends.torch_distributed.sharded_blocks import needs_sequence
 from arachnec.backends.torch_distributed.specs import Specs
-from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.stage_messages import StageMessages
 from arachnec.equivalence.small_program import Small
 from arachnec.executable.training_options import TorchClass, Training
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
@@ -82,7 +82,7 @@ def run_rank(small: Small, model_file: ModelFile, captured: CapturedModel | None
     own = program_of(module, rank)
     received = Specs(model_file, context.encoders, CPU).received(module, own, clips)
     if context.pipeline is not None:
-        staged = StageCascades(context.pipeline, module, clips, context.sequence)
+        staged = StageMessages(context.pipeline, module, clips, context.sequence)
         names = {step.target for step in own.instructions if step.op == "receive"}
         received |= {name: staged.spec(name) for name in names - set(received)}
     cascades = {cascade.name: cascade for cascade in module.cascades}

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
 
-from arachnec.analysis.stage_handoffs import between_stages, handed_gib, source_of
+from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
 from arachnec.cost.compute import Compute
@@ -192,24 +192,22 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
             # what another round has made is sent in the round that reads it
             earliest = bisect.bisect_left(starts, producer.end - TOLERANCE_MS, bounds[i][0], i)
             slot = max(p + 1, earliest)
-            size = round(handed_gib(producer, cascade, stages, named) * GIB)
             held = producer.ranks
+            if between_stages(producer, cascade):
+                for source, target, gib in parts_handed(producer, cascade, stages, named):
+                    if target not in held and (p, target) not in sent:
+                        handoffs.append(Handoff(p, source, target, slot, round(gib * GIB)))
+                sent |= {(p, target) for target in cascade.ranks}
+                continue
+            size = round(handed_gib(producer, cascade, stages, named) * GIB)
             for target in cascade.ranks:
                 if target in held or (p, target) in sent:
                     continue
-                source = min(
-                    _holders(producer, cascade, target),
-                    key=lambda r: (node_of(cluster, r) != node_of(cluster, target), load[p, r], r),
-                )
+                source = min(held, key=lambda r: (node_of(cluster, r) != node_of(cluster, target), load[p, r], r))
                 load[p, source] += 1
                 sent.add((p, target))
                 handoffs.append(Handoff(p, source, target, slot, size))
     return sorted(handoffs, key=lambda h: (h.slot, order[h.producer].end, h.producer))
-
-
-def _holders(producer: Cascade, consumer: Cascade, target: int) -> tuple[int, ...]:
-    """The ranks of ``producer`` that have what ``target`` reads: of an encoder all, of a stage one."""
-    return (source_of(producer, consumer, target),) if between_stages(producer, consumer) else producer.ranks
 
 
 def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Handoff]) -> list[tuple[int, Place, str]]:

@@ -6,7 +6,9 @@ Ren et al., "ZeRO-Offload" (arXiv 2101.06840), for the optimizer; Rajbhandari et
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
@@ -22,6 +24,7 @@ from arachnec.passes.shard_optimizer import CROWDED
 from arachnec.planning.formulate import FitsNoDegree, StateTooLarge, problem_of
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.host_choice import host_gib, with_host
+from arachnec.planning.pipeline_errors import PipelineDoesNotFit
 
 CHOICES = ("auto", "none", *PLACED)
 
@@ -49,8 +52,8 @@ class Offload(Pass):
     """Put optimizer, parameters, or inputs of blocks into host memory, as far as the clips need it.
 
     ``what`` is ``optimizer``; ``parameters``, which takes gradients and the optimizer along; ``inputs`` of blocks that
-    run again, on top of these; ``none``; or ``auto`` for the first of them with which every clip fits. A pipeline's
-    stages lie there where that is asked for by name.
+    run again, on top of these; ``none``; or ``auto`` for the first of them with which every clip fits: of a pipeline's
+    stages, with which the first iteration can be scheduled by the passes that follow.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -58,6 +61,14 @@ class Offload(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     what: str = "auto"
+    following: tuple[Pass, ...] = field(default=(), init=False, compare=False, repr=False)
+
+    def informed(self, following: tuple[Pass, ...]) -> Offload:
+        """Tries a pipeline's stages with the passes that schedule it."""
+        informed = copy.copy(self)
+        steps = [step for step in following if step.scope is Scope.ITERATION and step.gives <= Level.PLACED]
+        object.__setattr__(informed, "following", tuple(steps))
+        return informed
 
     def run(self, module: Module) -> Module:
         if self.what not in CHOICES:
@@ -66,7 +77,7 @@ class Offload(Pass):
             return module
         usable = usable_host_memory(module.cluster)
         if self.what == "auto":
-            return module if _in_parts(module) else _as_needed(module, usable)
+            return _as_needed(module, usable, self._staged if _in_parts(module) else _taken)
         placed = with_host(module, self.what)
         try:
             needed = host_gib(placed) if _in_parts(module) else _taken(placed)
@@ -76,21 +87,29 @@ class Offload(Pass):
             raise UserError(HostTooSmall(None, self.what, needed, usable, stated_for(needed)))
         return placed
 
+    def _staged(self, module: Module) -> float:
+        """GiB of a node's host for a pipeline's stages. Raises UserError where its first iteration does not fit."""
+        planned = _first_iteration(module)
+        for index, step in enumerate(self.following):
+            planned = step.informed(self.following[index + 1 :]).run(planned)
+        return host_gib(module)
+
 
 def _in_parts(module: Module) -> bool:
     """Whether the model is cut into stages, of which a pipeline holds more than one micro-batch."""
     return any("part_of" in stage.attrs for stage in module.stages)
 
 
-def _as_needed(module: Module, usable: float) -> Module:
+def _as_needed(module: Module, usable: float, taken: Callable[[Module], float]) -> Module:
     """The module with as little in host memory as lets every clip fit; as it is where nothing does.
 
-    Raises UserError where only more host memory would do, with how much.
+    ``taken`` are the GiB of a node's host that a module takes; it raises UserError where a clip fits nowhere. So does
+    this where only more host memory would do, with how much.
     """
     if not _crowded(module):
         return module
     try:
-        _taken(module)
+        taken(module)
         return module
     except UserError as error:
         refusal = error
@@ -98,7 +117,7 @@ def _as_needed(module: Module, usable: float) -> Module:
     for what in PLACED:
         placed = with_host(module, what)
         try:
-            needed = _taken(placed)
+            needed = taken(placed)
         except UserError:
             continue
         if needed <= usable:
@@ -114,7 +133,9 @@ def _crowded(module: Module) -> bool:
     assert module.cluster is not None
     if not any(stage.trained and "state" in stage.attrs for stage in module.stages):
         return False
-    state = sum(gib(stage.attrs.get("state")) for stage in module.stages)
+    in_parts = [gib(stage.attrs.get("state")) for stage in module.stages if "part_of" in stage.attrs]
+    whole = sum(gib(stage.attrs.get("state")) for stage in module.stages if "part_of" not in stage.attrs)
+    state = whole + max(in_parts, default=0.0)
     return state > CROWDED * module.cluster.memory or None in least_degrees(module)
 
 
@@ -123,12 +144,16 @@ def _taken(module: Module) -> float:
 
     Raises UserError where a clip fits nowhere.
     """
-    first = min((integer(clip.attrs.get("iteration", 0)) for clip in module.clips), default=0)
-    clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
-    costed = Annotate().run(Partition().run(replace(module, clips=clips, graphs=())))
+    costed = Annotate().run(Partition().run(_first_iteration(module)))
     cost = CostModel(costed)
     problem_of(costed, cost)
     return host_gib(costed, cost)
+
+
+def _first_iteration(module: Module) -> Module:
+    first = min((integer(clip.attrs.get("iteration", 0)) for clip in module.clips), default=0)
+    clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
+    return replace(module, clips=clips, graphs=())
 
 
 def with_host_remedy(error: UserError, stated: float) -> UserError:
@@ -138,7 +163,7 @@ def with_host_remedy(error: UserError, stated: float) -> UserError:
     for diagnostic in error.diagnostics:
         if isinstance(diagnostic, FitsNoDegree):
             diagnostic = replace(diagnostic, remedy=f"{diagnostic.remedy}; or {words}")
-        elif isinstance(diagnostic, StateTooLarge):
+        elif isinstance(diagnostic, StateTooLarge | PipelineDoesNotFit):
             diagnostic = replace(diagnostic, more=f", or {words}")
         diagnostics.append(diagnostic)
     return UserError(*diagnostics)

@@ -13,7 +13,7 @@ from pathlib import Path
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.span import Span
 from arachnec.pipelining.action import FORWARD, Action, Order, PipelineSchedule, parse_action
-from arachnec.pipelining.errors import NoSuchSchedule, ScheduleTooLarge, UnknownAction
+from arachnec.pipelining.errors import NoSuchSchedule, NoText, ScheduleTooLarge, UnknownAction
 from arachnec.pipelining.schedule_rules import require_valid
 
 MOST_RANKS = 4096
@@ -37,7 +37,7 @@ def read_csv(path: Path, stages: int | None = None, micro_batches: int | None = 
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise UserError(UnknownAction(None, path.name)) from None
+        raise UserError(NoText(None, str(path), "a CSV as torch.distributed.pipelining writes it")) from None
     return from_csv(text, str(path), stages, micro_batches)
 
 

@@ -17,6 +17,14 @@ class NotPositive(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NoText(Diagnostic):
+    title: ClassVar[str] = "{path} is no text"
+    help: ClassVar[str] = "give {what}, in UTF-8"
+    path: str
+    what: str
+
+
+@dataclass(frozen=True)
 class UnevenRounds(Diagnostic):
     title: ClassVar[str] = "{micro_batches} micro-batches cannot be interleaved on {ranks} ranks"
     help: ClassVar[str] = "interleaving goes in rounds of equal size: give {fitting} micro-batches, or use 1f1b"

@@ -18,6 +18,7 @@ import networkx as nx
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.span import Span
+from arachnec.pipelining.errors import NoText
 from arachnec.pipelining.profile_errors import (
     BadProfileLine,
     BadProfileNumber,
@@ -71,7 +72,7 @@ def read_profile_file(path: Path) -> LayerProfile:
     try:
         return read_profile(path.read_text(encoding="utf-8"), str(path))
     except UnicodeDecodeError:
-        raise UserError(BadProfileLine(None)) from None
+        raise UserError(NoText(None, str(path), "a profile in DAPPLE's format")) from None
 
 
 def read_profile(text: str, file: str) -> LayerProfile:

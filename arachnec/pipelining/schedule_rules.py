@@ -69,16 +69,22 @@ def _expected(
 
 
 def _misplaced(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
-    """Actions that stand twice, on two ranks, as a whole and in halves, or before what they need."""
+    """Actions that stand twice, on two ranks, as a whole and in halves, or before what they need.
+
+    A stage on two ranks is told once, and a backward of both kinds.
+    """
     wrong: list[Diagnostic] = []
     seen: dict[Action, tuple[int, int]] = {}
     rank_of: dict[int, int] = {}
+    told: set[object] = set()
     for rank, order in enumerate(schedule.orders):
         for position, action in enumerate(order):
             stage, kind, micro_batch = action
             at = place(rank, position)
             if rank_of.setdefault(stage, rank) != rank:
-                wrong.append(StageOnTwoRanks(at, stage, rank_of[stage], rank))
+                if stage not in told:
+                    wrong.append(StageOnTwoRanks(at, stage, rank_of[stage], rank))
+                told.add(stage)
                 continue
             if action in seen:
                 wrong.append(RepeatedAction(at, str(action), _where(*seen[action])))
@@ -91,7 +97,9 @@ def _misplaced(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
             others = halves if kind == BACKWARD else [whole]
             other = next((other for other in others if other in seen), None)
             if other is not None:
-                wrong.append(BackwardTwice(at, stage, micro_batch, _where(*seen[other])))
+                if (stage, micro_batch) not in told:
+                    wrong.append(BackwardTwice(at, stage, micro_batch, _where(*seen[other])))
+                told.add((stage, micro_batch))
                 continue
             needed = Action(stage, NEEDED[kind], micro_batch)
             if needed not in seen and needed in order:

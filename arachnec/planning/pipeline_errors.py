@@ -68,12 +68,13 @@ class PipelineDoesNotFit(Diagnostic):
     )
     help: ClassVar[str] = (
         "use more stages or ranks, a schedule that holds fewer micro-batches, or `partition{{tokens=...}}` with fewer "
-        "tokens in each"
+        "tokens in each{more}"
     )
     schedule: str
     needed: float
     stage: str
     memory: float
+    more: str = ""
 
 
 @dataclass(frozen=True)

@@ -37,28 +37,35 @@ class HandoffFailed(Diagnostic):
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and precision of a handed-off tensor."""
+    """Shape and precision of a handed-off tensor. One of bytes may come in ``parts``: from which rank, from which byte,
+    and up to which."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
+    parts: tuple[tuple[int, int, int], ...] = ()
 
 
 @dataclass
 class Received:
-    """A value on its way to this rank. ``wait`` may be called from any thread, and again."""
+    """A value on its way to this rank, or a part of one. ``wait`` may be called from any thread, and again."""
 
     cascade: str
     source: int
     work: dist.Work
     buffer: Tensor
+    value: Tensor | None = None  # of which it is a part
+    before: Received | None = None  # the part that was posted before
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _arrived: bool = False
 
     @property
     def ready(self) -> bool:
-        return self._arrived
+        return self._arrived and (self.before is None or self.before.ready)
 
     def wait(self) -> Tensor:
+        """The value, once this and all parts that were posted before it are there."""
+        if self.before is not None:
+            self.before.wait()
         with self._lock:
             if not self._arrived:
                 try:
@@ -67,7 +74,7 @@ class Received:
                     reason = str(error)
                     raise UserError(HandoffFailed(None, self.cascade, self.source, dist.get_rank(), reason)) from error
                 self._arrived = True
-        return self.buffer
+        return self.buffer if self.value is None else self.value
 
 
 class Notes(Protocol):
@@ -87,18 +94,25 @@ class HandoffThreads:
         self._latest: Future[tuple[dist.Work, Tensor]] | None = None  # that the first has
 
     def send(
-        self, value: OnHost, to: int, group: dist.ProcessGroup, tag: int, cascade: str, notes: Notes | None = None
+        self,
+        value: OnHost,
+        to: int,
+        group: dist.ProcessGroup,
+        tag: int,
+        cascade: str,
+        notes: Notes | None = None,
+        part: slice | None = None,
     ) -> Sending:
-        """Send once the value is on the host; it is held until the receiver has it.
+        """Send once the value is on the host, or a ``part`` of its bytes; it is held until the receiver has it.
 
         What is there already, with none before it on the way, is sent from here: two threads less to wake.
         """
         if value.ready and (self._latest is None or self._latest.done()):
             try:
-                return _Started(*_start_send(value, to, group, tag, cascade, notes), to, cascade)
+                return _Started(*_start_send(value, to, group, tag, cascade, notes, part), to, cascade)
             except RuntimeError as error:
                 raise UserError(HandoffFailed(None, cascade, dist.get_rank(), to, str(error))) from error
-        self._latest = self._start.submit(_start_send, value, to, group, tag, cascade, notes)
+        self._latest = self._start.submit(_start_send, value, to, group, tag, cascade, notes, part)
         return self._end.submit(_end_send, self._latest, to, cascade)
 
     def close(self) -> None:
@@ -107,9 +121,17 @@ class HandoffThreads:
 
 
 def _start_send(
-    value: OnHost, to: int, group: dist.ProcessGroup, tag: int, cascade: str, notes: Notes | None
+    value: OnHost,
+    to: int,
+    group: dist.ProcessGroup,
+    tag: int,
+    cascade: str,
+    notes: Notes | None,
+    part: slice | None,
 ) -> tuple[dist.Work, Tensor]:
     flat = value.wait().contiguous()
+    if part is not None:
+        flat = flat[part]
     if notes is not None:
         notes.sends(cascade, to, flat.numel() * flat.element_size())
     work = dist.isend(_bytes(flat), to, group=group, tag=tag)
@@ -169,20 +191,26 @@ class Handoffs:
         self._sent: dict[str, list[Sending]] = {}
         self._let_go: list[Sending] = []
         self._coming: list[Received] = []
+        self._parts: dict[str, Received] = {}  # the latest of each value that comes in several
 
-    def send(self, name: str, value: OnHost, to: int) -> None:
-        """Have a value sent; it is held until the receiver has it."""
+    def send(self, name: str, value: OnHost, to: int, part: slice | None = None) -> None:
+        """Have a value sent, or a ``part`` of its bytes; it is held until the receiver has it."""
         group = self._connections.group
         self._sent.setdefault(name, []).append(
-            self._threads.send(value, to, group, self._tags[name], name, self._notes)
+            self._threads.send(value, to, group, self._tags[name], name, self._notes, part)
         )
 
     def post(self, name: str, spec: TensorSpec, source: int) -> Received:
-        """Start receiving into a buffer of its own; does not wait."""
-        buffer = torch.empty(spec.shape, dtype=spec.dtype)
+        """Start receiving into a buffer of its own, or into that of the value's parts before; does not wait."""
+        before = self._parts.get(name)
+        value = torch.empty(spec.shape, dtype=spec.dtype) if before is None else before.value
+        assert value is not None
+        buffer = next((value[first:end] for rank, first, end in spec.parts if rank == source), value)
         work = dist.irecv(_bytes(buffer), source, group=self._connections.group, tag=self._tags[name])
         assert work is not None
-        coming = Received(name, source, work, buffer)
+        coming = Received(name, source, work, buffer, value, before)
+        if spec.parts:
+            self._parts[name] = coming
         self._coming.append(coming)
         if self._notes is not None:
             self._notes.expects(coming)

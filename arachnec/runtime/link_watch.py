@@ -70,8 +70,8 @@ class HandoffNotes:
 
 
 def _arrival(coming: Received) -> Message:
-    buffer = coming.wait()
-    return Message(coming.cascade, coming.source, buffer.numel() * buffer.element_size(), time.perf_counter())
+    coming.wait()
+    return Message(coming.cascade, coming.source, coming.buffer.nbytes, time.perf_counter())
 
 
 def measured_speeds(notes: Sequence[Notes]) -> Speeds:

@@ -17,7 +17,7 @@ wait for it.
 from __future__ import annotations
 
 import heapq
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 
 from arachnec.analysis.execution_model import HOST_HANDOFFS
@@ -64,7 +64,7 @@ class _Rank:
     instructions: tuple[Instruction, ...]
     prefetched: list[tuple[Instruction, ...]]  # receives to start before each instruction; emptied once started
     at: int = 0
-    receiving: set[str] = field(default_factory=set)  # values whose receive has started and not completed
+    receiving: Counter[str] = field(default_factory=Counter)  # receives that have started and not completed, by value
     sending: dict[str, int] = field(default_factory=lambda: defaultdict(int))  # incomplete sends, by value
     waiting_for: str | None = None
     overlapped: dict[int, list[int]] = field(default_factory=dict)  # reduces that start inside a backward, by index
@@ -328,7 +328,7 @@ class Engine:
         if send:
             self._ranks[source].sending[message.cascade] += 1
         else:
-            self._ranks[target].receiving.add(message.cascade)
+            self._ranks[target].receiving[message.cascade] += 1
         if not opposite:
             own.append(message)
             return
@@ -341,7 +341,9 @@ class Engine:
         name = message.cascade
         self.transfers.append(Transfer(name, source.rank, target.rank, message.size, transfer.start, now))
         source.sending[name] -= 1
-        target.receiving.discard(name)
+        target.receiving[name] -= 1
+        if not target.receiving[name]:
+            del target.receiving[name]
         for rank in (source, target):
             if rank.waiting_for == name:
                 self._advance(rank, now)

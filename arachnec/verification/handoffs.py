@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias
 
-from arachnec.analysis.stage_handoffs import between_stages, source_of
-from arachnec.analysis.uses import Values, written
+from arachnec.analysis.stage_handoffs import between_stages, in_ranges, ranges_to, source_of
+from arachnec.analysis.uses import COMPUTE, Values, written
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import Instruction
+from arachnec.ir.nodes import Instruction, Program
 
 
 @dataclass(frozen=True)
@@ -64,6 +64,19 @@ class WrongSource(Diagnostic):
 
 
 @dataclass(frozen=True)
+class PartMissing(Diagnostic):
+    title: ClassVar[str] = (
+        "rank {rank} has `{instruction}`, and its tokens of %{cascade} on rank {source} are not there yet"
+    )
+    label: ClassVar[str] = "reads what rank {source} has, too"
+    help: ClassVar[str] = "write `receive %{cascade} from {source}` before it, once"
+    rank: int
+    instruction: str
+    cascade: str
+    source: int
+
+
+@dataclass(frozen=True)
 class UnequalSides(Diagnostic):
     title: ClassVar[str] = "%{producer} has {others} clips side by side, and %{consumer}, which reads it, has {sides}"
     label: ClassVar[str] = "{sides} side by side"
@@ -103,9 +116,10 @@ def match_handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Hando
             yield Handoff(source, i, target, j)
 
 
-def check_sources(values: Values) -> Iterator[WrongSource | UnequalSides]:
-    """What goes from stage to stage comes from the rank that has the receiver's part of it."""
-    pairs: dict[tuple[str, int], int] = {}
+def check_sources(values: Values) -> Iterator[WrongSource | PartMissing | UnequalSides]:
+    """What goes from stage to stage comes from the ranks that have the receiver's parts of it, from each of them."""
+    stages = {stage.name: stage for stage in values.module.stages}
+    sources: dict[tuple[str, int], tuple[int, ...]] = {}
     for consumer in values.module.cascades:
         for name in consumer.inputs:
             producer = values.cascades.get(name)
@@ -113,13 +127,30 @@ def check_sources(values: Values) -> Iterator[WrongSource | UnequalSides]:
                 continue
             if producer.side != consumer.side:
                 yield UnequalSides(consumer.span, name, producer.side, consumer.name, consumer.side)
+            elif in_ranges(producer, consumer, stages, values.cascades):
+                for rank in consumer.ranks:
+                    parts = ranges_to(producer, consumer, rank, values.cascades)
+                    sources[name, rank] = tuple(part.source for part in parts)
             else:
-                pairs |= {(name, rank): source_of(producer, consumer, rank) for rank in consumer.ranks}
-    for program in values.module.programs:
-        for step in program.instructions if pairs else ():
-            source = pairs.get((step.target, program.rank)) if step.op == "receive" else None
-            if source is not None and step.peers != (source,):
-                yield WrongSource(step.span, program.rank, written(step), step.target, source)
+                sources |= {(name, rank): (source_of(producer, consumer, rank),) for rank in consumer.ranks}
+    for program in values.module.programs if sources else ():
+        yield from _sources_on(values, program, sources)
+
+
+def _sources_on(
+    values: Values, program: Program, sources: Mapping[tuple[str, int], tuple[int, ...]]
+) -> Iterator[WrongSource | PartMissing]:
+    got: defaultdict[str, set[int]] = defaultdict(set)
+    for step in program.instructions:
+        own = sources.get((step.target, program.rank))
+        if step.op == "receive" and own is not None:
+            if step.peers[0] not in own:
+                yield WrongSource(step.span, program.rank, written(step), step.target, own[0])
+            got[step.target].add(step.peers[0])
+        for name in values.reads(step) if step.op in COMPUTE else ():
+            parts = sources.get((name, program.rank), ())
+            if got[name] and (missing := set(parts) - got[name]):
+                yield PartMissing(step.span, program.rank, written(step), name, min(missing))
 
 
 def _by_pair(values: Values) -> tuple[Pairs, Pairs]:

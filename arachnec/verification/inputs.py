@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.analysis.stage_handoffs import STAGED
 from arachnec.analysis.uses import COMPUTE, Values, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program, quantity
@@ -90,6 +92,7 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
     held: set[str] = set()
     freed: set[str] = set()
     saved: set[str] = set()
+    received: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)  # a value between stages may come in parts
     for instruction in program.instructions:
         yield from _needs(values, program.rank, instruction, held, freed, saved)
         if instruction.op == "replan":
@@ -99,11 +102,19 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
             freed.add(instruction.target)
         value = values.makes(instruction)
         if value is not None:
-            if value in held or value in freed:
+            part = instruction.op == "receive" and _in_parts(values, instruction)
+            again = value in held and (not part or value not in received or instruction.peers in received[value])
+            if again or value in freed:
                 yield AlreadyThere(instruction.span, program.rank, written(instruction), value)
             held.add(value)
+            if part:
+                received[value].add(instruction.peers)
         if values.saves(instruction):
             saved.add(instruction.target)
+
+
+def _in_parts(values: Values, receive: Instruction) -> bool:
+    return values.cascades[receive.target].phase in STAGED
 
 
 def _needs(

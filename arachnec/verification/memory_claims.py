@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arachnec.analysis.stage_handoffs import handed_gib
+from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import Values, gib, written
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
@@ -56,7 +56,8 @@ def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
     for program in values.module.programs:
         for step in program.instructions:
             if step.op == "receive":
-                need = _Need(handed.get((step.target, program.rank), 0.0), 0.0)
+                places = ((step.target, program.rank, source) for source in (step.peers[0], None))
+                need = _Need(max(handed.get(place, 0.0) for place in places), 0.0)
                 yield from _too_low(program.rank, step, values.cascades[step.target], need)
             if step.op not in OPS:
                 continue
@@ -66,15 +67,21 @@ def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
             yield from _too_low(program.rank, step, values.cascades[step.target], needs[key])
 
 
-def _handed(values: Values, cost: CostModel) -> dict[tuple[str, int], float]:
-    """GiB of each value that a rank may receive, by the cascade that made it and the rank that reads it."""
-    sizes: dict[tuple[str, int], float] = {}
+def _handed(values: Values, cost: CostModel) -> dict[tuple[str, int, int | None], float]:
+    """GiB of each value that a rank may receive: by the cascade that made it, the rank that reads it and, between
+    stages, the one that it comes from."""
+    sizes: dict[tuple[str, int, int | None], float] = {}
     for consumer in values.module.cascades:
         for producer in (values.cascades[name] for name in consumer.inputs if name in values.cascades):
-            saved = not cost.handed(producer, consumer)
-            size = 0.0 if saved else handed_gib(producer, consumer, cost.stages, values.cascades)
+            if not cost.handed(producer, consumer):  # what the stage itself has saved
+                continue
+            if between_stages(producer, consumer) and producer.side == consumer.side:
+                for source, target, gib in parts_handed(producer, consumer, cost.stages, values.cascades):
+                    sizes[producer.name, target, source] = gib
+                continue
+            size = handed_gib(producer, consumer, cost.stages, values.cascades)
             for rank in consumer.ranks:
-                sizes[producer.name, rank] = max(size, sizes.get((producer.name, rank), 0.0))
+                sizes[producer.name, rank, None] = max(size, sizes.get((producer.name, rank, None), 0.0))
     return sizes
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import Action, PipelineSchedule
-from arachnec.pipelining.csv_format import from_csv, to_csv
+from arachnec.pipelining.csv_format import from_csv, read_csv, to_csv
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.schedule_rules import require_valid
@@ -101,6 +101,18 @@ def refusal(text: str, **expected: int) -> tuple[errors.Diagnostic, ...]:
     with pytest.raises(UserError) as refused:
         from_csv(text, "bad.csv", **expected)
     return refused.value.diagnostics
+
+
+def test_one_mistake_is_one_message() -> None:
+    assert len(refusal("0F0,0F1,0B0,0B1,1F0\n1F0,1B0,1F1,1B1\n")) == 1  # a whole stage on another rank
+    assert len(refusal("0F0,0B0,0I0,0W0\n")) == 1  # a whole backward and both halves
+
+
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    (tmp_path / "orders.csv").write_bytes(bytes(range(128, 256)))
+    with pytest.raises(UserError) as refused:
+        read_csv(tmp_path / "orders.csv")
+    assert isinstance(refused.value.diagnostics[0], errors.NoText)
 
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: repr(text[:40]))

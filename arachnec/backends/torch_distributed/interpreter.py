@@ -252,7 +252,7 @@ class _Walk:
         self, instruction: Instruction, cascade: Cascade, kwargs: Mapping[str, Any], target: Tensor, share: float
     ) -> None:
         context = self.context
-        message = self._message(self.staged.before(cascade))
+        message = self._message(self.staged.messages.before(cascade))
         whole = None if len(self.kept[cascade.name]) == len(cascade.clips) else self.kept[cascade.name]
         with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective, handed_on = self.staged.forward(
@@ -288,7 +288,7 @@ class _Walk:
         if cascade.phase is Phase.BACKWARD:
             inside = self.gradients.inside_backward(self._inside(cascade))
             with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
-                message = self._message(self.staged.before(cascade))
+                message = self._message(self.staged.messages.before(cascade))
                 handed_on = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
             if handed_on is not None:
                 self.run.values[cascade.name] = self.context.runtime.to_host(handed_on)
@@ -325,7 +325,9 @@ class _Walk:
         return cells.gathering.backward(instruction, forward)
 
     def _send(self, instruction: Instruction) -> None:
-        self.handoffs.send(instruction.target, self.run.values[instruction.target], instruction.peers[0])
+        name, to = instruction.target, instruction.peers[0]
+        part = None if self.context.pipeline is None else self.staged.messages.sent_to(name, to)
+        self.handoffs.send(name, self.run.values[name], to, part)
 
     def _receive(self, instruction: Instruction) -> None:
         """Posted already, as early as memory allowed; waited for where its batch is made."""

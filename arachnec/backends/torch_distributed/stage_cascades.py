@@ -11,29 +11,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.analysis.stage_handoffs import forward_of, share_tokens_alike
+from arachnec.analysis.stage_handoffs import forward_of
 from arachnec.analysis.uses import split_backwards
 from arachnec.backends.cascade_step import loss_of
-from arachnec.backends.stage_step import (
-    as_inputs,
-    backward_of,
-    forms_between,
-    gradient_forms,
-    pack,
-    packed_size,
-    unpack,
-)
+from arachnec.backends.stage_step import as_inputs, backward_of, forms_between
 from arachnec.backends.staged_model import StageRun, run_stage, whole
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_context import SequenceParallel
-from arachnec.backends.torch_distributed.side_by_side import own_part
+from arachnec.backends.torch_distributed.stage_messages import StageMessages
 from arachnec.backends.weight_gradients import Deferred
 from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, integers
-from arachnec.kernels.attention.sequence_shard import even_split, rescaled_tokens
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase
 from arachnec.model_state.cells.gradients import StageCells
 from arachnec.models.file import ModelFile
-from arachnec.runtime.handoffs import TensorSpec
 from arachnec.tracing.cuts import Cut
 from arachnec.tracing.dataflow import Form, Output
 
@@ -52,7 +42,7 @@ class _Saved:
 class StageCascades:
     """Of one iteration. Messages are runs of bytes on the host or the device, as they are given.
 
-    Where two stages share a micro-batch's tokens alike, each rank hands on its own tokens of what blocks made of them.
+    Each rank hands on its own tokens of what blocks made of them.
     """
 
     pipeline: PipelineRank
@@ -64,64 +54,12 @@ class StageCascades:
 
     def __post_init__(self) -> None:
         split = split_backwards(self.module)
-        self._cascades = {cascade.name: cascade for cascade in self.module.cascades}
-        self._split = {self.forward_of(self._cascades[name]) for name in split}
-        self._readers: dict[str, Cascade] = {}  # of what a cascade hands on to another stage
-        for reader in self.module.cascades:
-            if (name := self.before(reader)) is not None:
-                self._readers[name] = reader
+        self.messages = StageMessages(self.pipeline, self.module, self.clips, self.sequence)
+        self._split = {self.forward_of(self.messages.cascades[name]) for name in split}
 
     def forward_of(self, cascade: Cascade) -> str:
         """The forward whose saved tensors a backward or weight cascade reads."""
-        return forward_of(cascade, self._cascades).name
-
-    def before(self, cascade: Cascade) -> str | None:
-        """The cascade of another stage whose message this one reads; none at the ends of the pipeline."""
-        inputs = (self._cascades[name] for name in cascade.inputs)
-        return next((c.name for c in inputs if c.phase is cascade.phase and c.stage != cascade.stage), None)
-
-    def spec(self, name: str) -> TensorSpec:
-        """Of the message that a cascade of another stage hands on to one of this rank: of that one's own clips."""
-        producer, reader = self._cascades[name], self._readers[name]
-        cut = self._cut(own_part(reader, self.pipeline.rank))
-        forms = self._own_forms(self._forms(producer, cut), self._token_dims(producer, reader, cut), reader)
-        return TensorSpec((packed_size(forms),), torch.uint8)
-
-    def _cut(self, cascade: Cascade) -> Cut:
-        return self.pipeline.cuts.at(self.clips[cascade.clips[0]], len(cascade.clips))
-
-    def _forms(self, cascade: Cascade, cut: Cut) -> Mapping[Output, Form]:
-        number = self.pipeline.number(cascade.stage)
-        if cascade.phase is Phase.FORWARD:
-            return forms_between(cut, number)
-        return gradient_forms(cut, number - 1) if number else {}
-
-    def _token_dims(self, producer: Cascade, consumer: Cascade | None, cut: Cut) -> dict[Output, int]:
-        """Of what goes between two cascades, along which dimension each rank hands on its own tokens."""
-        if self.sequence is None or consumer is None or not share_tokens_alike(producer, consumer, self._cascades):
-            return {}
-        calls = cut.flow.calls
-        of_blocks = (output for output in self._forms(producer, cut) if calls[output.call].is_block)
-        dims = ((output, self.sequence.token_dims(calls[output.call].path).get(output.leaf)) for output in of_blocks)
-        return {output: dim for output, dim in dims if dim is not None}
-
-    def _own_forms(
-        self, forms: Mapping[Output, Form], dims: Mapping[Output, int], cascade: Cascade
-    ) -> dict[Output, Form]:
-        """The forms with this rank's tokens of them, as a cascade of its stage shares them."""
-        return {
-            output: self._own_form(form, dims[output], cascade) if output in dims else form
-            for output, form in forms.items()
-        }
-
-    def _own_form(self, form: Form, dim: int, cascade: Cascade) -> Form:
-        shared = self._cascades[self.forward_of(cascade)]
-        listed = shared.attrs.get("shards")
-        shards = even_split(shared.tokens, shared.degree) if listed is None else integers(listed)
-        if form.shape[dim] != sum(shards):
-            shards = rescaled_tokens(shards, form.shape[dim])
-        position = shared.ranks.index(self.pipeline.rank) % shared.degree
-        return replace(form, shape=(*form.shape[:dim], shards[position], *form.shape[dim + 1 :]))
+        return forward_of(cascade, self.messages.cascades).name
 
     def forward(
         self,
@@ -138,22 +76,23 @@ class StageCascades:
 
         ``share`` is what the mean loss of these clips counts; only those ``kept`` do, by number.
         """
-        number, cut = self.pipeline.number(cascade.stage), self._cut(cascade)
+        number, cut = self.pipeline.number(cascade.stage), self.messages.cut(cascade)
         given: dict[Output, Tensor] = {}
         complete: dict[Output, Tensor] = {}  # as the model's forward reads them
         if message is not None:
+            coming = self.messages.coming(str(self.messages.before(cascade)), cut)
+            given = as_inputs(coming.unpack(message), coming.own)
             forms = forms_between(cut, number - 1)
-            coming = self._token_dims(self._cascades[str(self.before(cascade))], cascade, cut)
-            own = self._own_forms(forms, coming, cascade)
-            given = as_inputs(unpack(message, own), own)
             complete = {
-                output: self._of_tokens(value, coming[output], forms[output]) if output in coming else value
+                output: self._of_tokens(value, coming.dims[output], forms[output])
+                if output in coming.dims and cascade.degree > 1
+                else value
                 for output, value in given.items()
             }
-        going = self._token_dims(cascade, self._readers.get(cascade.name), cut)
+        going = self.messages.own_dims(cascade, cut)
 
         def handing(output: Output, value: Tensor) -> Tensor:
-            if output not in going or self.sequence is None:
+            if output not in going or self.sequence is None or cascade.degree == 1:
                 return whole(output, value)
             return self.sequence.own_tokens(value, going[output])
 
@@ -165,7 +104,7 @@ class StageCascades:
         self._saved[cascade.name] = _Saved(run, objective, number, cut)
         if objective is not None:
             return objective, None
-        return None, pack(run.outputs, self._own_forms(forms_between(cut, number), going, cascade))
+        return None, self.messages.going(cascade, cut).pack(run.outputs)
 
     def _of_tokens(self, local: Tensor, dim: int, form: Form) -> Tensor:
         assert self.sequence is not None, "ranks share the sequence"
@@ -175,31 +114,27 @@ class StageCascades:
         """Run a stage's backward on the ranks of ``group``. Returns its message to the stage before; the first has
         none.
 
-        Every rank has the gradient of the tokens that it was handed, and a part of the gradient of all else. It goes to
-        one rank of the stage before, which takes it for its own part. Where that stage has another degree, the parts
+        Every rank has the gradient of the tokens that it was handed, and a part of the gradient of all else. That goes
+        to one rank of the stage before, which takes it for its own part. Where that stage has another degree, the parts
         are added up, and each of its ranks takes an equal share.
         """
         name = self.forward_of(cascade)
         saved = self._saved.pop(name)
         received: dict[Output, Tensor] = {}
         if message is not None:
-            behind = self._cascades[str(self.before(cascade))]
-            coming = self._token_dims(behind, cascade, saved.cut)
-            forms = gradient_forms(saved.cut, saved.number)
-            received = unpack(message, self._own_forms(forms, coming, cascade))
+            received = self.messages.coming(str(self.messages.before(cascade)), saved.cut).unpack(message)
         gradients = backward_of(saved.run, saved.objective, received)
         if not saved.number:
             return None
-        going = self._token_dims(cascade, self._readers.get(cascade.name), saved.cut)
-        forms = self._own_forms(gradient_forms(saved.cut, saved.number - 1), going, cascade)
+        going = self.messages.going(cascade, saved.cut)
         if (degree := self._degree_before(cascade)) != cascade.degree:
             given = saved.run.given
-            gradients = {output: _share(given[output], group, degree) for output in forms}
-        return pack(gradients, forms)
+            gradients |= {o: _share(given[o], group, degree) for o in going.own if o not in going.dims}
+        return going.pack(gradients)
 
     def _degree_before(self, cascade: Cascade) -> int:
         """The degree of the stage that reads this one's gradient; its own where that stage is frozen."""
-        reader = self._readers.get(cascade.name)
+        reader = self.messages.readers.get(cascade.name)
         return cascade.degree if reader is None else reader.degree
 
     def weight(self, instruction: Instruction, cascade: Cascade, cells: StageCells | None) -> None:

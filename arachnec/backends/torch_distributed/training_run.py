@@ -40,7 +40,7 @@ from arachnec.backends.torch_distributed.samples import Samples
 from arachnec.backends.torch_distributed.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.shared_weights import META
 from arachnec.backends.torch_distributed.specs import Specs
-from arachnec.backends.torch_distributed.stage_cascades import StageCascades
+from arachnec.backends.torch_distributed.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.step_account import Measured, StepAccount
 from arachnec.backends.torch_distributed.step_limits import StepLimits
 from arachnec.backends.torch_distributed.step_log import StepLog
@@ -352,7 +352,7 @@ class Trainer:
         specs = self._specs.received(module, program, clips)
         pipeline = self._context.pipeline
         if pipeline is not None:
-            staged = StageCascades(pipeline, module, clips, self._context.sequence)
+            staged = StageMessages(pipeline, module, clips, self._context.sequence)
             names = {step.target for step in program.instructions if step.op == "receive"}
             specs |= {name: staged.spec(name) for name in names - set(specs)}
         return specs

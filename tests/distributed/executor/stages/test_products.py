@@ -45,6 +45,12 @@ def partly(cascade: Cascade) -> Cascade:
     return cascade.with_attrs(recompute=1, shards=shards, memory=Quantity(1e-3, "GiB"))  # enough for either
 
 
+def unalike(cascade: Cascade) -> Cascade:
+    """The same, and evenly on the second stage: some ranks get their tokens from two."""
+    changed = partly(cascade)
+    return changed.with_attrs(shards=None) if cascade.stage.endswith("1") else changed
+
+
 @dataclass(frozen=True)
 class Product:
     stages: str
@@ -71,7 +77,7 @@ PRODUCTS = {
     "cells-frozen-first": Product("p=2", "schedule=zb-h1", cell=2, more=FROZEN, trained=("second",)),
     "cells-adapters": Product("p=2", "schedule=gpipe", cell=2, more=ADAPTED, trained=("first", "second")),
     "cells-partly": Product("p=2", "schedule=kfkb,k=2", cell=2, change=partly),
-    "degrees-partly": Product("p=2", "schedule=1f1b,degrees=[2,2]", crowded=True, change=partly),
+    "degrees-partly": Product("p=2", "schedule=1f1b,degrees=[2,2]", crowded=True, change=unalike),
     "host-optimizer": Product("p=2", "schedule=1f1b", host="optimizer"),
     "host-zb-h1-alone": Product("p=4", "schedule=zb-h1", host="parameters"),  # a rank a stage
     "host-cells-zb-v": Product("p=4", "schedule=zb-v", cell=2, host="parameters"),
