@@ -10,11 +10,11 @@ import pytest
 
 from arachnec.commands.program_file import read_program
 from arachnec.equivalence import execution
-from arachnec.equivalence.compare import demand_equivalent
+from arachnec.equivalence.compare import DidNotRun, NotEquivalent, demand_equivalent
 from arachnec.equivalence.small_program import small
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, Program
-from arachnec.passes.check import checked
+from arachnec.passes.check import checked, find_problems
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "check"
 Change = Callable[[Sequence[Instruction]], Sequence[Instruction]]
@@ -80,3 +80,53 @@ def test_a_program_that_does_not_end_is_told() -> None:
     module = changed(program("valid"), 0, lambda steps: [step for step in steps if step.op != "send"])
     with pytest.raises(UserError, match="does not run to its end"):
         demand_equivalent(module, seconds=8.0)
+
+
+def listed(op: str, target: str, **lists: tuple[int, ...]) -> Change:
+    """Other lists of layers on one instruction."""
+
+    def change(steps: Sequence[Instruction]) -> Sequence[Instruction]:
+        return [
+            replace(step, attrs=step.attrs.updated(**lists)) if (step.op, step.target) == (op, target) else step
+            for step in steps
+        ]
+
+    return change
+
+
+def swapped(first: tuple[str, str], second: tuple[str, str]) -> Change:
+    def change(steps: Sequence[Instruction]) -> Sequence[Instruction]:
+        steps = list(steps)
+        a, b = (next(n for n, s in enumerate(steps) if (s.op, s.target) == one) for one in (first, second))
+        steps[a], steps[b] = steps[b], steps[a]
+        return steps
+
+    return change
+
+
+def staged() -> Module:
+    return checked(read_program(GOLDEN.parent / "schedule_pipeline" / "stages_in_cells.expect"))
+
+
+def broken_program(kind: str) -> Module:
+    if kind == "dropped gather":
+        return changed(program("cells_valid"), 0, listed("forward", "0", gather=(3, 0, 2)))
+    if kind == "moved release":  # what lies in no block goes with the forward, and the backward reads it again
+        module = program("cells_valid")
+        for rank in (0, 1):
+            module = changed(module, rank, listed("forward", "0", release=(3, 0, 1, 2)))
+            module = changed(module, rank, listed("backward", "0", release=(0, 1, 2)))
+        return module
+    if kind == "swapped backwards":  # one member of a cell runs another micro-batch than the other
+        return changed(staged(), 0, swapped(("backward", "4"), ("backward", "10")))
+    return changed(staged(), 0, swapped(("send", "0"), ("backward", "4")))
+
+
+@pytest.mark.parametrize("kind", ["dropped gather", "moved release", "swapped backwards", "swapped send"])
+def test_what_check_refuses_of_cells_and_stages_hangs_aborts_or_computes_something_else(kind: str) -> None:
+    """On gloo ranks, past ``check``: so that the rules are not stricter than what happens."""
+    module = broken_program(kind)
+    assert find_problems(module)
+    with pytest.raises(UserError) as seen:
+        demand_equivalent(module, seconds=8.0)
+    assert isinstance(seen.value.diagnostics[0], NotEquivalent | DidNotRun)
