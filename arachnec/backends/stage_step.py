@@ -34,7 +34,12 @@ def packed_size(forms: Mapping[Output, Form]) -> int:
 
 
 def pack(values: Mapping[Output, Tensor], forms: Mapping[Output, Form]) -> Tensor:
-    """One run of bytes with every tensor of ``forms``; one that is not there is zeros."""
+    """One run of bytes with every tensor of ``forms``; one that is not there is zeros.
+
+    A single dense tensor is its own message, not copied: nobody may write to it any more.
+    """
+    if len(forms) == 1 and (alone := _as_bytes(values, forms)) is not None:
+        return alone
     device = next((value.device for value in values.values()), torch.device("cpu"))
     message = torch.empty(packed_size(forms), dtype=torch.uint8, device=device)
     for output, place in _places(forms).items():
@@ -46,6 +51,15 @@ def pack(values: Mapping[Output, Tensor], forms: Mapping[Output, Form]) -> Tenso
             part.copy_(value.detach())
         message[place + form.bytes : place + _padded(form.bytes)].zero_()
     return message
+
+
+def _as_bytes(values: Mapping[Output, Tensor], forms: Mapping[Output, Form]) -> Tensor | None:
+    """The bytes of the only tensor, where they are a whole message as they lie."""
+    ((output, form),) = forms.items()
+    value = values.get(output)
+    if value is None or value.dtype != form.dtype or not value.is_contiguous() or _padded(form.bytes) != value.nbytes:
+        return None
+    return value.detach().view(-1).view(torch.uint8)
 
 
 def unpack(message: Tensor, forms: Mapping[Output, Form]) -> dict[Output, Tensor]:

@@ -107,8 +107,10 @@ class StageCascades:
 
     def _own_forms(
         self, forms: Mapping[Output, Form], dims: Mapping[Output, int], cascade: Cascade
-    ) -> dict[Output, Form]:
+    ) -> Mapping[Output, Form]:
         """The forms with this rank's tokens of them, as a cascade of its stage shares them."""
+        if not dims:
+            return forms
         return {
             output: self._own_form(form, dims[output], cascade) if output in dims else form
             for output, form in forms.items()
