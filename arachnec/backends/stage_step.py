@@ -45,6 +45,17 @@ def pack(values: Mapping[Output, Tensor], forms: Mapping[Output, Form], message:
         message[place + form.bytes : place + _padded(form.bytes)].zero_()
 
 
+def as_message(values: Mapping[Output, Tensor], forms: Mapping[Output, Form]) -> Tensor | None:
+    """A single dense tensor as its own message, not copied: nobody may write to it any more. Else None."""
+    if len(forms) != 1:
+        return None
+    ((output, form),) = forms.items()
+    value = values.get(output)
+    if value is None or value.dtype != form.dtype or not value.is_contiguous() or _padded(form.bytes) != value.nbytes:
+        return None
+    return value.detach().view(-1).view(torch.uint8)
+
+
 def unpack(message: Tensor, forms: Mapping[Output, Form]) -> dict[Output, Tensor]:
     """The tensors of a message, views of it."""
     return {

@@ -45,8 +45,15 @@ class Cut:
 
     def handed_on(self, stage: int) -> tuple[Output, ...]:
         """What goes from a stage to the next one."""
-        later = frozenset().union(*self._needs[stage + 1 :])
-        return tuple(sorted(x for x in later if isinstance(x, Output) and self.stages[x.call] <= stage))
+        return self._handed_on[stage]
+
+    @cached_property
+    def _handed_on(self) -> tuple[tuple[Output, ...], ...]:
+        handed: list[tuple[Output, ...]] = []
+        for stage in range(len(self.parts)):
+            later = frozenset().union(*self._needs[stage + 1 :])
+            handed.append(tuple(sorted(x for x in later if isinstance(x, Output) and self.stages[x.call] <= stage)))
+        return tuple(handed)
 
     @cached_property
     def parameters(self) -> tuple[frozenset[str], ...]:

@@ -7,8 +7,8 @@ and one sum over the ranks, at ``reduce``, makes them whole (docs/sequence_paral
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any
@@ -74,18 +74,8 @@ def run_iteration(
     gradients = _gradients(context, iteration.module, iteration.program, goes_on=not share.begins)
     walk = _Walk(context, iteration, handoffs, gradients, run, cascades, before_step, ahead, progress)
     where = f"step {iteration.step}"
-    for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
-        if progress is not None:
-            progress.at(index)
-        with explained_memory(context.runtime, iteration.module, iteration.program, index, where):
-            for post in posts:
-                run.values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
-            walk.batches.start(run.values)
-            walk.wait_for_inputs(instruction, clock)
-            with clock.measure(instruction.op, instruction.target):
-                walk.execute(instruction)
-                if context.host_copies is not None:
-                    context.host_copies.settle()
+    with walk.attention:
+        _walk_program(walk, handoffs, clock, progress, where)
     if progress is not None:
         progress.at(len(iteration.program.instructions))
     walk.end_step()
@@ -94,6 +84,22 @@ def run_iteration(
         context.predictors.collect(iteration.step)
     run.loss = float(sum(run.shares.values())) if run.shares else 0.0
     return run
+
+
+def _walk_program(walk: _Walk, handoffs: Handoffs, clock: Clock, progress: StepProgress | None, where: str) -> None:
+    context, iteration, values = walk.context, walk.iteration, walk.run.values
+    for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
+        if progress is not None:
+            progress.at(index)
+        with explained_memory(context.runtime, iteration.module, iteration.program, index, where):
+            for post in posts:
+                values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+            walk.batches.start(values)
+            walk.wait_for_inputs(instruction, clock)
+            with clock.measure(instruction.op, instruction.target):
+                walk.execute(instruction)
+                if context.host_copies is not None:
+                    context.host_copies.settle()
 
 
 def _gradients(
@@ -135,6 +141,9 @@ class _Walk:
     arrived: set[str] = field(default_factory=set)
     stepped: bool = False
     settled: bool = False  # what was updated before is here
+    attention: ExitStack = field(default_factory=ExitStack)
+    preferred: str | None = None  # the family that attention takes now
+    families: dict[str, str | None] = field(default_factory=dict)  # of attention, by cascade
 
     def execute(self, instruction: Instruction) -> None:
         getattr(self, f"_{instruction.op}")(instruction)
@@ -142,6 +151,7 @@ class _Walk:
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
         if instruction.op in ("norm", "step"):
+            self._prefer(None)
             self.run.left_out.tell()
             if self.iteration.share.ends:
                 if self.ahead is not None:
@@ -163,6 +173,7 @@ class _Walk:
                         value.wait()
 
     def _encode(self, instruction: Instruction) -> None:
+        self._prefer(None)
         cascade = self.cascades[instruction.target]
         given = self.iteration.given.get(cascade.name)
         self.run.values[cascade.name] = self._encoding.run(cascade, instruction.peers) if given is None else given
@@ -286,7 +297,7 @@ class _Walk:
             self.run.losses.pop(cascade.name)
             return
         if cascade.phase is Phase.BACKWARD:
-            inside = self.gradients.inside_backward(self._inside(cascade))
+            inside = self._starting_reduces(cascade)
             with self._sharded(instruction, cascade), inside, self._gathered(instruction, cascade):
                 message = self._message(self.staged.messages.before(cascade))
                 handed_on = self.staged.backward(cascade, message, self.context.groups.get(instruction.peers))
@@ -295,7 +306,7 @@ class _Walk:
             return
         with (
             self._sharded(instruction, cascade),
-            self.gradients.inside_backward(self._inside(cascade)),
+            self._starting_reduces(cascade),
             self._gathered(instruction, cascade),
         ):
             self.run.losses.pop(cascade.name).backward()  # type: ignore[no-untyped-call]
@@ -306,9 +317,10 @@ class _Walk:
         whole = self.context.cells is None and self.context.host_copies is None
         return self.iteration.share.measures and whole and cascade.phase is not Phase.BACKWARD
 
-    def _inside(self, cascade: Cascade) -> Sequence[Instruction]:
-        """The all-reduces that start inside a backward: none before an update's last iteration."""
-        return self._reduces_inside.get(cascade.name, ()) if self.iteration.share.ends else ()
+    def _starting_reduces(self, cascade: Cascade) -> AbstractContextManager[None]:
+        """Run a backward inside: its all-reduces start as it goes; none does before an update's last iteration."""
+        reduces = self._reduces_inside.get(cascade.name)
+        return self.gradients.inside_backward(reduces) if reduces and self.iteration.share.ends else nullcontext()
 
     def _cells(self, cascade: Cascade) -> StageCells | None:
         """How the cascade's stage is dealt out; None where it is whole."""
@@ -391,28 +403,37 @@ class _Walk:
     def _clips(self, cascade: Cascade) -> list[VideoClip]:
         return [self.iteration.clips[clip] for clip in cascade.clips]
 
-    @contextmanager
-    def _sharded(self, instruction: Instruction, cascade: Cascade) -> Iterator[None]:
+    def _sharded(self, instruction: Instruction, cascade: Cascade) -> AbstractContextManager[object]:
+        """Run a forward or backward inside: its attention, and its share of the sequence, are what the program says."""
         # Only the forward's instruction states the grid; its backward, which may compute blocks again, shares it.
         if cascade.phase is Phase.BACKWARD:
             cascade = self.cascades[self.staged.forward_of(cascade)]
-        forward, context = self._forward_of(cascade), self.context
+        forward, context = self._forwards[cascade.name], self.context
         stage = self._stages[cascade.stage]
-        family = attention_of(forward, stage, context.training.dtype, context.device)
-        with ExitStack() as stack:
-            if family is not None:  # for attention that is not distributed
-                stack.enter_context(sdpa_preferring(family))
-            if context.sequence is not None:
-                alone = len(instruction.peers) < 2
-                shard = None if alone else context.groups.shard(forward.peers, *grid_of(forward, cascade))
-                shard = shard and replace(shard, attention=family)
-                recompute = recomputed_layers(forward.attrs.get("recompute"), stage)
-                again = self.staged.deferring(cascade.name) if cascade.phase is Phase.FORWARD else None
-                away = context.host_inputs if "offload" in forward.attrs else None
-                if away is not None and instruction.op == "forward":
-                    away.begin()
-                stack.enter_context(context.sequence.use(shard, recompute, again, away, self._sparse(cascade)))
-            yield
+        if cascade.name not in self.families:
+            self.families[cascade.name] = attention_of(forward, stage, context.training.dtype, context.device)
+        family = self.families[cascade.name]
+        self._prefer(family)  # for attention that is not distributed
+        if context.sequence is None:
+            return nullcontext()
+        alone = len(instruction.peers) < 2
+        shard = None if alone else context.groups.shard(forward.peers, *grid_of(forward, cascade))
+        shard = shard and replace(shard, attention=family)
+        recompute = recomputed_layers(forward.attrs.get("recompute"), stage)
+        again = self.staged.deferring(cascade.name) if cascade.phase is Phase.FORWARD else None
+        away = context.host_inputs if "offload" in forward.attrs else None
+        if away is not None and instruction.op == "forward":
+            away.begin()
+        return context.sequence.use(shard, recompute, again, away, self._sparse(cascade))
+
+    def _prefer(self, family: str | None) -> None:
+        """From now on attention takes this family: it is set where it changes, not for every instruction."""
+        if family == self.preferred:
+            return
+        self.attention.close()
+        if family is not None:
+            self.attention.enter_context(sdpa_preferring(family))
+        self.preferred = family
 
     def _sparse(self, cascade: Cascade) -> SparseCascade | None:
         """Its attention to chosen keys. Its layers learn where it trains, and all of its clips can be used."""
@@ -429,9 +450,6 @@ class _Walk:
             weight,
             trains=not share.measures,
         )
-
-    def _forward_of(self, cascade: Cascade) -> Instruction:
-        return self._forwards[cascade.name]
 
     @cached_property
     def _forwards(self) -> dict[str, Instruction]:

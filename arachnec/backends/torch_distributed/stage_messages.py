@@ -23,7 +23,7 @@ from arachnec.analysis.stage_handoffs import (
     shards_of,
     share_tokens_alike,
 )
-from arachnec.backends.stage_step import ALIGNED, forms_between, gradient_forms, pack, packed_size, unpack
+from arachnec.backends.stage_step import ALIGNED, as_message, forms_between, gradient_forms, pack, packed_size, unpack
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_context import SequenceParallel
 from arachnec.backends.torch_distributed.side_by_side import own_part
@@ -64,6 +64,8 @@ class Message:
 
     def pack(self, values: Mapping[Output, Tensor]) -> Tensor:
         """The bytes of all parts; a tensor that is not there is zeros."""
+        if len(self.parts) == 1 and (alone := as_message(values, self.parts[0].forms)) is not None:
+            return alone
         device = next((value.device for value in values.values()), torch.device("cpu"))
         message = torch.empty(self.size, dtype=torch.uint8, device=device)
         for part, place in zip(self.parts, self.places, strict=True):
