@@ -62,6 +62,8 @@ class Rounds:
     def next_program(self, round: int) -> str | None:
         """The text of the program that goes on behind ``replan`` of a round; None where it is the one at hand."""
         started = time.monotonic()
+        if not self.store.check([f"comes/{round}"]):
+            self.store.set(f"comes/{round}", str(self.rank))
         while not self.store.check([f"program/{round}"]):
             if time.monotonic() - started > GROUP_TIMEOUT.total_seconds():
                 raise UserError(NoNextRound(None, self.rank, round))
@@ -107,7 +109,7 @@ class RoundPlanner:
         length: float | None = self.length_s
         round, took = 0, FIRST_S
         while length is not None and self._entered(round):
-            self.ended.wait(min(length / 2, max(0.0, length - 2 * took)))
+            self._wait(round + 1, min(length / 2, max(0.0, length - 2 * took)))
             started, text = time.monotonic(), KEPT
             try:
                 text, length = self.plan(round + 1, self._known())
@@ -125,6 +127,12 @@ class RoundPlanner:
             if self.ended.wait(POLL_S):
                 return False
         return True
+
+    def _wait(self, round: int, seconds: float) -> None:
+        """So long, or until the first rank comes to the round."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and not self.store.check([f"comes/{round}"]) and not self.ended.wait(POLL_S):
+            pass
 
     def _known(self) -> dict[int, tuple[int, int]]:
         """The windows by what the ranks have told."""

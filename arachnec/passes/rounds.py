@@ -10,9 +10,10 @@ from arachnec.ir.nodes import Cascade, Level, Module, quantity
 from arachnec.ir.sampling import outcomes_of
 from arachnec.ir.values import Quantity
 from arachnec.passes.infra.base import Duration, Pass
+from arachnec.planning.placement import end_of
 from arachnec.planning.sampling.chains import Rates, request_chains
 from arachnec.planning.sampling.replan import rounds_until
-from arachnec.planning.sampling.rounds import in_rounds, with_memory
+from arachnec.planning.sampling.rounds import in_rounds, placed_round_by_round, with_memory
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,12 @@ class Rounds(Pass):
         moment = rounds_until(0.0, length, makespan)
         if not uncertain or moment > makespan or not self._fits_everywhere(module):
             return module
-        cascades = in_rounds(sorted(module.cascades, key=lambda cascade: cascade.start), moment, 0)
-        whole = replace(module, cascades=tuple(cascades), attrs=module.attrs.updated(round=Quantity(length, "ms")))
+        cut = in_rounds(module, sorted(module.cascades, key=lambda cascade: cascade.start), moment, 0)
+        cascades = placed_round_by_round(module, (), cut)
+        attrs = module.attrs.updated(
+            round=Quantity(length, "ms"), makespan=Quantity(max(makespan, end_of(cascades)), "ms")
+        )
+        whole = replace(module, cascades=tuple(cascades), attrs=attrs)
         return replace(whole, cascades=tuple(with_memory(whole, cascades)))
 
     def _fits_everywhere(self, module: Module) -> bool:

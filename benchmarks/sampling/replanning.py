@@ -35,6 +35,7 @@ from benchmarks.sampling.plans import requests_of
 GPUS, COUNTS = 8, (8, 12, 16, 32, 64)
 LEAST, MOST, FORECAST = 5, 40, 22
 PLANNING_MS = 2000.0
+IN_ROUNDS = "segment,annotate,schedule-sampling,place,rounds,lower,check"
 DRAWN = ("even", "halves")
 
 
@@ -93,7 +94,7 @@ def told_by(module: Module, simulation: Simulation, round: int, outcomes: Mappin
 def row_of(count: int, kind: str, seed: int) -> Row:
     requests, outcomes = requests_of(count, seed), drawn(count, kind, seed)
     open_switch = SwitchForecast(LEAST, MOST, FORECAST)
-    first = Pipeline.parse("generate").run(module_of(requests, [open_switch] * count))
+    first = Pipeline.parse(IN_ROUNDS).run(module_of(requests, [open_switch] * count))
     fixed = simulate(at_outcomes(first, outcomes)).makespan_ms
     program, round, dearest = first, 1, 0.0
     simulation = simulate(at_outcomes(program, outcomes))

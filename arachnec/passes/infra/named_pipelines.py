@@ -61,10 +61,9 @@ PIPELINES = {
 
 # Ways to sample requests. Each begins with a traced module of requests (docs/sampling_plans.md).
 _SAMPLED = "place,lower,check"
-_REPLANNED = "place,rounds,lower,check"  # switches that come early leave ranks idle: the rest is planned again
 SAMPLING_PIPELINES = {
     # ours: degrees, borders, order and residency by search
-    "generate": f"segment,annotate,schedule-sampling,{_REPLANNED}",
+    "generate": f"segment,annotate,schedule-sampling,{_SAMPLED}",
     # each rank a request, the next one when it is free: data-parallel serving
     "replica": f"segment,annotate,schedule-sampling{{policy=replica}},{_SAMPLED}",
     # all ranks one request after another: Diffusers and xDiT

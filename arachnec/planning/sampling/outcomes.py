@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TypeAlias
 
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Strategy, grid_of
-from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer
+from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import forecast_of, models_of, outcomes_of, segment_of, steps_taken
 from arachnec.ir.values import Quantity
 
@@ -18,15 +17,12 @@ Windows: TypeAlias = Mapping[int, tuple[int, int]]
 
 
 def with_windows(clips: Sequence[Clip], windows: Windows) -> tuple[Clip, ...]:
-    """The requests with these windows. What is not decided is forecast by what is: by the median, as a share of a
-    request's steps, of the switches that its own can still come to; else as before."""
-    steps = {clip.id: integer(clip.attrs["steps"]) for clip in clips}
-    shares = [least / steps[number] for number, (least, most) in windows.items() if least == most]
+    """The requests with these windows. What has not switched by its forecast is planned for the middle of what is left:
+    those that are known first are the early ones, and say nothing of the others."""
 
     def narrowed(clip: Clip) -> Clip:
         least, most = windows.get(clip.id, (outcomes_of(clip)[0], outcomes_of(clip)[-1]))
-        likely = [k for k in (round(share * steps[clip.id]) for share in shares) if least <= k <= most]
-        forecast = round(statistics.median(likely)) if likely else min(max(forecast_of(clip), least), most)
+        forecast = forecast_of(clip) if least <= forecast_of(clip) <= most else (least + most) // 2
         attrs = clip.attrs.updated(window=(least, most), forecast=forecast if least < most else None)
         return replace(clip, attrs=attrs)
 

@@ -6,22 +6,27 @@ next step, where its steps are certain.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, Phase
-from arachnec.ir.sampling import segment_of
+from arachnec.ir.sampling import models_of, segment_of
 from arachnec.ir.values import Quantity
 from arachnec.planning.sampling.chains import divisible_steps
+from arachnec.planning.sampling.outcomes import retimed
+from arachnec.planning.sampling.placed_segments import placed_segments
 
 TOLERANCE_MS = 1e-3
 
 
-def in_rounds(cascades: Sequence[Cascade], moment: float, round: int) -> list[Cascade]:
-    """Placed cascades: those that start before ``moment`` ms are of ``round``, the others of the next.
+def in_rounds(module: Module, cascades: Sequence[Cascade], moment: float, round: int) -> list[Cascade]:
+    """Placed cascades of ``module``: those of ``round`` start before ``moment`` ms, the others are of the next.
 
-    The encoders of a request stay together.
+    A request whose switch comes late takes all steps of the segments that its forecast leaves empty, and what stands
+    behind them starts later by so much: what would then start behind the moment is not fixed, nor is what follows in
+    its chain. The encoders of a request stay together.
     """
     cut: list[Cascade] = []
     renamed: dict[str, str] = {}  # a segment that is cut, and its second part
@@ -35,10 +40,51 @@ def in_rounds(cascades: Sequence[Cascade], moment: float, round: int) -> list[Ca
         if len(parts) > 1:
             renamed[cascade.name] = parts[1].name
         cut += parts
-    begun = {c.clips for c in cut if c.phase is Phase.ENCODE and c.start < moment - TOLERANCE_MS}
+    fixed = _fixed(module, cut, moment)
+    return [cascade.with_attrs(round=(round if cascade.name in fixed else round + 1) or None) for cascade in cut]
+
+
+def _fixed(module: Module, cascades: Sequence[Cascade], moment: float) -> set[str]:
+    cost, first = CostModel(module), models_of(module)[:1]
+    begun = {c.clips for c in cascades if c.phase is Phase.ENCODE and c.start < moment - TOLERANCE_MS}
+    later: dict[tuple[int, ...], float] = {}  # of a chain, by how much at most; infinite behind what is not fixed
+    fixed: set[str] = set()
+    for cascade in cascades:
+        delay = later.get(cascade.clips, 0.0)
+        if cascade.phase is Phase.ENCODE:
+            if cascade.clips in begun:
+                fixed.add(cascade.name)
+        elif cascade.start + delay < moment - TOLERANCE_MS:
+            fixed.add(cascade.name)
+            if "planned" in cascade.attrs and cascade.stage in first:
+                whole = retimed(cascade.with_attrs(planned=None), cost)
+                later[cascade.clips] = delay + whole.end - cascade.end
+        else:
+            later[cascade.clips] = math.inf
+    return fixed
+
+
+def placed_round_by_round(module: Module, before: Sequence[Cascade], cascades: Sequence[Cascade]) -> list[Cascade]:
+    """Cascades on their ranks at the times that they have where every rank runs one round after another, behind
+    ``before``."""
+    names = {cascade.name for cascade in before}
+    listed = [*before, *sorted(cascades, key=lambda cascade: (cascade.round, cascade.start))]
+    placed = placed_segments(module, one_after_another(listed), CostModel(module))
+    return [cascade for cascade in placed if cascade.name not in names]
+
+
+def one_after_another(cascades: Sequence[Cascade]) -> list[Cascade]:
+    """Cascades that are to be placed on their ranks in this order, before all that starts at 0 or later."""
+    starts = range(-len(cascades), 0)
     return [
-        cascade.with_attrs(round=(round if _is_early(cascade, moment, begun) else round + 1) or None) for cascade in cut
+        moved(cascade.with_attrs(assigned=cascade.ranks), start - cascade.start)
+        for cascade, start in zip(cascades, starts, strict=True)
     ]
+
+
+def moved(cascade: Cascade, ms: float) -> Cascade:
+    """Later by so much."""
+    return cascade.with_attrs(start=Quantity(cascade.start + ms, "ms"), end=Quantity(cascade.end + ms, "ms"))
 
 
 def with_memory(module: Module, cascades: Sequence[Cascade]) -> list[Cascade]:
@@ -50,10 +96,6 @@ def with_memory(module: Module, cascades: Sequence[Cascade]) -> list[Cascade]:
         return cascade.with_attrs(memory=Quantity(round(gib, 6), "GiB"))
 
     return [claimed(cascade) for cascade in cascades]
-
-
-def _is_early(cascade: Cascade, moment: float, begun: set[tuple[int, ...]]) -> bool:
-    return cascade.start < moment - TOLERANCE_MS or (cascade.phase is Phase.ENCODE and cascade.clips in begun)
 
 
 def number_of(cascade: Cascade) -> int:
