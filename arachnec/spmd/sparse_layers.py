@@ -162,11 +162,13 @@ class OfBlock:
         cubes = cascade.cubes(tokens, state.site.captions)
         return divided(tuple(parts), cubes, places) if len(cubes.groups) - 1 == cascade.groups else None
 
-    def fetch(self, site: int, tokens: int) -> LayerFetch | None:
-        """How a layer that runs sparse gets its keys; None where it gets all of them."""
+    def fetch(self, site: int, tokens: int, ranks: Sequence[int]) -> LayerFetch | None:
+        """How a layer that runs sparse gets its keys on these ranks; None where it gets all of them."""
         cascade, layer = self.cascade, (self.path, site)
         state, room = cascade.layers.get(layer), cascade.room.get(layer)
         if state is None or room is None or not cascade.replay.get(layer, state.sparse):
+            return None
+        if len({rank // room.node for rank in ranks}) == 1:
             return None
         cubes, by = cascade.cubes(tokens, state.site.captions), state.projections
 

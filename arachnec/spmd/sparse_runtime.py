@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -23,7 +24,7 @@ class BlockAttention(Protocol):
 
     def division(self, site: int, tokens: int, places: int) -> Division | None: ...
 
-    def fetch(self, site: int, tokens: int) -> KeyFetch | None: ...
+    def fetch(self, site: int, tokens: int, ranks: Sequence[int]) -> KeyFetch | None: ...
 
 
 def attention_of_all(
@@ -75,5 +76,5 @@ def attention_of_share(
         scale=scale,
         local=of_heads,
         division=layers.division(site, tokens, shard.degree),
-        fetch=layers.fetch(site, tokens) if shard.degree > 1 else None,
+        fetch=layers.fetch(site, tokens, shard.ranks),
     )
