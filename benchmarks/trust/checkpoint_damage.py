@@ -51,20 +51,20 @@ def damages(newest: Path, rng: random.Random) -> dict[str, Callable[[Path], obje
     """What is done to a copy of the checkpoints, by its name."""
 
     def one(file: str, way: str) -> Callable[[Path], None]:
-        def made(kept: Path) -> None:
+        def damage(kept: Path) -> None:
             path = kept / newest.name / file
             data = WAYS[way](path.read_bytes(), rng)
             path.unlink() if data is None else path.write_bytes(data)
 
-        return made
+        return damage
 
     def header(file: str) -> Callable[[Path], None]:
-        def made(kept: Path) -> None:
+        def damage(kept: Path) -> None:
             path = kept / newest.name / file
             path.write_bytes(damaged_bytes(file, path.read_bytes(), rng))
             hashed_again(path.parent, file)
 
-        return made
+        return damage
 
     files = sorted(path.name for path in newest.iterdir())
     listed: dict[str, Callable[[Path], object]] = {f"{file} {way}": one(file, way) for file in files for way in WAYS}

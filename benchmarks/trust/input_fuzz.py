@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
 import importlib
 import io
 import json
@@ -99,7 +100,7 @@ def _change(tree: Any, rng: random.Random) -> None:
     elif isinstance(tree, dict) and rng.random() < 0.2:
         tree[rng.choice(("", "a" * 3000, "\x1b[2J", "[/bold]"))] = tree.pop(key)
     else:
-        tree[key] = rng.choice(WEIRD)
+        tree[key] = copy.deepcopy(rng.choice(WEIRD))
 
 
 def other_tokens(text: str, rng: random.Random) -> bytes:
