@@ -68,8 +68,8 @@ class VideoDiT(nn.Module):
         grid = (frames, height // PATCH, width // PATCH)
         x = latents.unflatten(4, (grid[2], PATCH)).unflatten(3, (grid[1], PATCH))
         x = self.embed(x.permute(0, 2, 3, 5, 1, 4, 6).flatten(4).flatten(1, 3))
-        time = self.time(sinusoid(1000 * t, self.width))
-        rotary = rotary_table(grid, self.head_width, latents.device)
+        time = self.time(sinusoid(1000 * t, self.width).to(x.dtype))
+        rotary = [table.to(x.dtype) for table in rotary_table(grid, self.head_width, latents.device)]
         text = self.text(caption)
         for block in self.blocks:
             x = block(x, text, time, rotary)

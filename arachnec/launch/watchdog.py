@@ -245,7 +245,11 @@ class Watchdog:
         while not self._closing.is_set():
             told_to_end = self._sleep()
             try:
-                failure = asking.submit(self._look, told_to_end).result(self._limits.lapse)
+                asked = asking.submit(self._look, told_to_end)
+            except RuntimeError:  # a script of one's own has ended: pools take no more work, while ranks take leave
+                asked = None
+            try:
+                failure = self._look(told_to_end) if asked is None else asked.result(self._limits.lapse)
             except (RuntimeError, TimeoutError) as error:
                 failure = _failure(self._without_store(str(error).partition("\n")[0] or "no answer"))
             if failure is not None and not self._closing.is_set():

@@ -91,6 +91,18 @@ def running_encoders(model_file: ModelFile, names: Collection[str]) -> ModelFile
     return replace(model_file, encoders=lambda: {name: e for name, e in build().items() if name in names})
 
 
+def tiling_vae(encoder: nn.Module) -> nn.Module | None:
+    """The module that is switched to tiles, by the names that all of Diffusers' VAEs use; None where there is none."""
+    return next(
+        (
+            module
+            for module in encoder.modules()
+            if getattr(module, "use_tiling", False) is True and isinstance(getattr(module, "encoder", None), nn.Module)
+        ),
+        None,
+    )
+
+
 class VideoEncoder(nn.Module):
     """A frozen Diffusers video VAE.
 

@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.span import Span
+from arachnec.models.encoders import tiling_vae
 from arachnec.models.file import ModelFile, line_span
 from arachnec.tracing.errors import CannotRecord
 from arachnec.tracing.find import find_blocks
@@ -84,9 +85,34 @@ def _quiet() -> Iterator[None]:
 
 def encoded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:
     """What an encoder on the meta device gives for a clip: a meta tensor."""
-    with torch.device("meta"), torch.no_grad():
+    with torch.device("meta"), torch.no_grad(), _every_tile_size_once(encoder):
         output: Tensor = encoder(encoder.load(clip, torch.device("meta")))  # type: ignore[operator]
         return output
+
+
+@contextlib.contextmanager
+def _every_tile_size_once(encoder: nn.Module) -> Iterator[None]:
+    """A VAE that tiles calls its ``encoder`` for every tile. Only the shape of the result counts here, so calls that
+    are given nothing but pixels run once for each size."""
+    vae = tiling_vae(encoder)
+    if vae is None:
+        yield
+        return
+    tiles = vae.get_submodule("encoder")
+    run, known = tiles.forward, dict[torch.Size, Any]()
+
+    def once(*args: Any, **kwargs: Any) -> Any:
+        if kwargs or len(args) != 1:  # caches go along
+            return run(*args, **kwargs)
+        if args[0].shape not in known:
+            known[args[0].shape] = run(*args)
+        return known[args[0].shape]
+
+    tiles.__dict__["forward"] = once
+    try:
+        yield
+    finally:
+        del tiles.__dict__["forward"]
 
 
 def _on(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:

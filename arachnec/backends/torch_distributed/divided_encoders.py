@@ -6,10 +6,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
+from arachnec.models.encoders import tiling_vae
 from arachnec.models.file import ModelFile
 from arachnec.spmd.spatial.encoding import encode_together
 from arachnec.spmd.spatial.peers import Group
-from arachnec.spmd.spatial.tiles import Call, calls_of, tiling_vae
+from arachnec.spmd.spatial.tiles import Call, calls_of
 from arachnec.tracing.sample import meta_encoders
 
 

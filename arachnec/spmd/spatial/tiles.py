@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from arachnec.models.encoders import tiling_vae
 from arachnec.spmd.spatial.peers import Peers
 
 
@@ -30,18 +31,6 @@ class Call:
     shape: tuple[int, ...]
     dtype: torch.dtype
     given: pytree.TreeSpec  # the first of its leaves is the tensor of this shape, the others are caches
-
-
-def tiling_vae(encoder: nn.Module) -> nn.Module | None:
-    """The module that is switched to tiles, by the names that all of Diffusers' VAEs use; None where there is none."""
-    return next(
-        (
-            module
-            for module in encoder.modules()
-            if getattr(module, "use_tiling", False) is True and isinstance(getattr(module, "encoder", None), nn.Module)
-        ),
-        None,
-    )
 
 
 @torch.no_grad()

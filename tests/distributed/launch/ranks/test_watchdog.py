@@ -296,3 +296,19 @@ def test_a_rank_that_does_not_come_is_named(run: Run, monkeypatch: pytest.Monkey
 
 def test_a_failure_has_the_exit_code_of_its_kind() -> None:
     assert (Failure(0.0, True, "").exit_code, Failure(0.0, False, "").exit_code) == (2, 1)
+
+
+def test_a_script_that_has_ended_takes_leave_though_pools_take_no_more_work(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interpreter closes its pools before what was to be done at its exit, of which leaving the ranks is a part."""
+
+    def closed(*_: object) -> None:
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", closed)
+    run.watch(0, 2)
+    run.pretend(msgspec.structs.replace(Member.here(1), agent="elsewhere"), LAST)
+    with pytest.raises(queue.Empty):
+        run.codes.get(timeout=4 * FAST.poll)
+    assert run.ended() == 2  # and still looks at the others: rank 1 gives no sign of life
