@@ -90,7 +90,7 @@ def encoded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:
         return output
 
 
-@contextlib.contextmanager
+@contextmanager
 def _every_tile_size_once(encoder: nn.Module) -> Iterator[None]:
     """A VAE that tiles calls its ``encoder`` for every tile. Only the shape of the result counts here, so calls that
     are given nothing but pixels run once for each size."""
