@@ -64,7 +64,7 @@ def loop_step(
 ) -> Step:
     """A training step over this rank's clips, each with its weight; gradients are averaged over the ranks."""
     model_file, training = executable.model_file(), executable.training
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     world = dist.get_world_size()
 
     def step(number: int) -> float:

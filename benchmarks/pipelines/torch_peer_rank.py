@@ -67,7 +67,7 @@ def torch_step(peer: Peer, executable: Executable, cuts: list[range]) -> Step:
     single = issubclass(kind, schedules.PipelineScheduleSingle)
     schedule = kind(stages[0] if single else stages, len(clips), loss_fn=model_file.loss)
     parameters = [value for part in parts.values() for value in part.parameters()]
-    optimizer = torch.optim.AdamW(parameters, lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(parameters, lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     longest = max(clips, key=lambda clip: clip.frames)
 
     def step(number: int) -> float:

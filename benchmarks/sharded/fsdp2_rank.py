@@ -52,7 +52,7 @@ def fsdp_step(executable: Executable, own: int | None = None) -> Step:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=training.lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
 
     def step(number: int) -> float:
         total = torch.zeros(())
