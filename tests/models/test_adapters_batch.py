@@ -51,6 +51,18 @@ def test_a_clips_arguments_do_not_depend_on_the_rest_of_its_batch(plain: ModelFi
         assert torch.equal(target[index : index + 1], own_target)
 
 
+def test_a_batch_without_mistakes_does_not_parse_the_model_file(
+    plain: ModelFile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a mistake would be pointed at is worked out for mistakes alone: steps would wait for it."""
+
+    def parsed(self: ModelFile, name: str) -> None:
+        raise AssertionError(f"the place of {name}")
+
+    monkeypatch.setattr(ModelFile, "span", parsed)
+    make_batch(plain, [CLIP, replace(CLIP, id="b")], 0, 0, "cpu")
+
+
 def test_noise_changes_with_the_step(plain: ModelFile) -> None:
     first, second = (make_batch(plain, [CLIP], 0, step, "cpu")[0]["t"] for step in (0, 1))
     assert not torch.equal(first, second)
