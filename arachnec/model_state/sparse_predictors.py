@@ -167,6 +167,7 @@ class SparsePredictors:
                 parts={self.names[number]: parts for number, parts in parts_by_layer(cascade).items()},
                 groups=integer(cascade.attrs.get("groups", 0)),
                 room=self._room(numbers) if trains and self.fetches(step) else {},
+                done_again=self.all_keys,
             )
         return self._cascades[cascade.name]
 

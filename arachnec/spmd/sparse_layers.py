@@ -89,7 +89,7 @@ class SparseCascade:
     clip computes which of so many ``groups`` of which head, of layers that run sparse; heads of others, and of a
     sequence that is cut into another number of groups, go by number. Sparse layers with ``room`` get only the keys that
     they chose, and measure and learn nothing, as they do not see the others; ``overflowed`` says for each whether a key
-    had no room."""
+    had no room. So do those ``done_again`` with all keys: what is learned is that of a step that had room."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
@@ -101,6 +101,7 @@ class SparseCascade:
     parts: Mapping[Layer, Sequence[HeadPart]] = field(default_factory=dict)
     groups: int = 0
     room: Mapping[Layer, Room] = field(default_factory=dict)
+    done_again: bool = False
     overflowed: list[Tensor] = field(default_factory=list)
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
     shares: dict[Layer, Shares] = field(default_factory=dict)  # whose lists these are
@@ -210,7 +211,8 @@ class OfBlock:
             else:
                 cascade.lists[layer] = self._chosen(state, by, query, key, cubes, heads) if state.sparse else None
         out = video_attention(query, key, value, cubes, cascade.lists[layer], mask=mask, scale=scale)
-        if cascade.weight is None or (layer in cascade.room and cascade.lists[layer] is not None):
+        learns_nothing = cascade.done_again or layer in cascade.room
+        if cascade.weight is None or (learns_nothing and cascade.lists[layer] is not None):
             return out
         if layer not in cascade.measured:
             with saved_tensors_hooks(_as_it_is, _as_it_is):  # what is saved here is none of the checkpoint's
