@@ -149,7 +149,8 @@ class StageCascades:
 
     def deferring(self, forward: str) -> Deferred | None:
         """What keeps the weight gradients of a forward's blocks for later; None where the backward has them."""
-        return self._deferred.setdefault(forward, Deferred()) if forward in self._split else None
+        graphs = self.sequence is not None
+        return self._deferred.setdefault(forward, Deferred(graphs)) if forward in self._split else None
 
 
 @torch.no_grad()
