@@ -113,8 +113,8 @@ def _table() -> dict[Any, Rule]:
         norm: "layer_norm rms_norm",
         reduction: "sum mean amax amin max min var std prod any all logsumexp linalg_vector_norm argmax argmin norm "
         "var_mean median kthvalue aminmax count_nonzero",
-        along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp diff sort "
-        "argsort topk glu repeat_interleave",
+        along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp "
+        "diff sort argsort topk glu repeat_interleave",
         factory: "new_zeros new_ones new_empty new_full",
         attention.attention: "scaled_dot_product_attention",
         attention.matmul: "matmul bmm mm",

@@ -142,7 +142,13 @@ LOCAL: dict[str, Function] = {
     "joined features": lambda x, text, table: torch.concat([x, torch.concatenate([x, table.expand_as(x)], -1)], -1),
     "several results": lambda x, text, table: sum(
         tensor
-        for tensors in (torch.var_mean(x, -1), x.median(-1), x.kthvalue(2, -1), x.aminmax(dim=-1), [x.count_nonzero(-1)])
+        for tensors in (
+            torch.var_mean(x, -1),
+            x.median(-1),
+            x.kthvalue(2, -1),
+            x.aminmax(dim=-1),
+            [x.count_nonzero(-1)],
+        )
         for tensor in tensors
     ),
     "permutations": lambda x, text, table: x.permute(2, 1, 0).transpose(0, 2).unsqueeze(0).squeeze(0),
