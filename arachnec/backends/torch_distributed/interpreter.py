@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arachnec.analysis.communicators import grid
 from arachnec.analysis.gathers import layers_listed
-from arachnec.analysis.uses import overlapped_reduces
+from arachnec.analysis.uses import READS_GRADIENTS, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of
 from arachnec.backends.finite_losses import finite_rows
 from arachnec.backends.reference import encoded_inputs
@@ -150,7 +150,7 @@ class _Walk:
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
-        if instruction.op in ("norm", "step"):
+        if instruction.op in READS_GRADIENTS:
             self._prefer(None)
             self.run.left_out.tell()
             if self.iteration.share.ends:
