@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from arachnec.caching.files import EncodedFiles, identity_of
+from arachnec.caching.options import CacheOptions
 from arachnec.caching.rank import SET_ASIDE, SetAside
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
@@ -90,18 +91,18 @@ class Encoding:
     seed: int = 0
 
     @classmethod
-    def of(
-        cls, model: Path, encoders: str, clips: Sequence[VideoClip], cluster: Cluster, init: Path | None, seed: int
-    ) -> Encoding:
-        """Of a model file's ``encoders``, with commas between; all where none are named. Raises ``UserError``."""
-        model_file = load_model_file(model)
-        wanted = [name.strip() for name in encoders.split(",") if name.strip()]
-        return cls(model_file, encoders_named(model_file, wanted, clips), cluster, init, seed)
+    def of(cls, options: CacheOptions, clips: Sequence[VideoClip], cluster: Cluster) -> Encoding:
+        """Raises ``UserError`` for encoders that the model file does not have."""
+        model_file = load_model_file(options.model)
+        wanted = [name.strip() for name in options.encoders.split(",") if name.strip()]
+        return cls(model_file, encoders_named(model_file, wanted, clips), cluster, options.init, options.seed)
 
     @property
-    def drawn(self) -> list[str]:
-        """The encoders of which there are no weights to read."""
-        return [name for name in self.names if self.init is None or not encoder_folder(self.init, name).is_dir()]
+    def notes(self) -> list[str]:
+        """What a person should know before encoders run whose weights are not read from anywhere."""
+        drawn = [name for name in self.names if self.init is None or not encoder_folder(self.init, name).is_dir()]
+        origin = f"the weights of {', '.join(drawn)} are those that encoders() makes, not read by --init"
+        return [f"note: {origin}"] if drawn else []
 
 
 Run = Callable[[Encoding, EncodedFiles, Path], None]

@@ -21,7 +21,7 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 
 from arachnec.analysis.execution_model import HOST_HANDOFFS
-from arachnec.analysis.receive_prefetch import posted_receives
+from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import COMPUTE, READS_GRADIENTS, Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity
 from arachnec.ir.sampling import arrivals
@@ -133,9 +133,9 @@ class Engine:
         self._values = values
         self._works = Works(values.module, cluster)
         self._network = Network(self._works.cores)
-        posted = posted_receives(values, HOST_HANDOFFS, cluster.memory)
+        prefetched = prefetched_receives(values, HOST_HANDOFFS, cluster.memory)
         self._ranks = {
-            p.rank: _Rank(p.rank, p.instructions, list(posted[p.rank]), overlapped=overlapped_reduces(p))
+            p.rank: _Rank(p.rank, p.instructions, list(prefetched[p.rank]), overlapped=overlapped_reduces(p))
             for p in values.module.programs
         }
         self._arrivals = arrivals(values.module.clips, values.module.cascades)

@@ -293,25 +293,25 @@ def test_dropped_attention_weights_are_refused() -> None:
 
 
 class Rows(OneBlock):
-    """The second block gets the rows of all clips, with (``beside``) or without the table of places."""
+    """The second block gets the rows of all clips, with (``with_table``) or without the table of places."""
 
-    def __init__(self, beside: bool) -> None:
+    def __init__(self, with_table: bool) -> None:
         super().__init__(lambda x, text, table: x * 2 + text.mean())
         self.layers.append(Block(lambda x, rows, table: x * 2 + rows + table.mean()))
-        self.beside = beside
+        self.with_table = with_table
 
     def forward(self, x: Tensor, text: Tensor, table: Tensor) -> object:
         rows = self.layers[0](x, text, table).flatten(0, 1)
-        return self.layers[1](rows, rows + 1, table if self.beside else rows).view(x.shape)
+        return self.layers[1](rows, rows + 1, table if self.with_table else rows).view(x.shape)
 
 
 def test_rows_of_all_clips_are_tokens_where_the_block_knows_no_others() -> None:
-    block = shard_block(capture_blocks(Rows(beside=False), examples(), verify=False).blocks[1])
+    block = shard_block(capture_blocks(Rows(with_table=False), examples(), verify=False).blocks[1])
     assert (block.inputs, block.outputs, str(block.tokens)) == ((0, 0, 0), (0,), "B*S")
 
 
 def test_rows_of_all_clips_beside_tokens_are_refused() -> None:
-    model = Rows(beside=True)
+    model = Rows(with_table=True)
     with pytest.raises(UserError) as raised:
         install(model, capture_blocks(model, examples(), verify=False))
     assert isinstance(raised.value.diagnostics[0], NoShardedInput)

@@ -21,7 +21,6 @@ from torch import nn
 
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
-from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.backends.torch_distributed.initial_run import newest_checkpoint
 from arachnec.backends.torch_distributed.iteration import program_of
 from arachnec.backends.torch_distributed.job_end import end_of_job
@@ -37,6 +36,7 @@ from arachnec.backends.torch_distributed.training_run import (
     unwatched,
 )
 from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.resize import cluster_for
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches

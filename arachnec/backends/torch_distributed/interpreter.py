@@ -88,12 +88,14 @@ def run_iteration(
 
 def _walk_program(walk: _Walk, handoffs: Handoffs, clock: Clock, progress: StepProgress | None, where: str) -> None:
     context, iteration, values = walk.context, walk.iteration, walk.run.values
-    for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
+    steps = zip(iteration.program.instructions, iteration.prefetched, strict=True)
+    for index, (instruction, receives) in enumerate(steps):
         if progress is not None:
             progress.at(index)
         with explained_memory(context.runtime, iteration.module, iteration.program, index, where):
-            for post in posts:
-                values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+            for receive in receives:
+                spec = iteration.specs[receive.target]
+                values[receive.target] = handoffs.prefetch(receive.target, spec, receive.peers[0])
             walk.batches.start(values)
             walk.wait_for_inputs(instruction, clock)
             with clock.measure(instruction.op, instruction.target):
@@ -342,7 +344,7 @@ class _Walk:
         self.handoffs.send(name, self.run.values[name], to, part)
 
     def _receive(self, instruction: Instruction) -> None:
-        """Posted already, as early as memory allowed; waited for where its batch is made."""
+        """Prefetched, as early as memory allowed; waited for where its batch is made."""
 
     def _gather(self, instruction: Instruction) -> None:
         """A layer's forward waits for it. Behind an iteration without an update there is nothing new."""

@@ -1,4 +1,4 @@
-"""What is known of a run: one event per step, and the report that sums them up."""
+"""What is known of a run: one event per step, and the report of them all."""
 
 from __future__ import annotations
 
