@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from arachnec.analysis.communicators import grid
-from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.uses import READS_GRADIENTS, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of
 from arachnec.backends.finite_losses import finite_rows
@@ -348,10 +347,8 @@ class _Walk:
 
     def _gather(self, instruction: Instruction) -> None:
         """A layer's forward waits for it. Behind an iteration without an update there is nothing new."""
-        if not self.iteration.share.begins:
-            return
-        group = self.context.gradient_groups.get(instruction.peers)
-        self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
+        if self.iteration.share.begins:
+            self.context.start_gathers([instruction])
 
     def _reduce(self, instruction: Instruction) -> None:
         if self.iteration.share.ends:
@@ -374,6 +371,8 @@ class _Walk:
         self.stepped = True
         self._show_gradients()
         self.run.norm = self.context.optimizer.step(self.gradients.parts or None, self.run.norm)
+        for updated in self.context.updated.values():
+            updated.outdate()
         self.gradients.drop()
 
     def end_step(self) -> None:

@@ -414,6 +414,15 @@ class Trainer:
         seed, model = self._context.training.seed, self._executable.digests[MODEL]
         return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source, self._each)
 
+    def start_gathers(self) -> None:
+        """Begin already to gather what ranks have updated in parts, which else the next step does first."""
+        self._context.start_gathers(program_of(self.module, self._context.rank).instructions)
+
+    def finish_gathers(self) -> None:
+        """Wait for what this rank has begun to gather. Not collective."""
+        for updated in self._context.updated.values():
+            updated.finish()
+
     def close(self) -> None:
         """End the planner and the threads."""
         self._plans.close()
