@@ -20,7 +20,7 @@ from arachnec.spmd.spatial.layout import Layout, is_cut, whole
 from arachnec.spmd.spatial.operators import sharing
 from arachnec.spmd.spatial.peers import Peers
 from arachnec.spmd.spatial.pointwise import brought_to
-from arachnec.spmd.spatial.split_tensor import Sharing, SplitTensor
+from arachnec.spmd.spatial.split_tensor import Rule, Sharing, SplitTensor
 
 ATEN = torch.ops.aten
 Run = Callable[[Tensor, Tensor], Tensor]
@@ -29,8 +29,8 @@ Run = Callable[[Tensor, Tensor], Tensor]
 def sharing_weights(peers: Peers, ranks: int) -> Sharing:
     """So many ranks in a row, with all that they know how to share."""
     base = sharing(peers, (ranks,))
-    operators = {ATEN.mm: matrix_product, ATEN.addmm: matrix_product_and, ATEN.embedding: embedding}
-    functions = {F.linear: linear, F.scaled_dot_product_attention: attention}
+    operators: dict[object, Rule] = {ATEN.mm: matrix_product, ATEN.addmm: matrix_product_and, ATEN.embedding: embedding}
+    functions: dict[object, Rule] = {F.linear: linear, F.scaled_dot_product_attention: attention}
     return replace(base, operators={**base.operators, **operators}, functions={**base.functions, **functions})
 
 
@@ -38,7 +38,9 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Of a weight ``[columns, rows]``."""
     if not isinstance(weight, SplitTensor):
         return products.linear(F.linear, input, weight, bias)
-    return _plus(_product(input, weight.t(), lambda a, b: F.linear(a, b.t())), bias)
+    turned = weight.t()
+    assert isinstance(turned, SplitTensor)
+    return _plus(_product(input, turned, lambda a, b: F.linear(a, b.t())), bias)
 
 
 def matrix_product(operator: Any, a: Tensor, b: Tensor) -> Tensor:

@@ -22,7 +22,16 @@ from arachnec.spmd.spatial.peers import Counted, Peers
 from arachnec.spmd.spatial.split_tensor import NotDivisible, Sharing, SplitTensor, local_part
 from arachnec.spmd.tensor_parallel.operators import linear, sharing_weights
 
-COLUMNS, ROWS = 0, 1  # dimensions of a linear layer's weight; of a table columns are the last
+COLUMNS, ROWS = 0, 1  # dimensions of a linear layer's weight
+TABLE = 1  # of a table its columns
+
+
+@dataclass(frozen=True)
+class WeightPart:
+    """What a rank holds of a weight."""
+
+    local: Tensor
+    layout: Layout
 
 
 @dataclass(frozen=True)
@@ -44,13 +53,14 @@ class WeightCuts:
         dims[self.dims[name]] = (Factor(size, 0, bounds),)
         return Layout(tuple(dims), (ranks,))
 
-    def local(self, name: str, weight: Tensor, ranks: int, place: int) -> Tensor:
-        """What the rank at this place holds of a weight, which may be a view of it."""
-        return local_part(weight, self.layout(name, tuple(weight.shape), ranks), place)
+    def part(self, name: str, weight: Tensor, ranks: int, place: int) -> WeightPart:
+        """What the rank at this place holds of a weight, as a view of it."""
+        layout = self.layout(name, tuple(weight.shape), ranks)
+        return WeightPart(local_part(weight, layout, place), layout)
 
-    def share(self, ranks: int) -> float:
-        """The part of what is cut that the rank with most holds."""
-        return math.ceil(self.units / ranks) / self.units
+    def parts(self, weights: Mapping[str, Tensor], ranks: int, place: int) -> dict[str, WeightPart]:
+        """The parts of all weights that are cut."""
+        return {name: self.part(name, weights[name], ranks, place) for name in self.dims}
 
 
 def cuts_of(encoder: nn.Module, loaded: Tensor) -> WeightCuts:
@@ -66,7 +76,7 @@ def cuts_of(encoder: nn.Module, loaded: Tensor) -> WeightCuts:
     weights = dict(encoder.named_parameters())
     largest = max(weights[name].numel() for name in watch.dims)
     # a smaller table saves little and costs an exchange: positions, relative biases
-    tables = {name: 1 for name in _tables(encoder) if weights[name].numel() > largest}
+    tables = {name: TABLE for name in _tables(encoder) if weights[name].numel() > largest}
     sizes = [weights[name].shape[dim] for name, dim in watch.dims.items()]
     return WeightCuts({**watch.dims, **tables}, math.gcd(*watch.units) if watch.units else min(sizes))
 
@@ -77,7 +87,7 @@ def _tables(encoder: nn.Module) -> Iterator[str]:
 
 
 class _Watch(TorchFunctionMode):
-    """Runs every linear layer as the only rank of a group would, and notes what it reads and how its output is viewed."""
+    """Runs linear layers as the only rank of a group would, and notes what they read and how outputs are viewed."""
 
     def __init__(self, encoder: nn.Module) -> None:
         super().__init__()
@@ -128,16 +138,14 @@ def _one_part(weight: Tensor, dim: int, sharing: Sharing) -> SplitTensor:
 
 @torch.no_grad()
 def encode_with_parts(
-    encoder: nn.Module, cuts: WeightCuts, shapes: Mapping[str, tuple[int, ...]], loaded: Tensor, peers: Peers, ranks: int
+    encoder: nn.Module, parts: Mapping[str, WeightPart], loaded: Tensor, peers: Peers, ranks: int
 ) -> Tensor:
-    """``encoder(loaded)`` by so many ranks, each with its part of the weights; the whole result on each. Collective.
-
-    The encoder's parameters that are cut hold this rank's part; ``shapes`` are those of the whole ones.
+    """``encoder(loaded)`` by so many ranks, each with its ``parts`` of the weights, by name, in the place of the
+    encoder's own; the whole result on each. Collective. Raises NotDivisible for an encoder that cannot be shared.
     """
     sharing = sharing_weights(peers, ranks)
-    held = dict(encoder.named_parameters())
-    parts = {name: SplitTensor(held[name], cuts.layout(name, shapes[name], ranks), sharing) for name in cuts.dims}
-    output = torch.func.functional_call(encoder, parts, (loaded,))
+    shared: dict[str, Tensor] = {name: SplitTensor(part.local, part.layout, sharing) for name, part in parts.items()}
+    output = torch.func.functional_call(encoder, shared, (loaded,))
     if not isinstance(output, Tensor):
         raise NotDivisible(f"it gives no tensor but {type(output).__name__}")
     return output.gathered() if isinstance(output, SplitTensor) else output
