@@ -124,6 +124,8 @@ def judged(change: Change, root: Path, seconds: float) -> tuple[str, str]:
                 failed = [
                     row.split(" - ")[0] for row in said.read_text().splitlines() if row.startswith(("FAILED", "ERROR"))
                 ]
+                if os.WIFSIGNALED(status):  # a deadlock that gloo aborts, a crash
+                    return DIES, f"the process of the tests, by signal {os.WTERMSIG(status)}"
                 if status and not failed:  # no test has noticed anything
                     raise SystemExit(said.read_text()[-3000:])
                 return (DIES, failed[0]) if failed else (SURVIVES, "")
