@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -70,6 +71,8 @@ def run(arguments: Sequence[str] | None = None) -> int:
         click.echo(render_all(error.diagnostics), err=True)
         return 2
     except click.ClickException as error:
+        if isinstance(error, click.NoSuchOption):  # the one that is most like it
+            error.possibilities = difflib.get_close_matches(error.option_name, error.possibilities or (), 1)
         error.show()
         return error.exit_code
     except OSError as error:
