@@ -277,7 +277,8 @@ def read_executable(folder: Path) -> Executable:
     Raises ``UserError`` for a missing, oversized, malformed or altered part.
     """
     if not (folder / HEADER).is_file():
-        raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
+        reason = f"it has no {HEADER}" if folder.is_dir() else "there is no such folder"
+        raise UserError(NotExecutable(None, str(folder), reason))
     header = read_header(folder)
     more = [VALIDATION] if VALIDATION in header.fingerprint else []
     raw = {name: read_part(folder, name) for name in (PROGRAM, *FINGERPRINTED, *more, *header.load, *header.modules)}
