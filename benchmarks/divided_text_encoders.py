@@ -70,12 +70,13 @@ def traced(model: str) -> Module:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS), help="those to trace again; the file keeps the others")
     parser.add_argument("--clusters", default=CLUSTERS)
     parser.add_argument("--output", type=Path, default=RESULT)
     options = parser.parse_args()
-    results: dict[str, Any] = {}
-    for name, file in MODELS.items():
-        module = traced(file)
+    results: dict[str, Any] = json.loads(options.output.read_text()) if options.output.is_file() else {}
+    for name in options.models.split(","):
+        module = traced(MODELS[name])
         encoders = {
             stage.name: {
                 "state_gib": state(module, stage.name),

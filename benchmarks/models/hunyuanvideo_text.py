@@ -1,4 +1,4 @@
-"""HunyuanVideo with text encoders of the sizes of its own: a Llama of 8B, and CLIP's, of which the pooled output is read.
+"""HunyuanVideo with text encoders as large as its own: a Llama of 8B, and CLIP's, whose pooled output is read.
 
 For costs and plans. Its pipeline puts captions into a template and reads a layer below the last, which this does not.
 """

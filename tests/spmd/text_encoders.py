@@ -14,14 +14,15 @@ def umt5() -> Any:
     """Wan's kind: a relative bias in every block, gated GELU."""
     from transformers import UMT5Config, UMT5EncoderModel
 
-    return UMT5EncoderModel(UMT5Config(WORDS, d_model=24, d_kv=4, d_ff=36, num_layers=2, num_heads=6))
+    return UMT5EncoderModel(UMT5Config(vocab_size=WORDS, d_model=24, d_kv=4, d_ff=36, num_layers=2, num_heads=6))
 
 
 def t5() -> Any:
     """CogVideoX's kind: one relative bias that all blocks share."""
     from transformers import T5Config, T5EncoderModel
 
-    config = T5Config(WORDS, d_model=24, d_kv=4, d_ff=36, num_layers=2, num_heads=4, feed_forward_proj="gated-gelu")
+    sizes = {"vocab_size": WORDS, "d_model": 24, "d_kv": 4, "d_ff": 36, "num_layers": 2, "num_heads": 4}
+    config = T5Config(**sizes, feed_forward_proj="gated-gelu")
     return T5EncoderModel(config)
 
 
@@ -30,8 +31,8 @@ def clip_text() -> Any:
     from transformers import CLIPTextConfig, CLIPTextModel
 
     config = CLIPTextConfig(
-        WORDS, 24, 40, num_hidden_layers=2, num_attention_heads=6, max_position_embeddings=TOKENS, bos_token_id=0,
-        eos_token_id=1, pad_token_id=2,
+        vocab_size=WORDS, hidden_size=24, intermediate_size=40, num_hidden_layers=2, num_attention_heads=6,
+        max_position_embeddings=TOKENS, bos_token_id=0, eos_token_id=1, pad_token_id=2,
     )  # fmt: skip
     return CLIPTextModel(config)
 
@@ -40,18 +41,22 @@ def llama() -> Any:
     """HunyuanVideo's first: grouped keys, rotation, SwiGLU, RMS norms."""
     from transformers import LlamaConfig, LlamaModel
 
-    return LlamaModel(LlamaConfig(WORDS, 32, 40, 2, num_attention_heads=8, num_key_value_heads=4))
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    return LlamaModel(config)
 
 
 def encoder(name: str) -> nn.Module:
     """As a model file has it, its weights spread so that each of them matters."""
     from arachnec.models.encoders import TextEncoder
 
-    made = {"umt5": umt5, "t5": t5, "clip": clip_text, "llama": llama}[name]()
-    for parameter in made.parameters():
+    model = {"umt5": umt5, "t5": t5, "clip": clip_text, "llama": llama}[name]()
+    for parameter in model.parameters():
         if parameter.dim() > 1 and not parameter.is_meta:
             nn.init.normal_(parameter, std=0.3)
-    return TextEncoder(None, made)
+    return TextEncoder(None, model)
 
 
 def captions() -> Tensor:
