@@ -19,6 +19,7 @@ from arachnec.spmd.tensor_parallel.weights import WeightCuts, cuts_of, encode_wi
 from arachnec.tracing.formulas import GIB
 
 META = torch.device("meta")
+MOST = 200  # characters of a reason
 
 
 def with_width(stage: Stage, encoder: nn.Module, clips: Sequence[VideoClip]) -> Stage:
@@ -38,8 +39,8 @@ def with_width(stage: Stage, encoder: nn.Module, clips: Sequence[VideoClip]) -> 
             if cuts.units < 2:
                 raise NotDivisible("what its blocks view as heads has no common divisor")
             parts = [_part_of(encoder, cuts, x, clip.text_tokens) for x, clip in zip(loaded, chosen, strict=True)]
-        except NotDivisible as refused:
-            return replace(stage, attrs=stage.attrs.updated(tensor_whole=refused.reason))
+        except Exception as refused:  # whatever an encoder's own code does with a part, it still runs whole
+            return replace(stage, attrs=stage.attrs.updated(tensor_whole=_reason(refused)))
     weights = dict(encoder.named_parameters())
     split = sum(weights[name].numel() * weights[name].itemsize for name in cuts.dims)
     attrs = stage.attrs.updated(
@@ -51,6 +52,12 @@ def with_width(stage: Stage, encoder: nn.Module, clips: Sequence[VideoClip]) -> 
         exchanges=max(part.exchanges for part in parts),
     )
     return replace(stage, attrs=attrs)
+
+
+def _reason(refused: Exception) -> str:
+    if isinstance(refused, NotDivisible):
+        return refused.reason
+    return f"with a part of its weights it raised {' '.join(f'{type(refused).__name__}: {refused}'.split())}"[:MOST]
 
 
 def _part_of(encoder: nn.Module, cuts: WeightCuts, loaded: torch.Tensor, tokens: int) -> Part:
