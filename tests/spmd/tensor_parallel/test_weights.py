@@ -133,7 +133,8 @@ def test_columns_then_rows_whole_heads_and_the_table_of_words_are_cut_and_nothin
 
 def stage(encoder: nn.Module) -> Stage:
     size = sum(p.numel() * p.itemsize for p in encoder.parameters())
-    return with_width(Stage("text", False, Attributes.of(state=Quantity(size / 2**30, "GiB"))), encoder, CLIPS)
+    whole = Stage("text", False, Attributes.of(state=Quantity(size / 2**30, "GiB")))
+    return with_width(whole, encoder, CLIPS, lambda clip: clip.frames)
 
 
 def test_a_rank_holds_no_more_than_its_stage_says() -> None:
@@ -162,9 +163,10 @@ class Sorts(Text):
         return self.ups[0](self.words(ids)).sort(dim=-1).values
 
 
-class OneHead(Text):
+class SixHeadsThenFive(Text):
     def __init__(self) -> None:
-        super().__init__(1, 1)
+        super().__init__()
+        self.attentions[1] = Attention(5, 5, fused=False, bias=False)
 
 
 class NoLayers(nn.Module):
@@ -178,7 +180,7 @@ class NoLayers(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("make", "reason"), [(NoLayers, "no linear layers"), (Sorts, "aten.sort"), (OneHead, "no common divisor")]
+    ("make", "reason"), [(NoLayers, "no linear layers"), (Sorts, "aten.sort"), (SixHeadsThenFive, "no common divisor")]
 )
 def test_what_cannot_be_divided_stays_whole_and_says_why(make: Callable[[], nn.Module], reason: str) -> None:
     with torch.device("meta"):
