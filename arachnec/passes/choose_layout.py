@@ -30,7 +30,7 @@ from arachnec.passes.place import Place
 from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.passes.shard_optimizer import ShardOptimizer, spread
 from arachnec.passes.stages import Stages
-from arachnec.planning.encoder_width import narrower
+from arachnec.planning.encoder_width import narrower, narrowest
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.layout_bound import least_ms
 from arachnec.planning.layout_refusal import demand_fits, may_fit
@@ -100,8 +100,7 @@ class ChooseLayout(Pass):
             offloads = any(isinstance(step, Offload) for step in self.following)
             if offloads and Offload().run(together) is not together:  # it needs least host memory there
                 return together
-            *_, least = module, *narrower(module)
-            demand_fits(least)
+            demand_fits(narrowest(module))
             return replicated  # what follows says what is wrong
         return replace(
             choice.module,

@@ -208,7 +208,7 @@ def _encoder_stages(
     """A stage for every encoder, and why there are some whose clips no ranks can share."""
     measured = {name: encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items()}
     divided = [
-        divided_stage(with_width(measured[name], encoder, clips), encoder, clips, counter)
+        divided_stage(with_width(measured[name], encoder, clips, counter), encoder, clips, counter)
         for name, encoder in encoders.items()
     ]
     return tuple(stage for stage, _ in divided), tuple(reason for _, reason in divided if reason is not None)

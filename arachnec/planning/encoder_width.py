@@ -19,6 +19,13 @@ def narrower(module: Module) -> Iterator[Module]:
             yield divided(module, able[:count], ranks)
 
 
+def narrowest(module: Module) -> Module:
+    """The module of which least lies on a rank, however encoders are divided."""
+    return min(
+        (module, *narrower(module)), key=lambda laid: sum(gib(stage.attrs.get("state")) for stage in laid.stages)
+    )
+
+
 def dividable(module: Module, ranks: int) -> list[Stage]:
     """The encoders whose weights so many ranks can divide."""
     return [stage for stage in module.stages if can_divide(stage, ranks)]

@@ -79,7 +79,8 @@ def _part(cuts: WeightCuts, name: str, weight: Tensor, offered: Offered, ranks: 
     place = dist.get_rank() % ranks
     layout = cuts.layout(name, tuple(weight.shape), ranks)
     if cuts.dims[name] != COLUMNS:
-        return WeightPart(cuts.part(name, offered.whole(), ranks, place).local.clone(), layout)
+        whole = offered.piece(0, weight.numel()).view(weight.shape)
+        return WeightPart(cuts.part(name, whole, ranks, place).local.clone(), layout)
     (first, _), *_ = layout.held(place)
     shape = layout.local_shape(place)
     width = weight[0].numel()
