@@ -82,6 +82,13 @@ class Chain:
     runs: tuple[Run, ...]
     release: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash  # of hundreds of rates, and chains are looked up by kind
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.runs, self.release))
+
     @cached_property
     def shortest(self) -> int:
         """Ticks from its release at the fastest rates."""
