@@ -63,7 +63,7 @@ def with_width(
 def _reads_captions(encoder: nn.Module, clip: VideoClip) -> bool:
     """Whether what it loads has the same shape for a longer clip with the same caption."""
     shapes = (encoder.load(one, META).shape for one in (clip, replace(clip, frames=clip.frames + 8)))  # type: ignore[operator]
-    return next(shapes) == next(shapes)
+    return bool(next(shapes) == next(shapes))
 
 
 def _reason(refused: Exception) -> str:
