@@ -175,8 +175,8 @@ def whole() -> dict[str, Any]:
         [("dit", "forward", measured)], machine="m", device="cpu", links=links, synchronisation=ends,
         collectives=rows, sparsity=[sparse],
     )  # fmt: skip
-    made: dict[str, Any] = msgspec.to_builtins(profile)
-    return made
+    profile_values: dict[str, Any] = msgspec.to_builtins(profile)
+    return profile_values
 
 
 LIMITS: dict[
@@ -208,17 +208,17 @@ LIMITS: dict[
 }
 
 
-def with_value(made: dict[str, Any], place: tuple[str | int, ...], value: object) -> dict[str, Any]:
-    part: Any = made
+def with_value(profile_values: dict[str, Any], place: tuple[str | int, ...], value: object) -> dict[str, Any]:
+    part: Any = profile_values
     for key in place[:-1]:
         part = part[key]
     part[place[-1]] = value
-    return made
+    return profile_values
 
 
-def is_read(made: object, folder: Path) -> bool:
+def is_read(profile_values: object, folder: Path) -> bool:
     path = folder / "profile.json"
-    path.write_bytes(msgspec.json.encode(made))
+    path.write_bytes(msgspec.json.encode(profile_values))
     try:
         read_profile(path)
     except UserError:
@@ -241,10 +241,10 @@ def test_a_value_is_refused_up_to_its_limit_and_not_behind_it(place: tuple[str |
 
 @pytest.mark.parametrize("part", [None, "links", "sparsity", "collectives", "synchronisation"])
 def test_a_whole_profile_is_read_and_so_is_one_without_a_part(part: str | None, tmp_path: Path) -> None:
-    made = whole()
+    profile_values = whole()
     if part is not None:
-        made[part] = None if part == "links" else []
-    assert is_read(made, tmp_path)
+        profile_values[part] = None if part == "links" else []
+    assert is_read(profile_values, tmp_path)
     profile = read_profile(tmp_path / "profile.json")
     write_profile(profile, tmp_path / "again.json")
     assert read_profile(tmp_path / "again.json") == profile
@@ -265,8 +265,8 @@ def test_other_coefficients_operations_and_keys_are_refused(tmp_path: Path) -> N
     assert sparse_problem(read_profile_of(whole(), tmp_path).sparsity[0]) is None
 
 
-def read_profile_of(made: object, folder: Path) -> Profile:
-    assert is_read(made, folder)
+def read_profile_of(profile_values: object, folder: Path) -> Profile:
+    assert is_read(profile_values, folder)
     return read_profile(folder / "profile.json")
 
 
