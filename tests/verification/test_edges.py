@@ -23,6 +23,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, inte
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.check import find_problems
+from arachnec.verification import memory_claims
 from arachnec.verification.device_limits import TooManyPending, TooManyStreams, check_device_limits
 from arachnec.verification.event_order import Event, find_cycle
 from arachnec.verification.heads import GroupsComputedTwice, GroupsNotComputed, GroupsOutside, check_heads
@@ -87,6 +88,15 @@ def test_a_claim_that_is_short_by_a_hundredth_is_refused_and_by_a_rounding_is_no
     assert drawn["memory"] > 10
     assert drawn["state"] == 4
     assert {*short_claims(golden("host_valid"), IN_HOST)} == {*IN_HOST}
+
+
+def test_what_a_cascade_claims_is_held_to_its_stage_too() -> None:
+    module = random_program(random.Random(5), most=3)
+    for at, cascade in enumerate(module.cascades):
+        for share, kinds in ((0.99, {memory_claims.CascadeMemoryTooLow}), (1 - 1e-9, set()), (2.0, set())):
+            claim = Quantity(quantity(cascade.attrs["memory"]) * share, "GiB")
+            others = (*module.cascades[:at], cascade.with_attrs(memory=claim), *module.cascades[at + 1 :])
+            assert set(map(type, find_problems(replace(module, cascades=others)))) == kinds
 
 
 def test_a_device_may_be_full_to_the_last_byte() -> None:
@@ -195,16 +205,16 @@ def test_query_groups_are_those_that_painting_them_finds(parts: list[tuple[int, 
         return
     painted = Counter((head, group) for head, start, stop in every for group in range(start, stop))
     missing = {(head, group) for head in range(heads) for group in range(groups) if not painted[head, group]}
-    found: Counter[tuple[int, int]] = Counter()
+    told: Counter[tuple[int, int]] = Counter()
     for problem in problems:
         assert isinstance(problem, GroupsNotComputed | GroupsComputedTwice)
         span = {(problem.head, group) for group in range(problem.first, problem.last + 1)}
         assert problem.layer == 0
         if isinstance(problem, GroupsNotComputed):
-            found.update(span)
+            told.update(span)
             assert span <= missing
         else:
             assert all(painted[one] > 1 for one in span)
-    assert {*found} == missing
+    assert {*told} == missing
     twice = any(count > 1 for count in painted.values())
     assert twice == any(isinstance(problem, GroupsComputedTwice) for problem in problems)
