@@ -95,6 +95,11 @@ class Chain:
         return sum(run.steps * run.rates[-1].ticks for run in self.runs)
 
     @cached_property
+    def narrowest(self) -> int:
+        """GPUs without which some run has no rate."""
+        return max((run.rates[0].degree for run in self.runs), default=1)
+
+    @cached_property
     def frontier(self) -> tuple[tuple[float, float], ...]:
         """Corners of its least area by ticks: ticks descend, areas ascend; between them it is linear."""
         ticks = float(sum(run.steps * run.hull[0].ticks for run in self.runs))
@@ -201,9 +206,10 @@ def wrapped_within(chains: Sequence[Chain], gpus: int, widths: Sequence[int], ho
         known = [way for way in map(ways.get, chains) if way is not None]
         if len(known) < len(chains) or sum(way.area for way in known) > gpus * horizon:
             continue
-        pieces = _in_blocks(chains, known, gpus, horizon)
-        if pieces is not None:
-            return pieces
+        for tightest in (True, False):
+            pieces = _in_blocks(chains, known, gpus, horizon, tightest)
+            if pieces is not None:
+                return pieces
     return None
 
 
@@ -219,16 +225,17 @@ class _Way:
 
 def _way(chain: Chain, widths: Sequence[int], horizon: int, part: float, worth: float) -> _Way | None:
     """The way of least area that ends within a part of the horizon; where none does, within all of it."""
-    able = [(chain.ticks_at(width) * width, width) for width in widths if chain.ticks_at(width) <= horizon]
+    wide = [width for width in widths if width >= chain.narrowest]
+    able = [(chain.ticks_at(width) * width, width) for width in wide if chain.ticks_at(width) <= horizon]
     if not able:
         return None
     short = [(area, width) for area, width in able if area <= horizon * part * width]
     if short:
         return _Way(*min(short))
     ways = [_Way(*min(able))]
-    narrowest = widths.index(min(width for _, width in able))
-    if narrowest > 0:
-        mixed = _two_widths(chain, widths[narrowest], widths[narrowest - 1], horizon)
+    least = wide.index(min(width for _, width in able))
+    if least > 0:
+        mixed = _two_widths(chain, wide[least], wide[least - 1], horizon)
         ways += [mixed] if mixed.area <= worth * ways[0].area else []
     return ways[-1]
 
@@ -247,7 +254,9 @@ def _two_widths(chain: Chain, wide: int, narrow: int, horizon: int) -> _Way:
     return _Way(area, wide, cut, narrow)
 
 
-def _in_blocks(chains: Sequence[Chain], ways: Sequence[_Way], gpus: int, horizon: int) -> list[Piece] | None:
+def _in_blocks(
+    chains: Sequence[Chain], ways: Sequence[_Way], gpus: int, horizon: int, tightest: bool
+) -> list[Piece] | None:
     """The widest first; of one width first those that go on with fewer GPUs, then the longest."""
     free = [_Free(0, gpus, 0, horizon)]
     pieces: list[Piece] = []
@@ -257,7 +266,7 @@ def _in_blocks(chains: Sequence[Chain], ways: Sequence[_Way], gpus: int, horizon
         for number in sorted(here, key=lambda n: (ways[n].cut is None, -chains[n].ticks_at(width))):
             way = ways[number]
             placed = (
-                _place(number, chains[number], width, free)
+                _place(number, chains[number], width, free, tightest)
                 if way.cut is None
                 else _shrunk(number, chains[number], way, free)
             )
@@ -300,14 +309,15 @@ class _Free:
             yield _Free(self.first + self.width - rest, rest, self.start, self.end)
 
 
-def _place(number: int, chain: Chain, width: int, free: list[_Free]) -> list[Piece] | None:
-    """A chain in the fullest block that holds it, or its end at the end of one block and its beginning in another."""
+def _place(number: int, chain: Chain, width: int, free: list[_Free], tightest: bool) -> list[Piece] | None:
+    """A chain in a begun block that holds it, or its end at the end of one and its beginning in another, or in an empty
+    one. The ``tightest`` begun blocks first, or the roomiest."""
     blocks = [space for space in free if space.width == width and space.start < space.end]
     needed = chain.ticks_at(width)
     blocks.sort(key=lambda space: (space.start - space.end, space.first))
     whole = [space for space in blocks if space.end - space.start >= needed]
     started = [space for space in blocks if space.start > 0]
-    for tail in sorted(started, key=lambda space: (space.end - space.start, space.first)):
+    for tail in sorted(started, key=lambda space: (space.end - space.start, space.first), reverse=not tightest):
         if tail.end - tail.start >= needed:
             return _take(number, chain, width, tail, 0, None)
         cut, ticks = _last_steps(chain, width, tail.end - tail.start)
