@@ -1,6 +1,7 @@
 """What half and twice of each number that the scheduler chose changes, on problems of ``portfolio_ablation.py``.
 
-    python benchmarks/portfolio_constants.py [--only HOPE,HOT] [--json FILE]     # seven minutes of one core
+    python benchmarks/portfolio_constants.py [--only HOPE,HOT] [--json FILE]     # ten minutes of one core
+    python benchmarks/portfolio_constants.py --json FILE --fill docs/planning.md # what FILE has into the page's table
 
 Every arm is a process in which one number is another before anybody reads it. Effort is counted, 500 steps a plan, so
 that the answer is the same on any machine. Numbers that say how fast a machine works are told apart only by a clock:
@@ -25,6 +26,7 @@ HERE = Path(__file__).parent
 STEPS, BUDGET = 500, 300.0
 SEEDS = (1, 2, 3)
 EVERY = 3  # of the tables and mixes one of so many
+HEADING = "### Numbers that were chosen"
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Number:
 ALL, PACKED, PLACED, TABLES = ("tables", "mixes", "placed"), ("mixes", "placed"), ("placed",), ("tables",)
 SOLVER, PLANNING = "arachnec.solver", "arachnec.planning"
 NUMBERS = (
-    Number("__main__", "STEPS", ALL),  # for the default budget
+    Number("__main__", "STEPS", ALL),  # stands for ``DEFAULT_BUDGET``
     Number(f"{SOLVER}.portfolio", "HOPE", ALL),
     Number(f"{SOLVER}.portfolio", "TRUST", ALL),
     Number(f"{SOLVER}.portfolio", "FLOOR", ALL),
@@ -158,16 +160,43 @@ def measure(numbers: tuple[Number, ...], file: Path | None) -> None:
             file.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
+def cell(rows: list[dict[str, Any]], name: str, factor: float) -> str:
+    """Changes in percent, by the first letter of the kind of problem."""
+    asked = {"constant": "STEPS" if name == "DEFAULT_BUDGET" else name, "factor": factor}
+    measured = next((known for known in rows if asked.items() <= known.items()), None)
+    if measured is None:
+        return "not measured"
+    return ", ".join(f"{kind[0]} {100 * measured[kind]['change']:+.2f}" for kind in ALL if kind in measured)
+
+
+def filled(page: str, rows: list[dict[str, Any]]) -> str:
+    """The page with the last two cells of every constant's row as measured."""
+    before, table = page.split(HEADING)
+    table, *rest = table.split("\n### ")
+    lines = table.split("\n")
+    for at, line in enumerate(lines):
+        if line.startswith("| `"):
+            *cells, _, _ = line.strip("|").split("|")
+            ends = [f" {cell(rows, cells[0].strip(' `'), factor)} " for factor in (0.5, 2.0)]
+            lines[at] = "|" + "|".join([*cells, *ends]) + "|"
+    return before + HEADING + "\n### ".join(["\n".join(lines), *rest])
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="names, such as HOPE,HOT")
     parser.add_argument("--json", type=Path, help="write every gap there")
+    parser.add_argument("--fill", type=Path, help="a page, whose table is to say what is measured")
     parser.add_argument("--arm", help=argparse.SUPPRESS)
     parser.add_argument("--set", help=argparse.SUPPRESS)
     parser.add_argument("--factor", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--clocked", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.fill:
+        rows = json.loads(options.json.read_text(encoding="utf-8"))
+        options.fill.write_text(filled(options.fill.read_text(encoding="utf-8"), rows), encoding="utf-8")
+        return
     if options.arm is None:
         names = options.only.split(",") if options.only else [number.name for number in NUMBERS]
         measure(tuple(number for number in NUMBERS if number.name in names), options.json)

@@ -1,8 +1,10 @@
-"""The scheduler's numbers are few, and each has a name, a row of docs/planning.md."""
+"""The scheduler's numbers are few, and each has a name, and a row of docs/planning.md with what it changes."""
 
 from __future__ import annotations
 
 import ast
+import json
+import runpy
 from pathlib import Path
 
 import pytest
@@ -67,3 +69,13 @@ def test_no_other_number_stands_in_the_scheduler(path: Path) -> None:
     inside = [at for at in tree.body if not (isinstance(at, ast.Assign) and ast.unparse(at.targets[0]).isupper())]
     literals = {value for statement in inside for value in numbers(statement)}
     assert literals <= PLAIN, f"{path.stem} has {literals - PLAIN}"
+
+
+def test_the_table_says_what_half_and_twice_changed() -> None:
+    script = runpy.run_path(str(ROOT / "benchmarks/portfolio_constants.py"))
+    results = ROOT / "benchmarks/results/portfolio_constants.json"
+    measured = json.loads(results.read_text(encoding="utf-8")) if results.exists() else []
+    varied = {number.name if number.name != "STEPS" else "DEFAULT_BUDGET" for number in script["NUMBERS"]}
+    assert varied == CONSTANTS.keys()
+    page = (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    assert script["filled"](page, measured) == page
