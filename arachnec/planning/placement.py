@@ -30,7 +30,6 @@ from arachnec.planning.rank_choice import (
     spread_ranks,
 )
 from arachnec.solver.bound import NEGLIGIBLE
-from arachnec.solver.portfolio import CLOSE
 
 
 def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
@@ -94,7 +93,7 @@ def _free_cells(
     free = [max(actual[first : first + cell]) for first in range(0, cost.cluster.world, cell)]
     wanted = cascade.width // cell
     ready = max((producer.end for producer in inputs), default=0.0)
-    first = max(ready, sorted(free)[wanted - 1]) + TOLERANCE + CLOSE * (cascade.end - cascade.start)
+    first = max(ready, sorted(free)[wanted - 1]) + TOLERANCE + NEGLIGIBLE * (cascade.end - cascade.start)
     near = {rank // cell for producer in inputs for rank in producer.ranks}
     early = [number for number, moment in enumerate(free) if moment <= first]
     runs = [run for at in range(0, len(free), wanted) if set(run := range(at, at + wanted)) <= set(early)]
@@ -234,7 +233,7 @@ def place_among(
     """The cascade on ranks of the pool, as early as its inputs and ``actual``, when each rank is free, allow."""
     ready = max((producer.end for producer in inputs), default=0.0)
     first = max(ready, *sorted(actual[rank] for rank in pool)[: cascade.width])
-    slack = TOLERANCE + CLOSE * (cascade.end - cascade.start)
+    slack = TOLERANCE + NEGLIGIBLE * (cascade.end - cascade.start)
     early = [rank for rank in pool if actual[rank] <= first + slack]
     ranks = pick(cost.cluster, early, cascade.width, {rank for c in inputs for rank in c.ranks})
     return on(cascade, ranks, inputs, actual, cost)
