@@ -33,7 +33,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import trace_model, traced_module
 from arachnec.tracing.sample import meta_encoders
 
-PIPELINE = "partition{policy=encode},annotate,schedule-z3,place,lower,check"
+PIPELINE = "divide-encoders,partition{policy=encode},annotate,schedule-z3,place,lower,check"
 PLAN, CLIPS = "plan", "clips.jsonl"  # names in the output folder
 WORKER = "arachnec.caching.plan_worker"
 CLIPS_OF_A_RANK = 16  # in a batch
@@ -167,11 +167,13 @@ def encoding_plan(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, 
     stages = tuple(stage for stage in traced.stages if stage.name in encoding.names)
     traced = replace(traced, stages=stages, graphs=())
     pipeline = Pipeline.parse(PIPELINE)
-    program = pipeline.run_iteration_part(iteration_of(traced, 0))
+    model = pipeline.run_model_part(traced)
+    program = pipeline.run_iteration_part(iteration_of(model, 0))
     return write_executable(
         folder,
         program=program,
         traced=traced,
+        model=model,
         pipeline=str(pipeline),
         model_file=encoding.model_file,
         clips=clips,

@@ -17,6 +17,7 @@ PLAN_S = 600.0
 STEP_S = 60.0
 STALL_S = 60.0
 STEPS_OF_ANOTHER_DEVICE_S = 600.0  # where planned times do not apply
+MOST_PLANNED_S = 600.0  # of an instruction, until a step has taken longer: a plan is a claim
 LONGER = 10.0  # than planned, or than measured before, is too long
 DISK = 0.1  # GiB/s: a slow shared file system that is read or hashed
 
@@ -51,7 +52,13 @@ class Timeouts:
         least = STEP_S if applies else STEPS_OF_ANOTHER_DEVICE_S
         return max(least, LONGER * max(planned_ms, longest_ms) / 1e3) + first
 
-    def of_instruction(self, planned_ms: float, slower: float, *, first: float = 0.0, applies: bool = True) -> float:
-        """``slower``: how many times longer than planned the steps took so far; ``first`` as above."""
+    def of_instruction(
+        self, planned_ms: float, longest_ms: float, ends_ms: float, *, first: float = 0.0, applies: bool = True
+    ) -> float:
+        """``longest_ms``: of the steps before, which were planned to end after ``ends_ms``; ``first`` as above.
+
+        What the plan says counts, as much longer as the steps took than planned, up to ten minutes or such a step.
+        """
         least = self.stall if self.stall is not None else STALL_S if applies else STEPS_OF_ANOTHER_DEVICE_S
-        return least + max(1.0, slower) * planned_ms / 1e3 + first
+        slower = max(1.0, longest_ms / ends_ms) if ends_ms else 1.0
+        return least + min(slower * planned_ms / 1e3, max(MOST_PLANNED_S, longest_ms / 1e3)) + first

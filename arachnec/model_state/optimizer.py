@@ -213,8 +213,10 @@ class Optimizer:
 @torch.no_grad()
 def global_norm(gradients: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
     """The 2-norm of all gradients together, in fp32 at least: a scalar where they are, else on ``device``."""
-    values = gradients.values()
-    norms = [torch.linalg.vector_norm(v, dtype=torch.promote_types(v.dtype, torch.float32)) for v in values]
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for value in gradients.values():
+        of_dtype.setdefault(torch.promote_types(value.dtype, torch.float32), []).append(value)
+    norms = [norm for dtype, values in of_dtype.items() for norm in torch._foreach_norm(values, 2, dtype)]
     here: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
     return here
 

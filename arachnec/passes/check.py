@@ -39,6 +39,7 @@ from arachnec.verification.memory_claims import check_memory_claims
 from arachnec.verification.residency import check_residency
 from arachnec.verification.sampling import check_sampling
 from arachnec.verification.structure import check_structure
+from arachnec.verification.times import check_times
 from arachnec.verification.updated_parameters import check_updated_parameters
 
 
@@ -91,6 +92,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_memory(values, model)
     yield from check_host_memory(values)
     yield from check_host_copies(values)
+    yield from check_times(values)
 
 
 def _first_of_each(problems: Iterator[Diagnostic]) -> tuple[Diagnostic, ...]:

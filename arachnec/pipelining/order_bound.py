@@ -19,7 +19,7 @@ PARTS = 12  # the finest division of a limit that is looked at
 
 
 def lower_bound(problem: OrderProblem, split: bool) -> float:
-    """No schedule of this problem ends earlier; ``split`` where backwards may be halved, which may end earlier.
+    """No schedule of this problem ends earlier; ``split`` where each backward may be halved or whole.
 
     Transfers count with their length, their queues do not.
     """
@@ -38,8 +38,10 @@ class _Chains:
         times, stages, count = problem.times, problem.stages, problem.micro_batches
         self.split = split
         self.forward = times.forward
-        self.gradient = times.activation_gradient if split else problem.backward
-        self.weight: Table = times.weight_gradient if split else [[0] * count] * stages
+        self.gradient: Table = problem.backward
+        self.weight: Table = [[0] * count] * stages
+        if split:
+            self.gradient, self.weight = _shorter_way(problem)
         here = [problem.placement[cut] == problem.placement[cut + 1] for cut in range(stages - 1)]
         free: Table = [[0] * count] * (stages - 1)
         sends, returns = times.send_forward or free, times.send_backward or free
@@ -89,6 +91,16 @@ class _Chains:
                 if self.split:
                     actions.append((start + gradient, self.weight[stage][m], 0))
         return actions
+
+
+def _shorter_way(problem: OrderProblem) -> tuple[Table, Table]:
+    """What a halved or a whole backward takes at least until its gradient is there, and behind that: measured, a whole
+    one may be shorter than its halves."""
+    halves = problem.times.activation_gradient, problem.times.weight_gradient, problem.backward
+    rows = [list(zip(*rows, strict=True)) for rows in zip(*halves, strict=True)]
+    gradient = [[min(first, whole) for first, _, whole in row] for row in rows]
+    weight = [[max(0, min(second, whole - first)) for first, second, whole in row] for row in rows]
+    return gradient, weight
 
 
 def one_rank_bound(actions: list[tuple[float, float, float]]) -> float:

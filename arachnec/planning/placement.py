@@ -18,7 +18,8 @@ from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Phase
-from arachnec.ir.parameter_cells import cell_of, own_cell
+from arachnec.ir.parameter_cells import own_cell
+from arachnec.ir.tensor_parallel import ranks_together
 from arachnec.planning.handoff_memory import Late, find_overflow, is_roomy, late_order
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.rank_choice import (
@@ -61,11 +62,11 @@ def quick_placements(cascades: Sequence[Cascade], cost: CostModel) -> Iterator[l
 
 def in_cells(cost: CostModel) -> bool:
     """Whether some stage's cascades take whole cells."""
-    return any((cell_of(stage) or 1) > 1 for stage in cost.module.stages)
+    return any(ranks_together(stage) > 1 for stage in cost.module.stages)
 
 
 def cell_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
-    """Every cascade with its ranks: those of a stage that is dealt out on the whole cells that are free first.
+    """Every cascade with its ranks: those of a stage in cells, or divided by width, on the cells that are free first.
 
     Of cells that are free together those next to each other are taken, and nearest to the inputs. Other cascades take
     the ranks that are free first.
@@ -75,7 +76,7 @@ def cell_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascad
     done: dict[str, Cascade] = {}
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
-        cell = cell_of(cost.stages[cascade.stage]) or 1
+        cell = ranks_together(cost.stages[cascade.stage])
         if cell == 1:
             placed = place_among(cascade, range(cluster.world), inputs, actual, cost, pick_ranks)
         else:

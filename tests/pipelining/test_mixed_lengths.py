@@ -36,7 +36,9 @@ def problems(draw: st.DrawFn, most_stages: int = 4, most: int = 6) -> OrderProbl
     def table(rows: int, least: int = 1) -> list[list[int]]:
         return [[draw(st.integers(least, 12)) for _ in range(count)] for _ in range(rows)]
 
-    times = StageTimes(table(stages), table(stages), table(stages), None, table(stages - 1, 0), table(stages - 1, 0))
+    halves = table(stages), table(stages), table(stages)
+    measured = table(stages) if draw(st.booleans()) else None  # a whole backward, shorter or longer than its halves
+    times = StageTimes(*halves, measured, table(stages - 1, 0), table(stages - 1, 0))
     saved = table(stages)
     alone = [
         max(sum(saved[s][m] for s in range(stages) if placement[s] == rank) for m in range(count))
@@ -55,7 +57,7 @@ def test_a_list_schedule_is_valid_within_memory_and_as_long_as_it_says(problem: 
     assert schedule.placement == problem.placement
     assert all(most <= limit for most, limit in zip(held(schedule, problem.saved), problem.limits, strict=True))
     assert evaluate(schedule, problem.times).makespan == makespan
-    assert makespan >= lower_bound(problem, split)
+    assert makespan >= lower_bound(problem, split) >= lower_bound(problem, True)
     assert lower_bound(problem, True) <= lower_bound(problem, False)
 
 

@@ -102,3 +102,21 @@ def decoded(of: list[Chain], order: tuple[int, ...], picks: tuple[int, ...]) -> 
         ready[chain] = start + rate.ticks
         free[: rate.degree] = [ready[chain]] * rate.degree
     return max(ready)
+
+
+def test_a_chain_begins_wide_and_goes_on_narrow_beside_another() -> None:
+    """Six of ten steps on both GPUs, then four on one, as long as the other chain takes on the other: no gap."""
+    of = [Chain((Run(10, (Rate(1, 10), Rate(2, 6))),)), Chain((Run(4, (Rate(1, 10),)),))]
+    pieces = wrapped(of, 2, (1, 2), least_makespan(of, 2))
+    assert pieces is not None
+    demand_schedule(of, pieces, 2)
+    assert length(pieces) == least_makespan(of, 2) == 76
+
+
+def test_where_gaps_are_wide_and_short_chains_are_wider_than_their_least_work_asks() -> None:
+    """Four GPUs for 90 ticks, then two short chains on two each; on one each they end at 100."""
+    of = [Chain((Run(1, (Rate(4, 90),)),)), *[Chain((Run(1, (Rate(1, 10), Rate(2, 5))),))] * 2]
+    pieces = wrapped(of, 4, (1, 2, 4), least_makespan(of, 4))
+    assert pieces is not None
+    demand_schedule(of, pieces, 4)
+    assert length(pieces) == 95

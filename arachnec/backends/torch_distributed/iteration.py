@@ -12,6 +12,7 @@ from arachnec.analysis.uses import Values
 from arachnec.backends.finite_losses import not_finite
 from arachnec.backends.torch_distributed.set_aside import LeftOut
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
+from arachnec.backends.torch_distributed.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, Program
@@ -48,6 +49,7 @@ class Iteration:
     prefetched: Prefetched
     given: Mapping[str, OnHost]  # what was encoded in an earlier step, by cascade
     share: Share = WHOLE
+    messages: StageMessages | None = None  # of a model in stages, where they were worked out before
 
     @classmethod
     def of(
@@ -58,6 +60,7 @@ class Iteration:
         specs: Mapping[str, TensorSpec],
         step: int,
         given: Mapping[str, OnHost] | None = None,
+        messages: StageMessages | None = None,
     ) -> Iteration:
         """Raises ``UserError`` for an instruction that this back end does not know."""
         program = program_of(module, rank)
@@ -65,7 +68,7 @@ class Iteration:
         limit = module.cluster.memory if module.cluster else 0.0
         given = given or {}
         prefetched = prefetch_receives(Values(module), program, limit, given)
-        return cls(module, own_program(program), clips, specs, step, prefetched, given)
+        return cls(module, own_program(program), clips, specs, step, prefetched, given, messages=messages)
 
 
 @dataclass

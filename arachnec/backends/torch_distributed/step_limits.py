@@ -35,14 +35,15 @@ class StepLimits:
 
     def of_instructions(self, planned: Planned) -> Callable[[Instruction], float]:
         """Seconds for every instruction of a step that is about to begin."""
-        slower = self._longest_ms / planned.times.ends if planned.times.ends else 1.0
         compiles = self.compiles and planned.key not in self._begun
         first = self.timeouts.of_start(planned.module) if compiles else 0.0
 
         def limit(instruction: Instruction) -> float:
             time = instruction.attrs.get("time")
             ms = 0.0 if time is None else quantity(time)
-            return self.timeouts.of_instruction(ms, slower, first=first, applies=self.applies)
+            return self.timeouts.of_instruction(
+                ms, self._longest_ms, planned.times.ends, first=first, applies=self.applies
+            )
 
         return limit
 

@@ -7,6 +7,7 @@ Rank 0 tells, behind each step. A file that is there is continued: a resumed run
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from arachnec.executable.training_options import Logging, Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 Told = Callable[[int, Mapping[str, float]], None]
+LONGEST_LINE = 2**16  # bytes
 NO_METRICS = ("step", "iteration", "event")
 
 
@@ -68,6 +70,8 @@ class StepLog:
     def _add_lines(self, path: Path) -> None:
         demand_folder(path.parent)
         path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file():
+            _end_with_a_line(path)
         stream = path.open("ab")
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
@@ -91,6 +95,16 @@ class StepLog:
         run = _package("wandb", "wandb", "wandb").init(project=logging.wandb, config=options)
         self.told.append(lambda step, metrics: run.log(dict(metrics), step=step))
         self.ends.append(run.finish)
+
+
+def _end_with_a_line(path: Path) -> None:
+    """Take off what a full disk or a lost host left of a last line: the next one would be joined to it."""
+    with path.open("r+b") as file:
+        start = max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE)
+        file.seek(start)
+        end = file.read().rfind(b"\n")
+        if end >= 0 or not start:  # else it is no log of lines
+            file.truncate(start + end + 1)
 
 
 def metrics_of(report: StepReport) -> dict[str, float]:

@@ -48,6 +48,23 @@ def test_a_file_of_lines_goes_on_and_a_loss_that_is_not_finite_is_left_out(tmp_p
     assert len(path.read_bytes().splitlines()) == 3, "one rank writes"
 
 
+@pytest.mark.parametrize("torn", [b"", b'{"step": 3, "lo'])
+def test_a_line_that_was_cut_off_is_taken_away(torn: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    training = Training(logging=Logging(jsonl=str(path)))
+    told(training, *map(report, range(300)))
+    whole = path.read_bytes()
+    path.write_bytes(whole + torn)
+    told(training, report(300))
+    lines = path.read_bytes()
+    assert len(whole) > 2**16
+    assert lines.startswith(whole)
+    assert msgspec.json.decode(lines[len(whole) :])["step"] == 300
+    path.write_bytes(b'{"st')
+    told(training, report(0))
+    assert msgspec.json.decode(path.read_bytes())["step"] == 0
+
+
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader

@@ -8,7 +8,7 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.ir.nodes import Level, Module, Program
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.launch.environment import SETTINGS, prepare_environment, table
-from arachnec.launch.timeouts import LONGER, PLAN_S, START_S, STEP_S, Timeouts
+from arachnec.launch.timeouts import LONGER, MOST_PLANNED_S, PLAN_S, STALL_S, START_S, STEP_S, Timeouts
 
 ROOT = Path(__file__).parents[4]
 
@@ -48,6 +48,11 @@ def test_limits_follow_from_the_plan() -> None:
     assert limits.of_step(planned_ms=20_000.0, longest_ms=50_000.0) == LONGER * 50.0
     assert limits.of_step(planned_ms=100.0, longest_ms=0.0, first=700.0) == STEP_S + 700.0
     assert limits.of_step(planned_ms=100.0, longest_ms=0.0, applies=False) > STEP_S
+    assert limits.of_instruction(2000.0, longest_ms=0.0, ends_ms=4000.0) == STALL_S + 2.0
+    assert limits.of_instruction(2000.0, longest_ms=12_000.0, ends_ms=4000.0) == STALL_S + 6.0  # three times slower
+    assert limits.of_instruction(2000.0, longest_ms=1000.0, ends_ms=4000.0, first=7.0) == STALL_S + 2.0 + 7.0
+    assert limits.of_instruction(9e9, longest_ms=0.0, ends_ms=9e9) == STALL_S + MOST_PLANNED_S
+    assert limits.of_instruction(9e9, longest_ms=2e6, ends_ms=9e9) == STALL_S + 2000.0
     assert limits.of_plan(planning_ms=2000.0) == STEP_S + LONGER * 2.0
     assert limits.of_plan() == PLAN_S  # not known, or planned for other ranks
 

@@ -1,0 +1,210 @@
+"""Where a rule begins: a claim that is short by more than rounding is refused, one that is not is taken. And what rules
+find, held against counting and walking."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import networkx as nx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arachnec.analysis.execution_model import HARDWARE_QUEUES, HOST_HANDOFFS, STREAMS
+from arachnec.analysis.memory import high_water
+from arachnec.analysis.uses import Values
+from arachnec.cluster.host_memory import usable_host_memory
+from arachnec.ir.head_division import CUT
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, quantity
+from arachnec.ir.parser import parse_module
+from arachnec.ir.values import Attributes, Quantity, Value
+from arachnec.passes.check import find_problems
+from arachnec.verification.device_limits import TooManyPending, TooManyStreams, check_device_limits
+from arachnec.verification.event_order import Event, find_cycle
+from arachnec.verification.heads import GroupsComputedTwice, GroupsNotComputed, GroupsOutside, check_heads
+from arachnec.verification.host_memory import HostOutOfMemory, host_peak
+from arachnec.verification.memory import OutOfMemory
+from benchmarks.trust.random_programs import random_program
+from tests.passes.plans import DIT, cluster, module_of, timed
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "check"
+HELD = ("state", "memory", "workspace")
+IN_HOST = ("host_state", "host", "from_host", "to_host")
+
+
+def golden(name: str) -> Module:
+    return parse_module((GOLDEN / f"{name}.cascade").read_text(encoding="utf-8"), name)
+
+
+def with_attribute(module: Module, rank: int, at: int, name: str, value: Value) -> Module:
+    """One instruction of a rank says something else; at -1 its program does."""
+
+    def changed(program: Program) -> Program:
+        if at < 0:
+            return replace(program, attrs=program.attrs.updated(**{name: value}))
+        steps = list(program.instructions)
+        steps[at] = replace(steps[at], attrs=steps[at].attrs.updated(**{name: value}))
+        return replace(program, instructions=tuple(steps))
+
+    return replace(module, programs=tuple(changed(p) if p.rank == rank else p for p in module.programs))
+
+
+def size_of(value: Value) -> float:
+    return quantity(value) if isinstance(value, Quantity) else integer(value)
+
+
+def scaled(value: Value, share: float) -> Value:
+    return Quantity(quantity(value) * share, "GiB") if isinstance(value, Quantity) else round(integer(value) * share)
+
+
+def short_claims(module: Module, names: tuple[str, ...]) -> Counter[str]:
+    """These claims of a program that claims exactly what it needs, by a hundredth and by a rounding less."""
+    assert not find_problems(module)
+    refused: Counter[str] = Counter()
+    seen: set[tuple[str, str, str]] = set()
+    for program in module.programs:
+        own = [(-1, "program", "", program.attrs)]
+        own += [(at, step.op, step.target, step.attrs) for at, step in enumerate(program.instructions)]
+        for at, op, target, attrs in own:
+            for name in names:
+                if name not in attrs or (op, target, name) in seen or size_of(attrs[name]) == 0:
+                    continue
+                seen.add((op, target, name))
+                less = with_attribute(module, program.rank, at, name, scaled(attrs[name], 0.99))
+                assert find_problems(less), (program.rank, at, op, name)
+                rounded = with_attribute(module, program.rank, at, name, scaled(attrs[name], 1 - 1e-9))
+                assert not find_problems(rounded), (program.rank, at, op, name)
+                refused[name] += 1
+    return refused
+
+
+def test_a_claim_that_is_short_by_a_hundredth_is_refused_and_by_a_rounding_is_not() -> None:
+    drawn = sum((short_claims(random_program(random.Random(seed), most=3), HELD) for seed in range(4)), Counter())
+    assert drawn["memory"] > 10
+    assert drawn["state"] == 4
+    assert {*short_claims(golden("host_valid"), IN_HOST)} == {*IN_HOST}
+
+
+def test_a_device_may_be_full_to_the_last_byte() -> None:
+    module = golden("valid")
+    assert module.cluster is not None
+    values = Values(module)
+    most = max(high_water(values, program, HOST_HANDOFFS).total for program in module.programs)
+    for gib, full in ((most, False), (most - 1e-8, True)):
+        attrs = module.cluster.attrs.updated(memory=Quantity(gib, "GiB"))
+        problems = find_problems(replace(module, cluster=replace(module.cluster, attrs=attrs)))
+        assert [type(problem) for problem in problems] == [OutOfMemory] * full
+
+
+def test_a_host_may_be_full_to_what_is_usable() -> None:
+    module = golden("host_valid")
+    assert module.cluster is not None
+    need = sum(sum(host_peak(program, Values(module).cascades)) for program in module.programs)
+    for gib, full in ((need / 0.9 + 1e-9, False), (need / 0.9 - 1e-7, True)):
+        attrs = module.cluster.attrs.updated(host_memory=Quantity(gib, "GiB"))
+        smaller = replace(module, cluster=replace(module.cluster, attrs=attrs))
+        assert usable_host_memory(smaller.cluster) == pytest.approx(0.9 * gib)  # type: ignore[arg-type]
+        assert [type(problem) for problem in find_problems(smaller)] == [HostOutOfMemory] * full
+
+
+# -- streams and queues ------------------------------------------------------------------------------------------------
+
+
+def reducing(groups: list[tuple[int, ...]]) -> Values:
+    """Rank 0 with an all-reduce over each of these groups before its step."""
+    pod = cluster(nodes=8, gpus=8)
+    module = module_of(pod, [], [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 1.0), (0,))])
+    steps = [Instruction("reduce", DIT.name, group, Attributes.of(bytes=1)) for group in groups]
+    program = Program(0, (*steps, Instruction("step", DIT.name)), Attributes())
+    return Values(replace(module, programs=(program,)))
+
+
+def test_a_rank_has_as_many_communicators_as_streams_and_leaves_one_queue_free() -> None:
+    for count, pending in ((HARDWARE_QUEUES - 1, False), (HARDWARE_QUEUES, True)):
+        problems = list(check_device_limits(reducing([(0, other) for other in range(1, count + 1)]), HOST_HANDOFFS, {}))
+        assert [type(problem) for problem in problems] == [TooManyPending] * pending
+    crowded = reducing([(0, 1, other) for other in range(2, STREAMS + 8)])
+    own = [(0, 1, other) for other in range(2, STREAMS + 8)]
+    counts = {
+        count: [type(p) for p in check_device_limits(reducing(own[:count]), HOST_HANDOFFS, {})]
+        for count in range(STREAMS - 4, STREAMS + 4)
+    }
+    assert {kind for kinds in counts.values() for kind in kinds} == {TooManyPending, TooManyStreams}
+    first = min(count for count, kinds in counts.items() if TooManyStreams in kinds)
+    told = next(
+        p for p in check_device_limits(reducing(own[:first]), HOST_HANDOFFS, {}) if isinstance(p, TooManyStreams)
+    )
+    assert (told.count, told.limit) == (STREAMS + 1, STREAMS)
+    assert crowded.module.cluster is not None
+    cpus = replace(crowded.module.cluster, attrs=crowded.module.cluster.attrs.updated(device="cpu"))
+    assert not list(check_device_limits(Values(replace(crowded.module, cluster=cpus)), HOST_HANDOFFS, {}))
+
+
+# -- cycles ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(2, 4), st.integers(2, 7), st.randoms(use_true_random=False))
+@settings(max_examples=150)
+def test_a_cycle_is_found_where_there_is_one_and_is_one(ranks: int, count: int, rng: random.Random) -> None:
+    """Events on random ranks; each rank comes to its own in a random order."""
+    members = [sorted(rng.sample(range(ranks), rng.randint(1, ranks))) for _ in range(count)]
+    order = {rank: [number for number, own in enumerate(members) if rank in own] for rank in range(ranks)}
+    for own in order.values():
+        rng.shuffle(own)
+    place = {(rank, number): (at, 0, 0) for rank, own in order.items() for at, number in enumerate(own)}
+    events = [Event(tuple((rank, place[rank, number]) for rank in own)) for number, own in enumerate(members)]
+    graph = nx.DiGraph([pair for own in order.values() for pair in pairwise(own)])
+    cycle = find_cycle(events)
+    assert bool(cycle) != nx.is_directed_acyclic_graph(graph)
+    for (a, b, rank), (following, _, _) in zip(cycle, [*cycle[1:], *cycle[:1]], strict=True):
+        assert b == following
+        assert place[rank, a] < place[rank, b]
+        assert events[a].at(rank) == place[rank, a]
+    assert len({rank for _, _, rank in cycle}) <= len(cycle) <= max(2, count)
+    if len(cycle) > 1:
+        assert all(a[2] != b[2] for a, b in pairwise(cycle)), "a rank's steps in a row are one"
+
+
+# -- heads -------------------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 1), st.integers(-1, 5), st.integers(0, 6)), max_size=6),
+    st.integers(1, 5),
+)
+@settings(max_examples=200)
+def test_query_groups_are_those_that_painting_them_finds(parts: list[tuple[int, ...]], groups: int) -> None:
+    """Layer 0 has three heads, which lie on places 0, 1 and 0; parts of them are given elsewhere."""
+    heads = 3
+    cut = {part[0] for part in parts}
+    places = tuple(CUT if head in cut else (0, 1, 0)[head] for head in range(heads))
+    division = (((0,), places, tuple(value for part in parts for value in part)),)
+    attrs = Attributes.of(degree=2, sparse=(0,), groups=groups, heads=division)
+    cascade = Cascade("c", Phase.TRAIN, "dit", (0,), 1, 1000, 0, (), attrs)
+    module = module_of(cluster(), [], [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 1.0), (0,))])
+    problems = list(check_heads(Values(replace(module, cascades=(cascade,)))))
+    every = [(head, 0, groups) for head in range(heads) if head not in cut]
+    every += [(head, start, stop) for head, _, start, stop in parts]
+    outside = any(not (0 <= head < heads and 0 <= start < stop <= groups) for head, start, stop in every)
+    if outside:
+        assert [type(problem) for problem in problems] == [GroupsOutside]
+        return
+    painted = Counter((head, group) for head, start, stop in every for group in range(start, stop))
+    missing = {(head, group) for head in range(heads) for group in range(groups) if not painted[head, group]}
+    found: Counter[tuple[int, int]] = Counter()
+    for problem in problems:
+        assert isinstance(problem, GroupsNotComputed | GroupsComputedTwice)
+        span = {(problem.head, group) for group in range(problem.first, problem.last + 1)}
+        assert problem.layer == 0
+        if isinstance(problem, GroupsNotComputed):
+            found.update(span)
+            assert span <= missing
+        else:
+            assert all(painted[one] > 1 for one in span)
+    assert {*found} == missing
+    twice = any(count > 1 for count in painted.values())
+    assert twice == any(isinstance(problem, GroupsComputedTwice) for problem in problems)

@@ -1,0 +1,78 @@
+"""A plan's times are at most what its formulas say, twice and a second more: a run's patience rests on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from arachnec.ir.nodes import Module, Program, Quantity, quantity
+from arachnec.ir.parser import parse_module
+from arachnec.passes.check import find_problems
+from arachnec.verification.times import StartsTooLate, TimeTooLong
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+PROGRAMS = {
+    "whole": "check/buckets_valid.expect",
+    "cells": "check/cells_valid.expect",
+    "host": "check/host_valid.expect",
+    "stages": "lower/pipeline_zero_bubble.expect",
+    "tied": "check/tied_stages_valid.expect",
+    "gathers": "check/updates_gathered_valid.expect",
+    "sampling": "check/two_model_sampling.expect",
+    "sparse": "check/heads_valid.expect",
+}
+
+
+def valid(name: str) -> Module:
+    return parse_module((GOLDEN / PROGRAMS[name]).read_text(encoding="utf-8"), name)
+
+
+def with_claim(module: Module, rank: int, at: int, name: str, ms: float) -> Module:
+    """One instruction claims so many ms."""
+
+    def changed(program: Program) -> Program:
+        steps = list(program.instructions)
+        steps[at] = replace(steps[at], attrs=steps[at].attrs.updated(**{name: Quantity(ms, "ms")}))
+        return replace(program, instructions=tuple(steps))
+
+    return replace(module, programs=tuple(changed(p) if p.rank == rank else p for p in module.programs))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_no_instruction_may_claim_more_time_than_its_formulas_give_it(name: str) -> None:
+    """Of every kind of instruction the last of its rank, so that nothing else is broken."""
+    module = valid(name)
+    assert not find_problems(module)
+    kinds = {step.op: (p.rank, at, step) for p in module.programs for at, step in enumerate(p.instructions)}
+    for rank, at, step in kinds.values():
+        claimed = quantity(step.attrs["time"]) if "time" in step.attrs else 0.0
+        longer = find_problems(with_claim(module, rank, at, "time", 1e6 + claimed))
+        assert TimeTooLong in map(type, longer), step
+        told = next(problem for problem in longer if isinstance(problem, TimeTooLong))
+        assert told.most == 2 * told.right + 1000
+        for ms, refused in ((told.most - 1e-6, False), (told.most + 1e-6, True)):
+            problems = find_problems(with_claim(module, rank, at, "time", ms))
+            assert (TimeTooLong in map(type, problems)) == refused, step
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_nothing_starts_when_all_work_in_turn_would_have_ended(name: str) -> None:
+    module = valid(name)
+    rank, at = next((p.rank, n) for p in module.programs for n, s in enumerate(p.instructions) if "start" in s.attrs)
+    late = find_problems(with_claim(module, rank, at, "start", 1e9))
+    told = next(problem for problem in late if isinstance(problem, StartsTooLate))
+    assert told.most == 2 * told.total + 1000
+    assert told.total >= max(c.end - c.start for c in module.cascades) / 2
+    for ms, refused in ((told.most - 1e-6, False), (told.most + 1e-6, True)):
+        problems = find_problems(with_claim(module, rank, at, "start", ms))
+        assert (StartsTooLate in map(type, problems)) == refused
+
+
+def test_where_a_stage_has_no_formula_nothing_is_compared() -> None:
+    module = valid("whole")
+    bare = tuple(replace(stage, attrs=stage.attrs.updated(forward=None, backward=None)) for stage in module.stages)
+    rank, at = next((p.rank, n) for p in module.programs for n, s in enumerate(p.instructions) if s.op == "backward")
+    claimed = with_claim(replace(module, stages=bare), rank, at, "time", 1e9)
+    assert TimeTooLong not in map(type, find_problems(claimed))
