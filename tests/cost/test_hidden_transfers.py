@@ -49,11 +49,11 @@ class Walk:
     blocks: int
     compute: float  # ms of a block
 
-    def shown(self, before: float, alongside: float, after: float) -> float:
-        """ms beyond computing, where ``alongside`` is what every block but the last is accompanied by."""
+    def shown(self, before: float, beside: float, after: float) -> float:
+        """ms beyond computing, where ``beside`` is what every block but the last is accompanied by."""
         now = before
         for block in range(self.blocks):
-            now += self.compute if block == self.blocks - 1 else max(self.compute, alongside)
+            now += self.compute if block == self.blocks - 1 else max(self.compute, beside)
         return now + after - self.blocks * self.compute
 
 
@@ -121,8 +121,8 @@ def test_layers_in_the_host_show_what_a_walk_through_them_finds(
     stages, names = {"dit": stage(blocks, cell, host=True)}, frozenset({"c"} if split else ())
     transfers = HostTransfers(stages, cluster(), Gathering(stages, cluster(), names))
     walks = Walk(blocks, forward), Walk(blocks, backward)
-    of_a_block = inputs * 2**30 / (PCIE / 2 * 1e6) / blocks
-    right = expected(Layers(cell or 1), phase, split, walks, of_a_block)
+    each = inputs * 2**30 / (PCIE / 2 * 1e6) / blocks
+    right = expected(Layers(cell or 1), phase, split, walks, each)
     assert transfers.exposed(cascade, forward * blocks, backward * blocks, inputs) == pytest.approx(right)
 
 
@@ -142,8 +142,8 @@ def test_cells_and_inputs_in_the_host_show_what_a_walk_finds(
     right = expected(Layers(cell or 1, brings=False), phase, split, walks, 0.0)
     times = forward * blocks, backward * blocks
     assert gathering.exposed(cascade, *times) == pytest.approx(right)
-    of_a_block = inputs * 2**30 / (PCIE / 2 * 1e6) / blocks
-    ways = Walk(blocks, forward).shown(0.0, of_a_block, 0.0) + Walk(blocks, backward).shown(of_a_block, of_a_block, 0.0)
+    each = inputs * 2**30 / (PCIE / 2 * 1e6) / blocks
+    ways = Walk(blocks, forward).shown(0.0, each, 0.0) + Walk(blocks, backward).shown(each, each, 0.0)
     assert transfers.exposed(cascade, *times, inputs) == pytest.approx(right + (ways if inputs else 0.0))
 
 

@@ -82,8 +82,8 @@ def windows(rng: random.Random) -> Row:
     start = list_schedule(problem, entry[::-1], rng.random() < 0.5)[1]
     size = rng.choice((8, 12, 64))
     improved = improve_windows(problem, start, Effort(400_000), size=size)
-    outcome = sum(map(len, start.orders)), size, improved.makespan, improved.windows, improved.proved, improved.optimal
-    return [evaluate(start, problem.times).makespan, *outcome]
+    found = sum(map(len, start.orders)), size, improved.makespan, improved.windows, improved.proved, improved.optimal
+    return [evaluate(start, problem.times).makespan, *found]
 
 
 def one_rank(rng: random.Random) -> Row:

@@ -195,16 +195,16 @@ def test_query_groups_are_those_that_painting_them_finds(parts: list[tuple[int, 
         return
     painted = Counter((head, group) for head, start, stop in every for group in range(start, stop))
     missing = {(head, group) for head in range(heads) for group in range(groups) if not painted[head, group]}
-    named: Counter[tuple[int, int]] = Counter()
+    found: Counter[tuple[int, int]] = Counter()
     for problem in problems:
         assert isinstance(problem, GroupsNotComputed | GroupsComputedTwice)
         span = {(problem.head, group) for group in range(problem.first, problem.last + 1)}
         assert problem.layer == 0
         if isinstance(problem, GroupsNotComputed):
-            named.update(span)
+            found.update(span)
             assert span <= missing
         else:
             assert all(painted[one] > 1 for one in span)
-    assert {*named} == missing
+    assert {*found} == missing
     twice = any(count > 1 for count in painted.values())
     assert twice == any(isinstance(problem, GroupsComputedTwice) for problem in problems)
