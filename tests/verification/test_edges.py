@@ -158,7 +158,7 @@ def test_a_rank_has_as_many_communicators_as_streams_and_leaves_one_queue_free()
 
 
 @given(st.integers(2, 4), st.integers(2, 7), st.randoms(use_true_random=False))
-@settings(max_examples=150)
+@settings(max_examples=60)
 def test_a_cycle_is_found_where_there_is_one_and_is_one(ranks: int, count: int, rng: random.Random) -> None:
     """Events on random ranks; each rank comes to its own in a random order."""
     members = [sorted(rng.sample(range(ranks), rng.randint(1, ranks))) for _ in range(count)]
@@ -186,7 +186,7 @@ def test_a_cycle_is_found_where_there_is_one_and_is_one(ranks: int, count: int, 
     st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 1), st.integers(-1, 5), st.integers(0, 6)), max_size=6),
     st.integers(1, 5),
 )
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_query_groups_are_those_that_painting_them_finds(parts: list[tuple[int, ...]], groups: int) -> None:
     """Layer 0 has three heads, which lie on places 0, 1 and 0; parts of them are given elsewhere."""
     heads = 3
