@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -83,6 +84,15 @@ def refused(error: OSError) -> SystemRefuses | None:
         return None
     path = f"{error.filename}: " if error.filename is not None else ""
     return SystemRefuses(None, path, (error.strerror or str(error)).lower())
+
+
+@contextmanager
+def writing(path: object) -> Iterator[None]:
+    """An error of the system in here names the file: that a disk is full says of which only who opens it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def render(diagnostic: Diagnostic, source: str | None = None) -> str:

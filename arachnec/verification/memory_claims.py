@@ -1,4 +1,4 @@
-"""Rule 4, of what instructions claim: as much as their stages' formulas say, or more.
+"""Rule 4, of what instructions and cascades claim: as much as their stages' formulas say, or more.
 
 A program carries the memory of each instruction, so that the walk over its lists needs no model. Here every claim is
 computed again from the stage's formulas, the cascade's shape, degree and recomputation, and compared.
@@ -14,7 +14,7 @@ from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_h
 from arachnec.analysis.uses import Values, gib, written
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import Cascade, Instruction, Phase
+from arachnec.ir.nodes import Cascade, Instruction, Phase, quantity
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.recomputation import recomputed_blocks
 
@@ -42,6 +42,19 @@ class MemoryTooLow(Diagnostic):
 
 
 @dataclass(frozen=True)
+class CascadeMemoryTooLow(Diagnostic):
+    title: ClassVar[str] = "%{cascade} claims {claimed:.6g} GiB of memory, its stage says {right:.6g} GiB"
+    label: ClassVar[str] = "memory = {claimed:.6g} GiB"
+    help: ClassVar[str] = "the formulas of @{stage} for {shape} on {ranks} ranks; write `memory = {right:.6g} GiB`"
+    cascade: str
+    claimed: float
+    right: float
+    stage: str
+    shape: str
+    ranks: int
+
+
+@dataclass(frozen=True)
 class _Need:
     """GiB that an instruction leaves on its rank, and GiB while it runs, these included."""
 
@@ -51,6 +64,7 @@ class _Need:
 
 def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
     cost = CostModel(values.module)
+    yield from _of_cascades(values, cost)
     needs: dict[tuple[str, str], _Need] = {}
     handed = _handed(values, cost)
     for program in values.module.programs:
@@ -65,6 +79,19 @@ def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
             if key not in needs:
                 needs[key] = _need(cost, step.op, values.cascades[step.target])
             yield from _too_low(program.rank, step, values.cascades[step.target], needs[key])
+
+
+def _of_cascades(values: Values, cost: CostModel) -> Iterator[CascadeMemoryTooLow]:
+    """What reports and pages show of a cascade is what its formulas say, or more."""
+    for cascade in values.module.cascades:
+        if "memory" not in cascade.attrs:
+            continue
+        claimed = quantity(cascade.attrs["memory"])
+        right = cost.memory(cascade, cascade.width, cost.recomputed(cascade), cascade.side)
+        if claimed < right * (1 - RELATIVE) - ROUNDING_GIB:
+            shape = f"{cascade.batch} x {cascade.tokens} tokens"
+            figures = claimed, right, cascade.stage, shape, cascade.width
+            yield CascadeMemoryTooLow(cascade.span, cascade.name, *figures)
 
 
 def _handed(values: Values, cost: CostModel) -> dict[tuple[str, int, int | None], float]:

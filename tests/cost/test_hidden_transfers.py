@@ -121,8 +121,8 @@ def test_layers_in_the_host_show_what_a_walk_through_them_finds(
     stages, names = {"dit": stage(blocks, cell, host=True)}, frozenset({"c"} if split else ())
     transfers = HostTransfers(stages, cluster(), Gathering(stages, cluster(), names))
     walks = Walk(blocks, forward), Walk(blocks, backward)
-    each = inputs * 2**30 / (PCIE / 2 * 1e6) / blocks
-    right = expected(Layers(cell or 1), phase, split, walks, each)
+    block_ms = inputs * 2**30 / (PCIE / 2 * 1e6) / blocks
+    right = expected(Layers(cell or 1), phase, split, walks, block_ms)
     assert transfers.exposed(cascade, forward * blocks, backward * blocks, inputs) == pytest.approx(right)
 
 
@@ -142,8 +142,8 @@ def test_cells_and_inputs_in_the_host_show_what_a_walk_finds(
     right = expected(Layers(cell or 1, brings=False), phase, split, walks, 0.0)
     times = forward * blocks, backward * blocks
     assert gathering.exposed(cascade, *times) == pytest.approx(right)
-    each = inputs * 2**30 / (PCIE / 2 * 1e6) / blocks
-    ways = Walk(blocks, forward).shown(0.0, each, 0.0) + Walk(blocks, backward).shown(each, each, 0.0)
+    block_ms = inputs * 2**30 / (PCIE / 2 * 1e6) / blocks
+    ways = Walk(blocks, forward).shown(0.0, block_ms, 0.0) + Walk(blocks, backward).shown(block_ms, block_ms, 0.0)
     assert transfers.exposed(cascade, *times, inputs) == pytest.approx(right + (ways if inputs else 0.0))
 
 

@@ -15,7 +15,7 @@ from typing import ClassVar
 import msgspec
 
 from arachnec.backends.torch_distributed.report import ClipNote
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, writing
 
 FOLDER = "audit"
 STEPS_OF_A_FILE = 1000  # where batches come from outside, and there are no epochs
@@ -58,12 +58,14 @@ class AuditLog:
                 file.unlink()
             else:
                 draft = file.with_suffix(".draft")
-                draft.write_bytes(b"".join(map(_encoded, kept)))
+                with writing(draft):
+                    draft.write_bytes(b"".join(map(_encoded, kept)))
                 draft.rename(file)
 
     def add(self, line: AuditLine) -> None:
         """One more step. It is with the system, not yet on the disk, when this returns."""
-        with self._file(line.step).open("ab") as file:
+        path = self._file(line.step)
+        with writing(path), path.open("ab") as file:
             file.write(_encoded(line))
 
     def sync(self, step: int) -> None:

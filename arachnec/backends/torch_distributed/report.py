@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from arachnec.ir.diagnostic import writing
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.model_state.sparse_predictors import LayerSummary
 from arachnec.runtime.clock import Interval
@@ -152,7 +153,8 @@ def accumulated(step: int, reports: Sequence[StepReport], clips: int) -> StepRep
 
 def write_json(path: Path, value: object) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
+    with writing(path):
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(value), indent=2) + b"\n")
 
 
 @dataclass(frozen=True)

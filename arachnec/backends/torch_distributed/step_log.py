@@ -18,7 +18,7 @@ import msgspec
 from arachnec.backends.torch_distributed.report import StepReport
 from arachnec.executable.folder import demand_folder
 from arachnec.executable.training_options import Logging, Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, writing
 
 Told = Callable[[int, Mapping[str, float]], None]
 LONGEST_LINE = 2**16  # bytes
@@ -75,11 +75,16 @@ class StepLog:
         stream = path.open("ab")
 
         def write(step: int, metrics: Mapping[str, float]) -> None:
-            stream.write(msgspec.json.encode({"step": step, **metrics}) + b"\n")
-            stream.flush()
+            with writing(path):
+                stream.write(msgspec.json.encode({"step": step, **metrics}) + b"\n")
+                stream.flush()
+
+        def close() -> None:
+            with writing(path):
+                stream.close()
 
         self.told.append(write)
-        self.ends.append(stream.close)
+        self.ends.append(close)
 
     def _add_tensorboard(self, folder: str) -> None:
         writer = _package("torch.utils.tensorboard", "tensorboard", "tensorboard").SummaryWriter(folder)

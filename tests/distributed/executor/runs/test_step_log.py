@@ -12,6 +12,7 @@ import msgspec
 import pytest
 import torch
 
+from arachnec.backends.torch_distributed.audit_log import AuditLine, AuditLog
 from arachnec.backends.torch_distributed.report import StepReport
 from arachnec.backends.torch_distributed.step_log import StepLog
 from arachnec.executable.training_options import Logging, Schedule, TorchClass, Training
@@ -63,6 +64,21 @@ def test_a_line_that_was_cut_off_is_taken_away(torn: bytes, tmp_path: Path) -> N
     path.write_bytes(b'{"st')
     told(training, report(0))
     assert msgspec.json.decode(path.read_bytes())["step"] == 0
+
+
+def test_a_disk_that_is_full_is_told_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "steps.jsonl"
+    path.symlink_to("/dev/full")
+    log = StepLog.open(Training(logging=Logging(jsonl=str(path))), None, 0)
+    for act in (lambda: log.tell(report(0)), log.close):
+        with pytest.raises(OSError, match="No space left on device") as refused:
+            act()
+        assert refused.value.filename == str(path)
+    audit = AuditLog(tmp_path, 3, 0)
+    (tmp_path / "audit" / "epoch-00000.jsonl").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left on device") as refused:
+        audit.add(AuditLine(1, ["a"]))
+    assert str(refused.value.filename).endswith("epoch-00000.jsonl")
 
 
 def test_tensorboard_reads_what_was_written(tmp_path: Path) -> None:

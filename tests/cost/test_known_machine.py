@@ -1,0 +1,294 @@
+"""Profiles of a machine whose speeds are known: a fit gives back what the times were made of, and what no machine can
+have come to is refused, from both sides of each limit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from arachnec.cost.profile import (
+    GATHER,
+    LEAST_LATENCY,
+    MOST_GBS,
+    OVERLAPPED,
+    SCATTER,
+    Collective,
+    LinkProfile,
+    Measurement,
+    Profile,
+    Synchronisation,
+    exponent_of,
+    find_clip_time,
+    find_undivided,
+    fit,
+    fit_all_reduce,
+    fit_collective,
+    fit_links,
+    fit_profile,
+    formula_of,
+    only_length,
+    predict,
+    read_profile,
+    sent,
+    write_profile,
+)
+from arachnec.cost.sparse_profile import AttentionTime, fit_sparse, sparse_problem
+from arachnec.ir.diagnostic import UserError
+
+SIZES = [(batch, tokens, text) for batch in (1, 3) for tokens in (500, 2000, 9000) for text in (16, 200)]
+NAMES = ("B*S^2", "B*S*T", "B*S", "B*T", "B", "1")
+
+
+def took(made_of: dict[str, float], batch: int, tokens: int, text: int, degree: int = 1) -> float:
+    """ms, written out: what has S in it is divided over the ranks."""
+    a, b, c, e, f, g = (made_of.get(name, 0.0) for name in NAMES)
+    divided = a * batch * tokens**2 + b * batch * tokens * text + c * batch * tokens
+    return divided / degree + e * batch * text + f * batch + g
+
+
+def runs(made_of: dict[str, float]) -> list[Measurement]:
+    return [Measurement(*sizes, 1, took(made_of, *sizes)) for sizes in SIZES]
+
+
+@given(st.lists(st.floats(0.1, 2.0), min_size=6, max_size=6))
+@settings(max_examples=25, deadline=None)
+def test_a_fit_gives_back_what_the_times_were_made_of(shares: list[float]) -> None:
+    scales = (1e-6, 1e-5, 1e-2, 1e-2, 1.0, 3.0)
+    made_of = dict(zip(NAMES, (share * scale for share, scale in zip(shares, scales, strict=True)), strict=True))
+    result = fit(runs(made_of))
+    assert result.coefficients == pytest.approx(made_of, rel=1e-5)
+    assert result.residuals == pytest.approx([0.0] * len(SIZES), abs=1e-8)
+    assert result.held_out == pytest.approx(0.0, abs=1e-6)
+    formula = formula_of(result.coefficients)
+    for batch, tokens, text in SIZES:
+        assert formula(B=batch, S=tokens, T=text) == pytest.approx(took(made_of, batch, tokens, text), rel=1e-6)
+        shared = Measurement(batch, tokens, text, 4, 1.0)
+        assert predict(result.coefficients, shared) == pytest.approx(took(made_of, batch, tokens, text, 4), rel=1e-5)
+
+
+@pytest.mark.parametrize(("made_of", "exponent"), [({"B*S^2": 1e-6}, 2.0), ({"B*S": 1e-2, "B": 5.0, "1": 3.0}, 1.0)])
+def test_the_exponent_is_of_what_length_has_a_part_in(made_of: dict[str, float], exponent: float) -> None:
+    alone = runs(made_of)
+    assert fit(alone).exponent == pytest.approx(exponent, rel=1e-3)
+    one_length = [Measurement(batch, 500, 16, 1, took(made_of, batch, 500, 16)) for batch in (1, 2, 3)]
+    assert fit(one_length).exponent is None
+    profile = fit_profile([("dit", "forward", alone), ("dit", "backward", one_length)], machine="m", device="cpu")
+    assert exponent_of(profile, "dit") == pytest.approx(exponent, rel=1e-3), "the mean of those that are known"
+    assert exponent_of(fit_profile([("dit", "forward", one_length)], machine="m", device="cpu"), "dit") is None
+    assert [only_length(entry) for entry in profile.stages] == [None, 500]
+
+
+def test_an_error_on_points_held_out_is_the_mean_of_each_predicted_from_the_others() -> None:
+    three = [Measurement(1, tokens, 0, 1, ms) for tokens, ms in ((1000, 10.0), (2000, 20.0), (3000, 36.0))]
+    errors = [
+        abs(predict(fit([*three[:at], *three[at + 1 :]]).coefficients, run) - run.ms) / run.ms
+        for at, run in enumerate(three)
+    ]
+    assert fit(three).held_out == pytest.approx(sum(errors) / 3)
+    assert sum(errors) > 0.01
+    assert fit(three[:2]).held_out is None
+
+
+@given(st.floats(1.0, 500.0), st.floats(1.0, 200.0))
+@settings(max_examples=25, deadline=None)
+def test_latency_and_speed_of_links_are_what_shared_cascades_took_beyond_computing(us: float, gbs: float) -> None:
+    made_of = {"B*S^2": 1e-6, "1": 3.0}
+    shared = []
+    for degree, messages, moved in ((2, 60, 3e8), (4, 120, 2e8), (4, 400, 5e7), (8, 30, 9e8)):
+        ms = took(made_of, 1, 9000, 16, degree) + messages * us * 1e-3 + moved / (gbs * 1e6)
+        shared.append(Measurement(1, 9000, 16, degree, ms, messages, moved))
+    links = fit_links([(shared, made_of)])
+    assert links is not None
+    assert (links.latency, links.intra) == (pytest.approx(us, rel=1e-3), pytest.approx(gbs, rel=1e-3))
+    assert sent(shared[0], links) == pytest.approx(60 * us * 1e-3 + 3e8 / (gbs * 1e6), rel=1e-3)
+    assert sent(shared[0], None) == 0.0
+    assert sent(Measurement(1, 9, 9, 1, 1.0), links) == 0.0
+    free = [msgspec.structs.replace(run, ms=took(made_of, 1, 9000, 16, run.degree)) for run in shared]
+    assert fit_links([(free, made_of)]) == LinkProfile(LEAST_LATENCY, MOST_GBS)
+    coded = [msgspec.structs.replace(run, sizes={"frames": 9}) for run in shared]
+    plain = LinkProfile(7.0, 9.0)
+    assert fit_links([(coded, made_of)], plain) is plain, "what an encoder is slower by is its own"
+
+
+def test_gradients_go_round_at_the_least_speed_that_was_measured() -> None:
+    """2 (n-1)/n of the bytes in what is left of the time after 2 log2 n latencies, or half of it if that is less."""
+    links = LinkProfile(latency=100.0, intra=50.0)
+    ends = [Synchronisation("dit", 4, 10**9, 20.0, 1.0), Synchronisation("dit", 8, 10**9, 30.0, 1.0)]
+    speeds = [2 * 3 / 4 * 1e9 / (20.0 - 0.4) / 1e6, 2 * 7 / 8 * 1e9 / (30.0 - 0.6) / 1e6]
+    assert fit_all_reduce(links, ends) == pytest.approx(min(speeds))
+    assert fit_all_reduce(links, ends[1:]) == pytest.approx(speeds[1])
+    short = [Synchronisation("dit", 4, 10**6, 0.2, 1.0)]
+    assert fit_all_reduce(links, short) == pytest.approx(2 * 3 / 4 * 1e6 / 0.1 / 1e6)
+    assert fit_all_reduce(links, []) is None
+
+
+def test_a_collective_is_a_latency_a_doubling_and_a_speed() -> None:
+    """8 ranks: three steps of 20 us, 7/8 of the bytes at 40 GB/s; beside compute a quarter of that and no latency."""
+
+    def run(op: str, size: int, beside: bool = True) -> Collective:
+        moving = size * 7 / 8 / 40e6
+        return Collective(op, 8, size, 0.06 + moving, moving / 4 + 0.06 if beside else None)
+
+    rows = [run(GATHER, 10**9), run(GATHER, 8), run(GATHER, 10**6), run(SCATTER, 10**6, beside=False)]
+    profile = Profile("m", "cpu", [], None, [], rows, [])
+    latency, speed = fit_collective(profile, GATHER) or (0.0, 0.0)
+    assert (latency, speed) == (pytest.approx(20.0, rel=1e-4), pytest.approx(40.0, rel=1e-4))
+    overlapped = fit_collective(profile, OVERLAPPED[GATHER]) or (0.0, 0.0)
+    assert overlapped == (pytest.approx(20.0, rel=1e-4), pytest.approx(160.0, rel=1e-3))
+    assert fit_collective(profile, SCATTER) is None, "of one size"
+    assert fit_collective(profile, OVERLAPPED[SCATTER]) is None
+
+
+def test_of_an_encoder_what_is_not_divided_is_what_ranks_take_beyond_their_part() -> None:
+    """100 ms alone, of which a fifth is not divided; two clips that were measured both ways, and one that was not."""
+    links = LinkProfile(latency=1000.0, intra=1.0)
+    sizes = [{"frames": 9}, {"frames": 17}]
+    alone = [Measurement(1, 100, 0, 1, 100.0, sizes=sizes[0]), Measurement(1, 200, 0, 1, 140.0, sizes=sizes[0])]
+    alone += [Measurement(1, 300, 0, 1, 200.0, sizes=sizes[1]), Measurement(2, 300, 0, 1, 999.0, sizes=sizes[1])]
+    shared = [Measurement(1, 100, 0, 4, 120.0 * (0.2 + 0.8 / 4) + 3.0 + 2.0, 3.0, 2e6, sizes[0])]
+    shared += [Measurement(1, 300, 0, 2, 200.0 * (0.4 + 0.6 / 2) + 1.0, 1.0, 0.0, sizes[1])]
+    unknown = [Measurement(1, 300, 0, 2, 1.0, 1.0, 0.0, {"frames": 5})]
+    profile = fit_profile([("vae", "forward", [*alone, *shared, *unknown])], machine="m", device="cpu", links=links)
+    assert profile.links == links, "plain messages: an encoder says nothing of them"
+    assert find_clip_time(profile, "vae", {"frames": 9, "height": 4}) == pytest.approx(120.0)
+    assert find_clip_time(profile, "vae", {"frames": 17}) == pytest.approx(200.0)
+    assert find_clip_time(profile, "vae", {"frames": 33}) is None
+    assert find_undivided(profile, "vae") == pytest.approx((0.2 + 0.4) / 2)
+    assert find_undivided(profile, "text") is None
+
+
+# -- what no machine can have come to ----------------------------------------------------------------------------------
+
+
+def whole() -> dict[str, Any]:
+    """A profile as it is read, with something in every part of it."""
+    measured = [Measurement(1, tokens, 16, 1, tokens * 1e-2) for tokens in (500, 900, 2000)]
+    sparse = fit_sparse(64, [AttentionTime(tokens, 0.2, 3.0, 6.0, 1.0, 2.0, 0.5) for tokens in (512, 1024, 4096)])
+    links = LinkProfile(10.0, 50.0, 20.0, 5.0, 40.0, 30.0)
+    ends, rows = [Synchronisation("dit", 2, 10**6, 3.0, 1.0)], [Collective(GATHER, 2, 10**6, 1.0, 0.5)]
+    profile = fit_profile(
+        [("dit", "forward", measured)], machine="m", device="cpu", links=links, synchronisation=ends,
+        collectives=rows, sparsity=[sparse],
+    )  # fmt: skip
+    profile_values: dict[str, Any] = msgspec.to_builtins(profile)
+    return profile_values
+
+
+LIMITS: dict[
+    tuple[str | int, ...], tuple[Any, Any]
+] = {  # a place; the last value that is refused, the first that is not
+    ("stages", 0, "fit", "coefficients", "B*S"): (-5e-324, 0.0),
+    ("stages", 0, "measurements", 0, "batch"): (0, 1),
+    ("stages", 0, "measurements", 0, "degree"): (0, 1),
+    ("stages", 0, "measurements", 0, "tokens"): (-1, 0),
+    ("stages", 0, "measurements", 0, "text"): (-1, 0),
+    ("stages", 0, "measurements", 0, "messages"): (-5e-324, 0.0),
+    ("stages", 0, "measurements", 0, "moved"): (-5e-324, 0.0),
+    ("stages", 0, "measurements", 0, "ms"): (0.0, 5e-324),
+    ("links", "intra"): (0.0, 5e-324),
+    ("links", "inter"): (0.0, 5e-324),
+    ("links", "all_reduce"): (0.0, 5e-324),
+    ("links", "host"): (0.0, 5e-324),
+    ("links", "latency"): (-5e-324, 0.0),
+    ("links", "inter_latency"): (-5e-324, 0.0),
+    ("synchronisation", 0, "ranks"): (0, 1),
+    ("synchronisation", 0, "bytes"): (-1, 0),
+    ("synchronisation", 0, "reduce_ms"): (-5e-324, 0.0),
+    ("synchronisation", 0, "step_ms"): (-5e-324, 0.0),
+    ("collectives", 0, "ranks"): (1, 2),
+    ("collectives", 0, "bytes"): (0, 1),
+    ("collectives", 0, "ms"): (0.0, 5e-324),
+    ("collectives", 0, "overlapped"): (-5e-324, 0.0),
+    ("sparsity", 0, "head_size"): (0, 1),
+}
+
+
+def with_value(profile_values: dict[str, Any], place: tuple[str | int, ...], value: object) -> dict[str, Any]:
+    part: Any = profile_values
+    for key in place[:-1]:
+        part = part[key]
+    part[place[-1]] = value
+    return profile_values
+
+
+def is_read(profile_values: object, folder: Path) -> bool:
+    path = folder / "profile.json"
+    path.write_bytes(msgspec.json.encode(profile_values))
+    try:
+        read_profile(path)
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("place", LIMITS, ids=str)
+def test_a_value_is_refused_up_to_its_limit_and_not_behind_it(place: tuple[str | int, ...], tmp_path: Path) -> None:
+    refused, taken = LIMITS[place]
+    assert not is_read(with_value(whole(), place, refused), tmp_path)
+    assert is_read(with_value(whole(), place, taken), tmp_path)
+    if isinstance(taken, float):
+        assert is_read(with_value(whole(), place, 1e300), tmp_path)
+        text = msgspec.json.encode(with_value(whole(), place, 123456.75)).replace(b"123456.75", b"1e400")
+        (tmp_path / "endless.json").write_bytes(text)
+        with pytest.raises(UserError):
+            read_profile(tmp_path / "endless.json")
+
+
+@pytest.mark.parametrize("part", [None, "links", "sparsity", "collectives", "synchronisation"])
+def test_a_whole_profile_is_read_and_so_is_one_without_a_part(part: str | None, tmp_path: Path) -> None:
+    profile_values = whole()
+    if part is not None:
+        profile_values[part] = None if part == "links" else []
+    assert is_read(profile_values, tmp_path)
+    profile = read_profile(tmp_path / "profile.json")
+    write_profile(profile, tmp_path / "again.json")
+    assert read_profile(tmp_path / "again.json") == profile
+
+
+def test_other_coefficients_operations_and_keys_are_refused(tmp_path: Path) -> None:
+    for place, value in (
+        (("stages", 0, "fit", "coefficients", "S^3"), 1.0),
+        (("collectives", 0, "op"), "broadcast"),
+        (("stages", 0, "measurements", 0, "seconds"), 1.0),
+        (("sparsity", 0, "coefficients", "choice"), [1.0, 2.0]),
+        (("sparsity", 0, "coefficients", "choice"), [1.0, 2.0, -1.0]),
+        (("sparsity", 0, "coefficients", "other"), [1.0, 2.0, 3.0]),
+    ):
+        assert not is_read(with_value(whole(), place, value), tmp_path), place
+    for name in ("inter", "all_reduce", "host", "inter_latency"):
+        assert is_read(with_value(whole(), ("links", name), None), tmp_path), "not measured"
+    assert sparse_problem(read_profile_of(whole(), tmp_path).sparsity[0]) is None
+
+
+def read_profile_of(profile_values: object, folder: Path) -> Profile:
+    assert is_read(profile_values, folder)
+    return read_profile(folder / "profile.json")
+
+
+@given(st.lists(st.floats(0.1, 3.0), min_size=10, max_size=10))
+@settings(max_examples=20, deadline=None)
+def test_attention_over_chosen_keys_is_fitted_part_by_part(shares: list[float]) -> None:
+    """Dense a S^2 + b S, chosen c d S^2 + e S, prediction and choice f S^2 + g S + h."""
+    a, b, a2, b2, c, e, c2, e2, f, g = shares
+    times = []
+    for tokens in (512, 1024, 4096, 16384):
+        for density in (0.05, 0.2, 0.5):
+            s, p = float(tokens), tokens**2 * 1e-3
+            dense, chosen = (a * p + b * s, a2 * p + b2 * s), (c * density * p + e * s, c2 * density * p + e2 * s)
+            times.append(AttentionTime(tokens, density, *dense, *chosen, f * p + g * s + 100.0))
+    fitted = fit_sparse(64, times)
+    expected = {
+        "dense_forward": [a * 1e-3, b, 0.0], "dense_backward": [a2 * 1e-3, b2, 0.0], "forward": [c * 1e-3, e, 0.0],
+        "backward": [c2 * 1e-3, e2, 0.0], "choice": [f * 1e-3, g, 100.0],
+    }  # fmt: skip
+    for part, right in expected.items():
+        assert fitted.coefficients[part] == pytest.approx(right, rel=1e-4, abs=1e-9), part
+        assert fitted.residuals[part] == pytest.approx([0.0] * len(times), abs=1e-3)
+    for bad in ([], [msgspec.structs.replace(times[0], choice=0.0)]):
+        with pytest.raises(ValueError, match="positive times"):
+            fit_sparse(64, bad)
