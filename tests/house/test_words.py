@@ -20,7 +20,8 @@ DIALECT = {
     r"repack\w*": "large neighbourhood search",
     r"critical chains?": "critical path",
     r"(?:data )?sheets?": "device specs",
-    r"turned": "time-reversed, or what became of it",
+    r"turned (?:problem|plan|schedule|module)s?|turned (?:round|around)": "time-reversed",
+    r"beside (?:each other )?(?:on|in) (?:the|one|a|each) (?:same )?(?:rank|device|gpu)s?": "co-resident",
     r"(?:the|an|its|no|file|exposed) endings?": "exposed synchronisation; of a file, extension",
     r"sums? of (?:the )?gradients?|gradient sums?": "gradient all-reduce, or synchronisation",
     r"(?:process|group|rank|nccl|gloo) channels?|channels? (?:of|between) (?:groups?|ranks?|pairs?)": "process group",
@@ -42,7 +43,7 @@ AS_POSTED = (
 # What is all-reduced is no sum: in these rooms `sums` would mean gradients.
 SYNCHRONISING = ("model_state", "verification", "lowering", "analysis", "backends", "runtime", "passes", "views")
 # Names that say that there is something, and not what.
-SAY_NOTHING = {"found", "made", "each", "thing", "things", "beside", "ending", "endings"}
+SAY_NOTHING = {"found", "made", "each", "thing", "things"}
 BOUND = re.compile(rf"\b(?:{'|'.join(SAY_NOTHING)})\b\s*(?:=|:|,|\)|\(|in\b)")  # or a word of a sentence
 
 
@@ -84,7 +85,7 @@ OLD_NAMES = [
     "the data\n    sheet",
     "gradient_sums",
     "DICE",
-    "turned",
+    "turned_plan",
     "GroupChannel",
     "posted_receives",
 ]

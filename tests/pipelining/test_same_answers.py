@@ -98,7 +98,7 @@ def partition(rng: random.Random) -> Row:
     ranks = rng.randint(2, 4)
     layers = tuple(LayerCosts(*(rng.randint(1, 9) for _ in range(6))) for _ in range(rng.randint(2 * ranks, 12)))
     memory, speeds = (
-        tuple(rng.randint(90, 200) for _ in range(ranks)),
+        tuple(rng.randint(40, 160) for _ in range(ranks)),
         tuple(rng.choice((1.0, 2.0)) for _ in range(ranks)),
     )
     bandwidth, latency = rng.choice(((float("inf"), 0.0), (1.0, 0.5)))
@@ -106,7 +106,7 @@ def partition(rng: random.Random) -> Row:
     placement = [*range(ranks), *range(ranks)]
     row: Row = [str(balanced_sizes(instance, placement, seed=rng.randint(0, 9)))]
     try:
-        plan = find_plan(instance, split=rng.random() < 0.7, tries=5, seed=rng.randint(0, 9))
+        plan = find_plan(instance, split=rng.random() < 0.7, tries=4, seed=rng.randint(0, 9))
     except UserError as refused:
         return [*row, type(refused.diagnostics[0]).__name__]
     again = performance(instance, plan.plan)
@@ -171,7 +171,7 @@ def _shown(plan: HybridPlan) -> Row:
 
 
 KINDS: dict[str, tuple[Callable[[random.Random], Row], int]] = {
-    "orders": (orders, 12), "windows": (windows, 6), "one_rank": (one_rank, 12), "partition": (partition, 5),
+    "orders": (orders, 12), "windows": (windows, 6), "one_rank": (one_rank, 12), "partition": (partition, 7),
     "hybrid": (hybrid, 12),
 }  # fmt: skip
 

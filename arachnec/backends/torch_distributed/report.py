@@ -10,12 +10,12 @@ from pathlib import Path
 
 import msgspec
 
+from arachnec.analysis.uses import COMPUTE
 from arachnec.ir.diagnostic import writing
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.model_state.sparse_predictors import LayerSummary
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.simulation.events import COMPUTE
 
 GIB = 2**30
 
