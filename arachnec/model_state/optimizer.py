@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.checkpoint.parts import Part
+from arachnec.checkpoint.parts import AVERAGE, Part
 from arachnec.executable.training_options import Training
 from arachnec.model_state.gradient_pieces import pieces_of
 from arachnec.model_state.kept_gradients import gradient_of
@@ -140,7 +140,7 @@ class Optimizer:
         state: dict[str, Tensor | Part] = {}
         for name, master in self._masters.items():
             elements, scalars = self._kept.of(name, master)
-            kept = {"master": master.detach(), **elements} | ({"ema": self.ema[name]} if self.ema else {})
+            kept = {"master": master.detach(), **elements} | ({AVERAGE: self.ema[name]} if self.ema else {})
             for key, value in kept.items():
                 flat = value.view(-1)
                 state[f"{key}/{name}"] = flat if self._parts is None else self._part(flat, self._parameters[name])

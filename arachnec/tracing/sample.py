@@ -21,7 +21,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.span import Span
 from arachnec.models.batch import is_batched
-from arachnec.models.encoders import tiling_vae
+from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.models.file import ModelFile, line_span
 from arachnec.tracing.errors import CannotRecord
 from arachnec.tracing.find import find_blocks
@@ -103,26 +103,22 @@ def encoded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:
 @contextmanager
 def _every_tile_size_once(encoder: nn.Module) -> Iterator[None]:
     """A VAE that tiles calls its ``encoder`` for every tile. Only the shape of the result counts here, so calls that
-    are given nothing but pixels run once for each size."""
+    are given nothing but pixels run once for each size, of all clips: what they gave is kept on the module."""
     vae = tiling_vae(encoder)
     if vae is None:
         yield
         return
-    tiles = vae.get_submodule("encoder")
-    run, known = tiles.forward, dict[torch.Size, Any]()
+    known = vae.__dict__.setdefault("shapes_of_tiles", {})
 
-    def once(*args: Any, **kwargs: Any) -> Any:
+    def once(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:  # caches go along
             return run(*args, **kwargs)
         if args[0].shape not in known:
             known[args[0].shape] = run(*args)
         return known[args[0].shape]
 
-    tiles.__dict__["forward"] = once
-    try:
+    with tiles_called(vae, once):
         yield
-    finally:
-        del tiles.__dict__["forward"]
 
 
 def _on(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:

@@ -21,7 +21,12 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLog
 from arachnec.backends.torch_distributed.drawn_batches import demand_no_order, drawn_batches
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes, newest_checkpoint
+from arachnec.backends.torch_distributed.initial_run import (
+    demand_average_goes_on,
+    frozen_fingerprint,
+    init_notes,
+    newest_checkpoint,
+)
 from arachnec.backends.torch_distributed.interpreter import run_iteration
 from arachnec.backends.torch_distributed.iteration import Iteration, Run, Share, program_of
 from arachnec.backends.torch_distributed.learned_sparsity import (
@@ -155,6 +160,8 @@ class Trainer:
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
+        if resumed is not None:
+            demand_average_goes_on(resumed, training, options)
         self._resume(resumed)
         log = options.checkpoint or executable.folder
         audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
