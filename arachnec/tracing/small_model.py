@@ -110,9 +110,9 @@ def _give_values(model: nn.Module) -> None:
             if value is not None:
                 weight = known.setdefault(id(value), _weight(name, value, tile, generator))
                 module._parameters[name] = nn.Parameter(weight, requires_grad=value.requires_grad)
-        for name, value in module._buffers.items():
-            if value is not None:
-                module._buffers[name] = known.setdefault(id(value), _in_float32(_real(value, generator)))
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = known.setdefault(id(buffer), _in_float32(_real(buffer, generator)))
         for name, held in vars(module).items():
             if not name.startswith("_"):
                 module.__dict__[name] = pytree.tree_map_only(Tensor, lambda t: _real(t, generator), held)
