@@ -25,7 +25,7 @@ DIALECT = {
     r"(?:the|an|its|no|file|exposed) endings?": "exposed synchronisation; of a file, extension",
     r"sums? of (?:the )?gradients?|gradient sums?": "gradient all-reduce, or synchronisation",
     r"(?:process|group|rank|nccl|gloo) channels?|channels? (?:of|between) (?:groups?|ranks?|pairs?)": "process group",
-    r"post(?:s|ed|ing|ings)?(?! (?:init|accumulate|attn|compile)\b)": "receive prefetch: a receive is prefetched, or starts",
+    r"post(?:s|ed|ing|ings)|posts? (?:a |the )?(?:receive|send)s?": "receive prefetch: it is prefetched, or starts",
 }
 # The rule "as posted" is over where a host hands its device a receive or a collective: MPI's word, in its proof alone.
 AS_POSTED = (
