@@ -164,7 +164,7 @@ def main() -> None:
     groups = {"tables": lambda: tables(options.cases), "mixes": mixes, "placed": modules}
     begin = clock_of(options.steps if options.budget is None else None, options.budget or 0.0)
     effort = {"steps": options.steps} if options.budget is None else {"budget_ms": options.budget}
-    arms = [(f"{SEED}{seed}", seed, ()) for seed in range(options.seeds)]
+    arms: list[tuple[str, int, tuple[str, ...]]] = [(f"{SEED}{seed}", seed, ()) for seed in range(options.seeds)]
     arms += [(part, 0, (part,)) for part in options.without.split(";")]
     rows = []
     print("| problems | without | mean gap | change of length | longer | shorter | proofs |")

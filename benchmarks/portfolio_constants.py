@@ -202,7 +202,8 @@ def main() -> None:
         measure(tuple(number for number in NUMBERS if number.name in names), options.json)
         return
     if options.set:
-        change(*options.set.split(":"), options.factor)
+        module, name = options.set.split(":")
+        change(module, name, options.factor)
     print(json.dumps(gaps(options.arm.split(","), options.seed, clocked=options.clocked)))
 
 
