@@ -28,17 +28,17 @@ def forward(name: str, stage: str, clip: int) -> Cascade:
 ORDER = [forward("a0", "a", 0), forward("a1", "a", 1), forward("b0", "b", 0), forward("b1", "b", 1)]
 
 
-def batches(thread: ThreadPoolExecutor | None, made: list[str]) -> BatchPreparation:
+def batches(thread: ThreadPoolExecutor | None, prepared: list[str]) -> BatchPreparation:
     def make(cascade: Cascade) -> HostBatch:
-        made.append(cascade.name)
+        prepared.append(cascade.name)
         return HostBatch({"x": torch.full((1, 4), float(cascade.clips[0]))}, torch.zeros(1, 4), [0])
 
     return BatchPreparation(thread, make, RUNTIME.to_device, ORDER)
 
 
 def test_stages_of_a_rank_share_what_one_micro_batch_gives_them(thread: ThreadPoolExecutor | None) -> None:
-    made: list[str] = []
-    preparation = batches(thread, made)
+    prepared: list[str] = []
+    preparation = batches(thread, prepared)
     for cascade in ORDER:
         preparation.start({})
         preparation.waiting({})
@@ -46,15 +46,15 @@ def test_stages_of_a_rank_share_what_one_micro_batch_gives_them(thread: ThreadPo
         arguments, _ = batch.ready()
         assert arguments["x"].tolist() == [[cascade.clips[0]] * 4]
         assert kept == [0]
-    assert made == ["a0", "a1"]
+    assert prepared == ["a0", "a1"]
     assert preparation.done
 
 
 def test_an_argument_that_a_model_changed_in_place_is_made_again() -> None:
-    made: list[str] = []
-    preparation = batches(None, made)
+    prepared: list[str] = []
+    preparation = batches(None, prepared)
     for cascade in ORDER:
         arguments, _ = preparation.take(cascade.name, {})[0].ready()
         assert arguments["x"].tolist() == [[cascade.clips[0]] * 4]
         arguments["x"].add_(1.0)
-    assert made == ["a0", "a1", "b0", "b1"]
+    assert prepared == ["a0", "a1", "b0", "b1"]
