@@ -137,7 +137,7 @@ class StageForward:
         self._units = {path: _Unit(self, path, model.get_submodule(path)) for path in cut.flow.units}
         # of one micro-batch
         self._given: Mapping[Output, Tensor] = {}
-        self._made: dict[Output, tuple[Tensor, int]] = {}  # with its version when it was made
+        self._outputs_here: dict[Output, tuple[Tensor, int]] = {}  # with its version when it was made
         self._at = 0
         self._inside = False
 
@@ -152,7 +152,7 @@ class StageForward:
 
         Raises ``UserError`` for a forward that does not call what it called when it was cut.
         """
-        self._given, self._made, self._at, self._inside = given, {}, 0, False
+        self._given, self._outputs_here, self._at, self._inside = given, {}, 0, False
         for unit in self._units.values():
             unit.forward = unit.module.forward  # whoever else replaced it
         output: Any = None
@@ -162,7 +162,7 @@ class StageForward:
             prediction = prediction_of(output) if self._last else None
             return StageRun(given, {} if self._last else self._outputs(handing), prediction)
         finally:
-            self._given, self._made = {}, {}
+            self._given, self._outputs_here = {}, {}
 
     def enter(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
         """A call of a unit, by the model or from within another unit."""
@@ -186,7 +186,7 @@ class StageForward:
         leaves = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
         for name, value in zip(call.outputs, leaves, strict=False):
             if isinstance(value, Tensor):
-                self._made[name] = value, value._version
+                self._outputs_here[name] = value, value._version
         return output
 
     def _outputs(self, handing: Callable[[Output, Tensor], Tensor]) -> dict[Output, Tensor]:
@@ -195,7 +195,7 @@ class StageForward:
             if output in self._given:
                 values[output] = handing(output, self._given[output])
                 continue
-            value, version = self._made[output]
+            value, version = self._outputs_here[output]
             if value._version != version:
                 raise UserError(ChangedInPlace(None, self._calls[output.call].path))
             values[output] = handing(output, value)

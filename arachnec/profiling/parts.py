@@ -89,6 +89,8 @@ def timed_parts(
     """ms of every part in every phase (``Layers.phases``), of a block the mean over its class. ``now`` in seconds.
 
     ``loss`` runs the model's forward on one micro-batch; its backward runs twice, once with weight gradients deferred.
+    What the forward then takes more is counted with the activation gradients. The first run should not be the first of
+    its size: memory that is new to the process takes longer.
     """
     whole = _run(model, layers, loss, now, None)
     deferred = Deferred()
@@ -97,7 +99,9 @@ def timed_parts(
     times: list[float] = []
     for part in layers.parts:
         count = sum(name == part for _, name in layers.classes) or 1
-        seconds = (*whole[part], split[part][1], weights.get(part, 0.0))
+        forward, backward = whole[part]
+        activation = max(0.0, split[part][1] + split[part][0] - forward)
+        seconds = (forward, backward, activation, weights.get(part, 0.0))
         times += [1e3 * value / count for value in seconds]
     return tuple(times)
 

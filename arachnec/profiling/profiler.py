@@ -144,22 +144,8 @@ class Profiler:
         ]
         # the longest first: what they take matters most to a plan
         self._further = sorted(further, key=lambda job: job.point.tokens if job.point else 0, reverse=True)
-        self.jobs += [
-            Job(TRAINED, ("forward", "backward"), self.at_once, partial(self._train, point, None), point)
-            for point in points
-        ]
-        if self._layers is not None:
-            phases = (f"{BATCH}:forward", *self._layers.phases)
-            self.jobs += [
-                Job(
-                    TRAINED,
-                    phases,
-                    self.at_once,
-                    partial(self._parts, point, self._layers),
-                    point,
-                )
-                for point in points
-            ]
+        for point in points:  # a micro-batch's parts right behind the whole of it, as pipelines run equal ones in a row
+            self.jobs += self._whole_jobs(point)
         if self.sequence is not None:
             self.jobs += self._shared_jobs(points, self.sequence)
         self.jobs += self._divided_jobs(points)
@@ -266,6 +252,13 @@ class Profiler:
     def _encoder_job(self, name: str, point: Point) -> Job:
         run = partial(_timed_encode, self.encoders[name], point, self.device)
         return Job(name, ("forward",), self.at_once, run, point)
+
+    def _whole_jobs(self, point: Point) -> Iterator[Job]:
+        """A micro-batch on one rank, and its parts where the model can be cut."""
+        yield Job(TRAINED, ("forward", "backward"), self.at_once, partial(self._train, point, None), point)
+        if self._layers is not None:
+            phases = (f"{BATCH}:forward", *self._layers.phases)
+            yield Job(TRAINED, phases, self.at_once, partial(self._parts, point, self._layers), point)
 
     def _divided_jobs(self, points: Sequence[Point]) -> Iterator[Job]:
         """One clip's encoder on all ranks that have a core each."""

@@ -131,30 +131,35 @@ def exchange(
 ) -> list[list[Tensor]]:
     """One ragged all-to-all: ``send[j]`` goes to ``ranks[j]``, from which tensors of ``shapes[j]`` come.
 
-    All tensors have one dtype and device; both sides know all shapes, so no sizes travel.
+    All tensors have one dtype and device; both sides know all shapes, so no sizes travel. What a rank sends itself is
+    not copied: nobody may write to what comes.
     """
     assert group is not None
     members = [ranks.index(rank) for rank in dist.get_process_group_ranks(group)]
-    sent = [[piece.numel() for piece in send[j]] for j in members]
-    sizes = [[math.prod(shape) for shape in shapes[j]] for j in members]
+    me = members[dist.get_rank(group)]
+    sent = [[0 if j == me else piece.numel() for piece in send[j]] for j in members]
+    sizes = [[0 if j == me else math.prod(shape) for shape in shapes[j]] for j in members]
     outgoing = send[0][0].new_empty(sum(map(sum, sent)))
     incoming = outgoing.new_empty(sum(map(sum, sizes)))
     slots = iter(outgoing.split_with_sizes([size for peer in sent for size in peer]))
     for j in members:
         for piece in send[j]:
-            next(slots).view(piece.shape).copy_(piece)
+            slot = next(slots)
+            if j != me:
+                slot.view(piece.shape).copy_(piece)
     _all_to_all(incoming, outgoing, [sum(s) for s in sizes], [sum(s) for s in sent], group)
     received: list[list[Tensor]] = [[] for _ in ranks]
     pieces = iter(incoming.split_with_sizes([size for peer in sizes for size in peer]))
     for j in members:
-        received[j] = [next(pieces).view(tuple(shape)) for shape in shapes[j]]
+        received[j] = [next(pieces) if j == me else next(pieces).view(tuple(shape)) for shape in shapes[j]]
+    received[me] = [piece.reshape(tuple(shape)) for piece, shape in zip(send[me], shapes[me], strict=True)]
     return received
 
 
 def _all_to_all(
     incoming: Tensor, outgoing: Tensor, taken: Sequence[int], given: Sequence[int], group: dist.ProcessGroup
 ) -> None:
-    """``dist.all_to_all_single``, and with gloo in both directions at once.
+    """``dist.all_to_all_single`` of what goes to others, and with gloo in both directions at once.
 
     Gloo's own announces what it waits for behind the data that it sends: of two ranks the later one's whole message
     has to arrive before the other starts, and the all-to-all takes twice the time that its links do.
@@ -165,7 +170,6 @@ def _all_to_all(
     members = dist.get_process_group_ranks(group)
     me, size = dist.get_rank(group), len(members)
     into, out = incoming.split_with_sizes(list(taken)), outgoing.split_with_sizes(list(given))
-    into[me].copy_(out[me])
     before = [(me - step) % size for step in range(1, size)]
     receives = [dist.P2POp(dist.irecv, into[j], members[j], group) for j in before if taken[j]]
     sends = [dist.P2POp(dist.isend, out[j], members[j], group) for j in reversed(before) if given[j]]
