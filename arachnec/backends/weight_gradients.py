@@ -64,7 +64,7 @@ class Deferred(TorchFunctionMode):
         while taken:
             product = taken.pop()
             gradient = product.gradient.reshape(-1, product.gradient.shape[-1])
-            _add(product.weight, gradient.t() @ product.input.reshape(-1, product.input.shape[-1]))
+            _add_product(product.weight, gradient.t(), product.input.reshape(-1, product.input.shape[-1]))
             if product.bias is not None and product.bias.requires_grad:
                 _add(product.bias, gradient.sum(0))
 
@@ -83,6 +83,15 @@ class _Linear(torch.autograd.Function):
         (value,), gradient = ctx.saved_tensors, gradients[0]
         ctx.products.append(_Product(ctx.weight, ctx.bias, value, gradient))
         return gradient @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Where precisions agree the product is added as it is made, and takes no memory of its own."""
+    kept = gradient_of(parameter)
+    if kept is not None and kept.dtype == left.dtype == right.dtype:
+        torch.addmm(kept, left, right, out=kept)
+    else:
+        _add(parameter, left @ right)
 
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:
