@@ -119,9 +119,10 @@ class _EveryCall(TorchFunctionMode):
 
 
 def _add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Where precisions agree the product is added as it is made, and takes no memory of its own."""
     kept = gradient_of(parameter)
     if kept is not None and kept.dtype == left.dtype == right.dtype:
-        torch.addmm(kept, left, right, out=kept)  # no product beside the sum
+        torch.addmm(kept, left, right, out=kept)
     else:
         _add(parameter, left @ right)
 

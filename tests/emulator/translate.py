@@ -195,15 +195,14 @@ class _Host:
                 continue
             self.coming.remove(name)
             text = f"the value of `{self._text(step)}`"
-            source, message = next(
-                (s.peers[0], ("value", name, s.peers[0], self.rank))
-                for s in self.program.instructions
-                if (s.op, s.target) == ("receive", name)
-            )
-            if self.backend.handoffs == "host":
-                yield Await(text, message)
-            else:
-                yield Fence(text, COMPUTE, ("handoff", source, self.rank))
+            sources = [
+                s.peers[0] for s in self.program.instructions if (s.op, s.target) == ("receive", name)
+            ]  # several, where a value comes in parts
+            for source in sources:
+                if self.backend.handoffs == "host":
+                    yield Await(text, self._message(name, source, self.rank))
+                else:
+                    yield Fence(text, COMPUTE, ("handoff", source, self.rank))
 
     def _sent(self, name: str) -> Iterator[Action]:
         """The value's memory is given back once its sends are through with it."""
