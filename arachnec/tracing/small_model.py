@@ -114,7 +114,7 @@ def _give_values(model: nn.Module) -> None:
             if value is not None:
                 module._buffers[name] = known.setdefault(id(value), _in_float32(_real(value, generator)))
         for name, held in vars(module).items():
-            if not name.startswith("_"):
+            if not name.startswith("_") and any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(held)):
                 module.__dict__[name] = pytree.tree_map_only(Tensor, lambda t: _real(t, generator), held)
 
 
