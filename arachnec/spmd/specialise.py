@@ -96,7 +96,8 @@ def _demand_clips_apart(
     if step.clips is not None:
         return ()
     call = min(calls, key=lambda call: (math.prod(call.clip), call.text))
-    like = clips[0] if clips else VideoClip(0, *call.clip, call.text)
+    frames, height, width = call.clip
+    like = clips[0] if clips else VideoClip(0, frames, height, width, call.text)
     reason = demand_clips_apart(model, source, call, like, encoders)
     return () if reason is None else (f"not compared whether two clips in a batch are what they are alone: {reason}",)
 
