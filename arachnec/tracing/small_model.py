@@ -104,18 +104,20 @@ def _give_values(model: nn.Module) -> None:
     """Random weights, in float32; buffers keep the values that they have."""
     generator = torch.Generator("cpu").manual_seed(SEED)
     tile = torch.empty(TILE).uniform_(-1, 1, generator=generator)
+    before = [*model.parameters(), *model.buffers()]  # alive, so that no other tensor gets the id of one
     known: dict[int, Tensor] = {}  # tied ones stay tied
     for module in model.modules():
-        for name, value in module._parameters.items():
-            if value is not None:
-                weight = known.setdefault(id(value), _weight(name, value, tile, generator))
-                module._parameters[name] = nn.Parameter(weight, requires_grad=value.requires_grad)
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                weight = known.setdefault(id(parameter), _weight(name, parameter, tile, generator))
+                module._parameters[name] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = known.setdefault(id(buffer), _in_float32(_real(buffer, generator)))
         for name, held in vars(module).items():
-            if not name.startswith("_"):
+            if not name.startswith("_") and any(isinstance(x, Tensor) and x.is_meta for x in pytree.tree_leaves(held)):
                 module.__dict__[name] = pytree.tree_map_only(Tensor, lambda t: _real(t, generator), held)
+    before.clear()
 
 
 def _weight(name: str, like: Tensor, tile: Tensor, generator: torch.Generator) -> Tensor:
