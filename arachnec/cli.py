@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import os
 import sys
@@ -69,6 +70,10 @@ def run(arguments: Sequence[str] | None = None) -> int:
     except UserError as error:
         click.echo(render_all(error.diagnostics), err=True)
         return 2
+    except click.NoSuchOption as error:
+        nearest = difflib.get_close_matches(error.option_name, error.possibilities or (), 1)
+        click.NoSuchOption(error.option_name, possibilities=nearest, ctx=error.ctx).show()
+        return error.exit_code
     except click.ClickException as error:
         error.show()
         return error.exit_code

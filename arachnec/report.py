@@ -12,6 +12,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, quantity
 from arachnec.ir.sampling import arrival_of, is_sampling, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
+from arachnec.ir.tensor_parallel import divided_encoders
 from arachnec.planning.sparse_summary import sparse_summaries
 from arachnec.planning.staged_placement import stage_places
 from arachnec.views.timeline import planned
@@ -23,6 +24,8 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
     No schedule of these cascades goes below ``bound_ms``. ``area_bound_ms`` is what work over GPUs and the longest
     chain alone say; Z3 may exclude more, up to the makespan itself where that is proved optimal. ``gap`` is
     makespan / bound - 1.
+
+    ``tensor_parallel`` has the encoders whose weights are divided by width, and over how many ranks.
 
     ``attention`` of a cascade is the kernel family that its forward names, null where the run chooses.
 
@@ -46,6 +49,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
         "peak_memory_gib": peak_memory(module, cost),
         "layout": module.attrs.get("layout"),
         "layouts": alternatives(module),
+        "tensor_parallel": divided_encoders(module),
         "sparse": [
             {
                 "stage": summary.stage.name,

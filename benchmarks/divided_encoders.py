@@ -1,14 +1,17 @@
 """What it saves that several ranks can encode one clip: HunyuanVideo's nine iterations with its VAE, predicted.
 
-    python benchmarks/divided_encoders.py [--clusters 2x8:h100-80g,8x8:h100-80g] [--iterations 9]
+    python benchmarks/divided_encoders.py [--clusters 2x8:h100-80g,8x8:h100-80g] [--iterations 9] [--json FILE]
+    python benchmarks/processor_time.py divided_encoders.py ...      where other programs run beside it
 
 Every iteration is planned twice: with encoders that are divided, and with encoders of which one rank encodes a whole
-clip. Times are those of the device specs, simulated, so ratios mean more than milliseconds.
+clip. Times are those of the device specs, simulated, so ratios mean more than milliseconds. FILE gets a row after every
+iteration, and keeps those of other clusters.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,12 +49,18 @@ def planned(model: Module, pipeline: Pipeline, number: int) -> tuple[float, int]
     return ms, max(cascade.degree for cascade in module.cascades if cascade.phase is Phase.ENCODE)
 
 
+def kept(results: Path | None) -> bool:
+    return results is not None and results.is_file()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clusters", default=CLUSTERS)
     parser.add_argument("--iterations", type=int, default=9)
     parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    rows: list[dict[str, object]] = json.loads(options.json.read_text())["rows"] if kept(options.json) else []
     manifest = read_manifest(DATA, batch=None)
     clusters = options.clusters.split(",")
     traced = front_end(trace_file(load_model_file(options.model), manifest), manifest, parse_cluster(clusters[0]))
@@ -79,6 +88,11 @@ def main() -> None:
                 f"{cluster:>14} {number:>4} {times[0]:9.3f} {times[1]:9.3f} {times[0] / times[1]:6.3f} {degree:>6}",
                 flush=True,
             )
+            row = {"cluster": cluster, "iteration": number, "whole_s": times[0], "divided_s": times[1]}
+            row["degree"] = degree
+            rows = [other for other in rows if (other["cluster"], other["iteration"]) != (cluster, number)] + [row]
+            if options.json:
+                options.json.write_text(json.dumps({"rows": rows}, indent=1) + "\n")
         if totals[1]:
             print(f"{cluster:>14}  all {totals[0]:9.3f} {totals[1]:9.3f} {totals[0] / totals[1]:6.3f}", flush=True)
 

@@ -26,24 +26,16 @@ import time
 from collections.abc import Callable
 
 from plan_peers import Answer, arachne_ga, cp_sat, highs
+from video_mix import tokens
 
 from arachnec.solver.budget import Clock
 from arachnec.solver.problem import TICKS, Choice, Job, Problem, violations
 from arachnec.solver.search import solve
 
 SIZES = ((16, 8), (64, 32), (256, 64), (1024, 256), (4096, 1024), (32, 32), (128, 64), (512, 256))
-FRAMES = (17, 33, 49, 65, 81, 97, 121)
 SLOWDOWN = {1: 1.0, 2: 1.04, 4: 1.08, 8: 1.15}
 SLOWDOWN_BETWEEN_NODES = {16: 1.35, 32: 1.60}
 MOST_TOKENS_PER_GPU = 20_000
-
-
-def tokens(rng: random.Random) -> int:
-    u = rng.random()
-    if u < 0.35:
-        return rng.choice((1024, 1560, 3600))
-    latent = (rng.choice(FRAMES) - 1) // 4 + 1
-    return latent * (400 if u < 0.60 else 1560 if u < 0.90 else 3600)
 
 
 def instance(clips: int, gpus: int, seed: int, *, wide: bool) -> Problem:

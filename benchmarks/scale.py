@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from plan_video_mix import tokens
+from video_mix import tokens
 
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.device_specs import DEVICE_SPECS

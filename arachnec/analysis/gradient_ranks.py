@@ -18,7 +18,7 @@ def tied_ranks(tied: Ranks, stages: Sequence[Stage], places: Places) -> Ranks:
     """The ranks that have a part of the gradient of what these parts of a model share, by their numbers.
 
     None where all lie on the same ranks: the all-reduce of one of them has it. But where they lie in cells or in host
-    memory, what they share is whole on all ranks, and a cell's sums leave it out.
+    memory, what they share is whole on all ranks, and a cell's reduce-scatters leave it out.
     """
     parts = tied_parts(tied, stages)
     owned = [frozenset(places.get(part.name, ())) for part in parts]
@@ -33,7 +33,7 @@ def tied_parts(tied: Ranks, stages: Sequence[Stage]) -> list[Stage]:
 
 
 def norm_ranks(stage: Stage, rank: int, stages: Sequence[Stage], places: Places) -> Ranks:
-    """The ranks over which ``rank`` sums the norm of its gradients; none where it has all gradients itself.
+    """The ranks over which ``rank`` adds up the norm of its gradients; none where it has all gradients itself.
 
     A rank of a pipeline has those of its stages, one of a cell its shards, and one whose optimizer is dealt out its
     parts.

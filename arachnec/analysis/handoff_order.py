@@ -1,6 +1,6 @@
 """Receives that pass only what their sends do not depend on.
 
-A device-to-device receive occupies its device from where it is posted. So nothing that its send waits for, through any
+A device-to-device receive occupies its device from where it starts. So nothing that its send waits for, through any
 chain of ranks, may stand behind it; and two receives that are each right alone may wait for each other. Both are
 excluded by construction: the programs are run once in the abstract, every send waiting for its receive, and each rank
 starts its receives in the order in which the handoffs of that one run happen.
@@ -24,19 +24,19 @@ class _Rank:
 
     number: int
     steps: Sequence[Instruction]
-    held: list[float]  # GiB during each instruction, the receives posted early included
-    receives: list[int]  # places of those not yet posted, the next one last
-    posted: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
+    held: list[float]  # GiB during each instruction, the receives that start early included
+    receives: list[int]  # places of those not yet started, the next one last
+    started: dict[int, list[Instruction]] = field(default_factory=lambda: defaultdict(list))
     at: int = 0
     clock: float = 0.0  # ms
-    pending: int = 0  # receives posted ahead of their places
+    pending: int = 0  # receives started ahead of their places
 
 
 @dataclass
 class HandoffOrder:
     """The abstract run. ``held`` is every rank's planned memory per instruction, ``limit`` the device's, in GiB.
 
-    Every instruction takes its planned time, and what may happen first happens first. A receive is posted when its send
+    Every instruction takes its planned time, and what may happen first happens first. A receive starts when its send
     is reached, if the memory suffices and a hardware queue is left for it; otherwise the send waits.
     """
 
@@ -68,9 +68,9 @@ class HandoffOrder:
                 self._advance(rank)
         for rank in self._ranks.values():  # what can never run stays where it stands
             for place in rank.receives:
-                rank.posted[place].append(rank.steps[place])
+                rank.started[place].append(rank.steps[place])
         return {
-            rank.number: tuple(tuple(rank.posted.get(index, ())) for index in range(len(rank.steps)))
+            rank.number: tuple(tuple(rank.started.get(index, ())) for index in range(len(rank.steps)))
             for rank in self._ranks.values()
         }
 
@@ -84,7 +84,7 @@ class HandoffOrder:
 
     def _arrive(self, rank: _Rank) -> None:
         """The rank has come to its next instruction: it may run, or complete a group, or let a sender go on."""
-        while rank.at < len(rank.steps) and self._is_posted(rank):
+        while rank.at < len(rank.steps) and self._has_started(rank):
             rank.pending -= 1
             rank.at += 1
         if rank.at == len(rank.steps):
@@ -96,7 +96,7 @@ class HandoffOrder:
         elif step.op != "receive":
             self._join(rank, step)
 
-    def _is_posted(self, rank: _Rank) -> bool:
+    def _has_started(self, rank: _Rank) -> bool:
         return rank.steps[rank.at].op == "receive" and rank.at not in rank.receives[-1:]
 
     def _join(self, rank: _Rank, step: Instruction) -> None:
@@ -137,7 +137,7 @@ class HandoffOrder:
             return
         for index in between:
             target.held[index] += size
-        target.posted[target.at].append(target.steps[target.receives.pop()])
+        target.started[target.at].append(target.steps[target.receives.pop()])
         target.pending += early
         source.clock = start
         self._advance(source)

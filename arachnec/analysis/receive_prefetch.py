@@ -18,11 +18,11 @@ from arachnec.analysis.memory import held, state_of
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Instruction, Program
 
-Posted: TypeAlias = tuple[tuple[Instruction, ...], ...]
+Prefetched: TypeAlias = tuple[tuple[Instruction, ...], ...]
 """For each instruction of a program, the receives to start before it."""
 
 
-def posted_receives(values: Values, model: ExecutionModel, limit: float) -> dict[int, Posted]:
+def prefetched_receives(values: Values, model: ExecutionModel, limit: float) -> dict[int, Prefetched]:
     """Where every rank starts its receives under an execution model, by rank.
 
     ``limit`` is the device's memory in GiB. Where receives follow what their sends depend on, the module must pass
@@ -36,12 +36,12 @@ def posted_receives(values: Values, model: ExecutionModel, limit: float) -> dict
     return HandoffOrder(values, {p.rank: planned_memory(values, p) for p in programs}, limit).run()
 
 
-def in_place(program: Program) -> Posted:
+def in_place(program: Program) -> Prefetched:
     """Every receive where it stands."""
     return tuple((step,) if step.op == "receive" else () for step in program.instructions)
 
 
-def prefetch_receives(values: Values, program: Program, limit: float, encoded: Collection[str] = ()) -> Posted:
+def prefetch_receives(values: Values, program: Program, limit: float, encoded: Collection[str] = ()) -> Prefetched:
     """For each instruction, the receives to start before it: each as early as order and memory allow.
 
     ``limit`` is the device's memory in GiB. A receive moves ahead while the rank's planned memory with its buffer stays

@@ -28,6 +28,10 @@ PHASES = {
 }
 
 
+READS_GRADIENTS = ("norm", "step")
+"""Of a stage, and after the all-reduces above them: they read whole gradients."""
+
+
 @dataclass(frozen=True)
 class Values:
     """The values of one lowered module."""

@@ -111,19 +111,23 @@ def batch_loss(
     target: Tensor,
     predicted: Callable[[Tensor], None] | None = None,
     kept: Sequence[int] | None = None,
+    share: float = 1.0,
 ) -> Tensor:
-    """The mean loss of one prepared micro-batch, a scalar with its graph; ``predicted`` sees the prediction, and only
-    the clips ``kept`` count."""
+    """The mean loss of one prepared micro-batch times ``share``, a scalar with its graph; ``predicted`` sees the
+    prediction, and only the clips ``kept`` count."""
     with own_errors(model_file.path, "the model's forward"):
         output = model(**kwargs)
     prediction = prediction_of(output)
     if predicted is not None:
         predicted(prediction)
-    return loss_of(model_file, prediction, target, kept)
+    return loss_of(model_file, prediction, target, kept, share)
 
 
-def loss_of(model_file: ModelFile, prediction: Tensor, target: Tensor, kept: Sequence[int] | None = None) -> Tensor:
-    """The mean loss of a prediction, a scalar with its graph. One that is not finite has no finite gradient.
+def loss_of(
+    model_file: ModelFile, prediction: Tensor, target: Tensor, kept: Sequence[int] | None = None, share: float = 1.0
+) -> Tensor:
+    """The mean loss of a prediction times ``share``, a scalar with its graph. One that is not finite has no finite
+    gradient.
 
     Of a micro-batch only the clips ``kept`` count, by number; zero where none does.
     """
@@ -138,7 +142,7 @@ def loss_of(model_file: ModelFile, prediction: Tensor, target: Tensor, kept: Seq
         raise UserError(NoGradient(model_file.span("loss"), f"it returned {shape}"))
     if not loss.requires_grad:
         raise UserError(NoGradient(model_file.span("loss"), "its result depends on no parameter that trains"))
-    return poisoning(loss.reshape(()))
+    return poisoning(loss.reshape(()), share)
 
 
 def trained_parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
 
-def poisoning(loss: Tensor) -> Tensor:
-    """The same scalar; where it is not finite, every gradient that follows from it is not a number."""
-    return loss * torch.where(loss.detach().isfinite(), 1.0, torch.nan).to(loss.dtype)
+def poisoning(loss: Tensor, share: float = 1.0) -> Tensor:
+    """The scalar times ``share``; where it is not finite, every gradient that follows from it is not a number."""
+    return loss * (loss.detach() * 0.0 + share)  # no finite number times zero is anything else
 
 
 def finite_rows(prediction: Tensor, target: Tensor, clips: int) -> Tensor | None:

@@ -104,6 +104,8 @@ def encoded_inputs(module: Module, cascade: Cascade, values: Mapping[str, Tensor
 
     An encode cascade may hold more clips than its reader, and several may feed one encoder's name.
     """
+    if not cascade.inputs:
+        return {}
     producers = {other.name: other for other in module.cascades}
     rows: dict[str, dict[int, Tensor]] = {}
     for name in cascade.inputs:

@@ -31,7 +31,7 @@ from arachnec.models.batch import prediction_of
 from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
 from arachnec.tracing.cuts import Cut
-from arachnec.tracing.dataflow import Form, Given, Output, record_dataflow, replaced
+from arachnec.tracing.dataflow import Form, Given, Output, UnitCall, record_dataflow, replaced
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import arguments_of, meta_encoders, tiled
@@ -74,6 +74,7 @@ class Cuts:
     _repeats: list[Repeats] = field(default_factory=list)
     _encoders: dict[str, nn.Module] = field(default_factory=dict)
     _known: dict[tuple[object, ...], Cut] = field(default_factory=dict)
+    _forwards: dict[tuple[Cut, int], StageForward] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model_file: ModelFile, training: Training, stages: Sequence[Stage]) -> Cuts:
@@ -102,6 +103,12 @@ class Cuts:
             self._known[key] = Cut(flow, self.parts)
         return self._known[key]
 
+    def forward(self, model: nn.Module, cut: Cut, stage: int) -> StageForward:
+        """Of the one model with values that these cuts are for."""
+        if (cut, stage) not in self._forwards:
+            self._forwards[cut, stage] = StageForward(model, cut, stage)
+        return self._forwards[cut, stage]
+
 
 @dataclass(frozen=True, eq=False)
 class StageRun:
@@ -118,93 +125,121 @@ def whole(output: Output, value: Tensor) -> Tensor:
     return value if gathered is None else gathered()
 
 
-def run_stage(
-    model: nn.Module,
-    cut: Cut,
-    stage: int,
-    arguments: Mapping[str, Any],
-    given: Mapping[Output, Tensor],
-    handing: Callable[[Output, Tensor], Tensor] = whole,
-) -> StageRun:
-    """The forward of ``stage`` alone, on the device of ``model``. ``given`` is all that the stage before handed on,
-    ``handing`` makes of a value what goes on to the next.
+class StageForward:
+    """The forward of one stage of ``model`` at one cut: made once, called for every micro-batch."""
 
-    Raises ``UserError`` for a forward that does not call what it called when it was cut.
-    """
-    walk = _Walk(cut, stage, given, next(model.parameters()).device)
-    units = {path: model.get_submodule(path) for path in cut.flow.units}
-    output: Any = None
-    with replaced({path: (unit, walk.instead(path, unit)) for path, unit in units.items()}), suppress(_StageEnd):
-        output = model(**arguments)
-    last = stage == len(cut.parts) - 1
-    return StageRun(given, {} if last else walk.handed_on(handing), prediction_of(output) if last else None)
+    def __init__(self, model: nn.Module, cut: Cut, stage: int) -> None:
+        self._model, self._cut, self._stage = model, cut, stage
+        self._last = stage == len(cut.parts) - 1
+        self._device = next(model.parameters()).device
+        self._calls = [_Call(number, call) for number, call in enumerate(cut.flow.calls)]
+        self._handed_on = cut.handed_on(stage)
+        self._units = {path: _Unit(self, path, model.get_submodule(path)) for path in cut.flow.units}
+        # of one micro-batch
+        self._given: Mapping[Output, Tensor] = {}
+        self._made: dict[Output, tuple[Tensor, int]] = {}  # with its version when it was made
+        self._at = 0
+        self._inside = False
 
+    def __call__(
+        self,
+        arguments: Mapping[str, Any],
+        given: Mapping[Output, Tensor],
+        handing: Callable[[Output, Tensor], Tensor] = whole,
+    ) -> StageRun:
+        """The forward of the stage alone, on the device of the model. ``given`` is all that the stage before handed on,
+        ``handing`` makes of a value what goes on to the next.
 
-@dataclass
-class _Walk:
-    """One forward on its way through the units."""
+        Raises ``UserError`` for a forward that does not call what it called when it was cut.
+        """
+        self._given, self._made, self._at, self._inside = given, {}, 0, False
+        for unit in self._units.values():
+            unit.forward = unit.module.forward  # whoever else replaced it
+        output: Any = None
+        try:
+            with replaced({path: (unit.module, unit) for path, unit in self._units.items()}), suppress(_StageEnd):
+                output = self._model(**arguments)
+            prediction = prediction_of(output) if self._last else None
+            return StageRun(given, {} if self._last else self._outputs(handing), prediction)
+        finally:
+            self._given, self._made = {}, {}
 
-    cut: Cut
-    stage: int
-    given: Mapping[Output, Tensor]
-    device: torch.device
-    outputs: dict[Output, tuple[Tensor, int]] = field(default_factory=dict)  # with its version when it was made
-    at: int = 0
-    inside: bool = False
+    def enter(self, unit: _Unit, args: Any, kwargs: Any) -> Any:
+        """A call of a unit, by the model or from within another unit."""
+        if self._inside:
+            return unit.forward(*args, **kwargs)
+        number = self._at
+        self._at += 1
+        if number >= len(self._calls) or self._calls[number].path != unit.path:
+            expected = self._calls[number].path if number < len(self._calls) else "its end"
+            raise UserError(OtherForward(None, unit.path, expected))
+        stage, call = self._cut.stages[number], self._calls[number]
+        if stage > self._stage:
+            raise _StageEnd
+        if stage < self._stage:
+            return call.aside(self._given, args, kwargs, self._device)
+        self._inside = True
+        try:
+            output = unit.forward(*args, **kwargs)
+        finally:
+            self._inside = False
+        leaves = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
+        for name, value in zip(call.outputs, leaves, strict=False):
+            if isinstance(value, Tensor):
+                self._made[name] = value, value._version
+        return output
 
-    def instead(self, path: str, unit: nn.Module) -> Callable[..., Any]:
-        forward = unit.forward
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            if self.inside:
-                return forward(*args, **kwargs)
-            number, calls = self.at, self.cut.flow.calls
-            self.at += 1
-            if number >= len(calls) or calls[number].path != path:
-                expected = calls[number].path if number < len(calls) else "its end"
-                raise UserError(OtherForward(None, path, expected))
-            if self.cut.stages[number] > self.stage:
-                raise _StageEnd
-            if self.cut.stages[number] < self.stage:
-                return self._aside(number, args, kwargs)
-            self.inside = True
-            try:
-                output = forward(*args, **kwargs)
-            finally:
-                self.inside = False
-            for leaf, value in enumerate(pytree.tree_leaves(output)):
-                if isinstance(value, Tensor):
-                    self.outputs[Output(number, leaf)] = value, value._version
-            return output
-
-        return run
-
-    def _aside(self, number: int, args: Any, kwargs: Any) -> Any:
-        """What a unit of an earlier stage returned, as far as it is needed here."""
-        call = self.cut.flow.calls[number]
-        own = pytree.tree_leaves((args, kwargs))
-        leaves = []
-        for leaf, result in enumerate(call.results):
-            if isinstance(result, Given):
-                leaves.append(own[result.leaf])
-            elif isinstance(result, Form):
-                value = self.given.get(Output(number, leaf))
-                leaves.append(zeros(result.shape, result.dtype, self.device) if value is None else value)
-            else:
-                leaves.append(result)
-        return pytree.tree_unflatten(leaves, call.spec)
-
-    def handed_on(self, handing: Callable[[Output, Tensor], Tensor]) -> dict[Output, Tensor]:
+    def _outputs(self, handing: Callable[[Output, Tensor], Tensor]) -> dict[Output, Tensor]:
         values: dict[Output, Tensor] = {}
-        for output in self.cut.handed_on(self.stage):
-            if output in self.given:
-                values[output] = handing(output, self.given[output])
+        for output in self._handed_on:
+            if output in self._given:
+                values[output] = handing(output, self._given[output])
                 continue
-            value, version = self.outputs[output]
+            value, version = self._made[output]
             if value._version != version:
-                raise UserError(ChangedInPlace(None, self.cut.flow.calls[output.call].path))
+                raise UserError(ChangedInPlace(None, self._calls[output.call].path))
             values[output] = handing(output, value)
         return values
+
+
+class _Unit:
+    """Stands in the place of a unit's forward."""
+
+    def __init__(self, stage: StageForward, path: str, module: nn.Module) -> None:
+        self.path, self.module = path, module
+        self.forward: Callable[..., Any] = module.forward
+        self._stage = stage
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage.enter(self, args, kwargs)
+
+
+class _Call:
+    """A call of the forward, and what stands for it where its unit is of an earlier stage."""
+
+    def __init__(self, number: int, call: UnitCall) -> None:
+        self.path = call.path
+        self.outputs = tuple(Output(number, leaf) for leaf in range(len(call.results)))
+        self._results, self._spec = call.results, call.spec
+        self._reads_arguments = any(isinstance(result, Given) for result in call.results)
+        self._zeros: dict[int, Tensor] = {}
+
+    def aside(self, given: Mapping[Output, Tensor], args: Any, kwargs: Any, device: torch.device) -> Any:
+        """What the unit returned, as far as it is needed here."""
+        own = pytree.tree_leaves((args, kwargs)) if self._reads_arguments else ()
+        leaves: list[Any] = []
+        for leaf, (name, result) in enumerate(zip(self.outputs, self._results, strict=True)):
+            if isinstance(result, Given):
+                leaves.append(own[result.leaf])
+            elif not isinstance(result, Form):
+                leaves.append(result)
+            elif name in given:
+                leaves.append(given[name])
+            else:
+                if leaf not in self._zeros:
+                    self._zeros[leaf] = zeros(result.shape, result.dtype, device)
+                leaves.append(self._zeros[leaf])
+        return pytree.tree_unflatten(leaves, self._spec)
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from arachnec.analysis.uses import split_backwards
 from arachnec.backends.cascade_step import batch_of, loss_of
 from arachnec.backends.stage_step import as_inputs, backward_of, forms_between
-from arachnec.backends.staged_model import Cuts, StageRun, parts_of, run_stage
+from arachnec.backends.staged_model import Cuts, StageRun, parts_of
 from arachnec.backends.weight_gradients import Deferred
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
@@ -79,7 +79,7 @@ class StagesInTurn:
             given = as_inputs(self._runs[source][0].outputs, forms_between(cut, number - 1))
         arguments, target = batch_of(self.model_file, clips, encoded, self.training, step, device)
         with self._deferring(cascade.name):
-            run = run_stage(self.model, cut, number, arguments, given)
+            run = self._cuts.forward(self.model, cut, number)(arguments, given)
             objective = None
             if run.prediction is not None:
                 loss = loss_of(self.model_file, run.prediction, target)

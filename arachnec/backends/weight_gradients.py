@@ -8,7 +8,8 @@ parameters, of norms, convolutions and tables, have their gradients in the backw
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +20,8 @@ from torch.overrides import TorchFunctionMode
 
 from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
 
-LINEAR = (functional.linear, torch.ops.aten.linear.default, torch.ops.aten.linear)
+PLAIN = functional.linear
+LINEAR = (PLAIN, torch.ops.aten.linear.default, torch.ops.aten.linear)
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,24 +35,33 @@ class _Product:
 
 
 @dataclass
-class Deferred(TorchFunctionMode):
-    """The weight gradients of one micro-batch on one stage. Entered for its forward, and where blocks are run again."""
+class Deferred:
+    """The weight gradients of one micro-batch on one stage. Entered for its forward, and where blocks are run again.
 
+    Modules call ``functional.linear``; that alone is another function inside, for a mode that sees every call of torch
+    costs a tenth of a small block's forward. Captured ``graphs`` call the operator: they take the mode.
+    """
+
+    graphs: bool = False
     products: list[_Product] = field(default_factory=list)
+    _inside: list[AbstractContextManager[object]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        super().__init__()
+    def __enter__(self) -> Deferred:
+        inside = _EveryCall(self.linear) if self.graphs else _calling(self.linear)
+        inside.__enter__()
+        self._inside.append(inside)
+        return self
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func in LINEAR:
-            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
-            value, weight, bias = given["input"], given["weight"], given.get("bias")
-            plain = type(value) is Tensor and isinstance(weight, nn.Parameter) and weight.requires_grad
-            if plain and torch.is_grad_enabled() and (bias is None or isinstance(bias, nn.Parameter)):
-                result: Tensor = _Linear.apply(value, weight, bias, self.products)  # type: ignore[no-untyped-call]
-                return result
-        return func(*args, **kwargs)
+    def __exit__(self, *raised: Any) -> None:
+        self._inside.pop().__exit__(*raised)
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``functional.linear``; of a parameter that trains the gradient is left for later."""
+        plain = type(input) is Tensor and isinstance(weight, nn.Parameter) and weight.requires_grad
+        if plain and torch.is_grad_enabled() and (bias is None or isinstance(bias, nn.Parameter)):
+            result: Tensor = _Linear.apply(input, weight, bias, self.products)  # type: ignore[no-untyped-call]
+            return result
+        return PLAIN(input, weight, bias)
 
     @torch.no_grad()
     def run(self, only: Collection[int] | None = None) -> None:
@@ -64,7 +75,7 @@ class Deferred(TorchFunctionMode):
         while taken:
             product = taken.pop()
             gradient = product.gradient.reshape(-1, product.gradient.shape[-1])
-            _add(product.weight, gradient.t() @ product.input.reshape(-1, product.input.shape[-1]))
+            _add_product(product.weight, gradient.t(), product.input.reshape(-1, product.input.shape[-1]))
             if product.bias is not None and product.bias.requires_grad:
                 _add(product.bias, gradient.sum(0))
 
@@ -76,13 +87,43 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, value: Tensor, weight: nn.Parameter, bias: Tensor | None, products: list[_Product]) -> Tensor:
         ctx.save_for_backward(value)
         ctx.weight, ctx.bias, ctx.products = weight, bias, products
-        return functional.linear(value, weight, bias)
+        return PLAIN(value, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         (value,), gradient = ctx.saved_tensors, gradients[0]
         ctx.products.append(_Product(ctx.weight, ctx.bias, value, gradient))
         return gradient @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+@contextmanager
+def _calling(linear: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside, modules call this in the place of ``functional.linear``, in all threads."""
+    before = functional.linear
+    functional.linear = linear
+    try:
+        yield
+    finally:
+        functional.linear = before
+
+
+class _EveryCall(TorchFunctionMode):
+    """Sees every call of torch in this thread, and has linear layers computed by ``linear``."""
+
+    def __init__(self, linear: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._linear if func in LINEAR else func)(*args, **(kwargs or {}))
+
+
+def _add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    kept = gradient_of(parameter)
+    if kept is not None and kept.dtype == left.dtype == right.dtype:
+        torch.addmm(kept, left, right, out=kept)  # no product beside the sum
+    else:
+        _add(parameter, left @ right)
 
 
 def _add(parameter: Tensor, gradient: Tensor) -> None:

@@ -23,7 +23,7 @@ from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.models.weight_files import weight_files
 
-PART = ".part"  # ending of a file that is being written
+PART = ".part"  # extension of a file that is being written
 
 
 @dataclass(frozen=True)

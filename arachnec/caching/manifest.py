@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from arachnec.caching.files import EncodedFiles, identity_of
+from arachnec.caching.options import CacheOptions
 from arachnec.caching.rank import SET_ASIDE, SetAside
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
@@ -32,7 +33,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import trace_model, traced_module
 from arachnec.tracing.sample import meta_encoders
 
-PIPELINE = "partition{policy=encode},annotate,schedule-z3,place,lower,check"
+PIPELINE = "divide-encoders,partition{policy=encode},annotate,schedule-z3,place,lower,check"
 PLAN, CLIPS = "plan", "clips.jsonl"  # names in the output folder
 WORKER = "arachnec.caching.plan_worker"
 CLIPS_OF_A_RANK = 16  # in a batch
@@ -90,18 +91,18 @@ class Encoding:
     seed: int = 0
 
     @classmethod
-    def of(
-        cls, model: Path, encoders: str, clips: Sequence[VideoClip], cluster: Cluster, init: Path | None, seed: int
-    ) -> Encoding:
-        """Of a model file's ``encoders``, with commas between; all where none are named. Raises ``UserError``."""
-        model_file = load_model_file(model)
-        wanted = [name.strip() for name in encoders.split(",") if name.strip()]
-        return cls(model_file, encoders_named(model_file, wanted, clips), cluster, init, seed)
+    def of(cls, options: CacheOptions, clips: Sequence[VideoClip], cluster: Cluster) -> Encoding:
+        """Raises ``UserError`` for encoders that the model file does not have."""
+        model_file = load_model_file(options.model)
+        wanted = [name.strip() for name in options.encoders.split(",") if name.strip()]
+        return cls(model_file, encoders_named(model_file, wanted, clips), cluster, options.init, options.seed)
 
     @property
-    def drawn(self) -> list[str]:
-        """The encoders of which there are no weights to read."""
-        return [name for name in self.names if self.init is None or not encoder_folder(self.init, name).is_dir()]
+    def notes(self) -> list[str]:
+        """What a person should know before encoders run whose weights are not read from anywhere."""
+        drawn = [name for name in self.names if self.init is None or not encoder_folder(self.init, name).is_dir()]
+        origin = f"the weights of {', '.join(drawn)} are those that encoders() makes, not read by --init"
+        return [f"note: {origin}"] if drawn else []
 
 
 Run = Callable[[Encoding, EncodedFiles, Path], None]
@@ -166,11 +167,13 @@ def encoding_plan(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, 
     stages = tuple(stage for stage in traced.stages if stage.name in encoding.names)
     traced = replace(traced, stages=stages, graphs=())
     pipeline = Pipeline.parse(PIPELINE)
-    program = pipeline.run_iteration_part(iteration_of(traced, 0))
+    model = pipeline.run_model_part(traced)
+    program = pipeline.run_iteration_part(iteration_of(model, 0))
     return write_executable(
         folder,
         program=program,
         traced=traced,
+        model=model,
         pipeline=str(pipeline),
         model_file=encoding.model_file,
         clips=clips,

@@ -14,10 +14,10 @@ from torch import Tensor
 from arachnec.backends.cascade_step import encode_loaded
 from arachnec.backends.torch_distributed import events, report
 from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
+from arachnec.backends.torch_distributed.encoder_setup import rank_encoders
 from arachnec.backends.torch_distributed.iteration import program_of
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.plans import Planned, Plans
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders
 from arachnec.backends.torch_distributed.training_run import Enter, unwatched
 from arachnec.caching.files import EncodedFiles
 from arachnec.cost.compute import is_divided
@@ -58,10 +58,12 @@ def encode_batches(
     rank, count = dist.get_rank(), executable.header.iterations
     agree(executable.digests)
     model_file = running_encoders(executable.model_file(), files.encoders)
-    encoders = shared_encoders(model_file, executable.training, device, init)
+    encoders, divided = rank_encoders(
+        model_file, executable.training, executable.program, executable.clips[0], device, init
+    )
     runtime, threads = DeviceRuntime.of(device), RankThreads()
     plans = Plans(executable, rank, dist.get_world_size())
-    work = _Work(files, device, encoders, LoadAhead(threads.loads, encoders, runtime), DividedEncoders(), executable)
+    work = _Work(files, device, encoders, LoadAhead(threads.loads, encoders, runtime), divided, executable)
     done = 0
     try:
         for number in range(count):

@@ -9,6 +9,7 @@ Rank 0 looks what is missing, plans, and writes the manifest; all ranks encode. 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import click
 
-from arachnec.caching.options import cache_options
+from arachnec.caching.options import CacheOptions, cache_options
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.ranks import exit_with, joined_rank
 
@@ -39,23 +40,13 @@ class NotShared(Diagnostic):
 @click.command()
 @cache_options
 @click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g.")
-def command(
-    model: Path,
-    data: Path,
-    output: Path,
-    encoders: str,
-    init: Path | None,
-    seed: int,
-    batch: int | None,
-    as_json: bool,
-    cluster: str,
-) -> None:
+def command(options: CacheOptions, cluster: str) -> None:
     """Run the encoders of MODEL for every clip, on the ranks of torchrun. Run again, it encodes what is missing."""
     with joined_rank() as joined:
-        from arachnec.backends.torch_distributed.background_planner import cluster_for
         from arachnec.caching.manifest import Encoding
         from arachnec.caching.rank import encode_batches
         from arachnec.cluster.file import parse_cluster
+        from arachnec.cluster.resize import cluster_for
         from arachnec.data.manifest import read_manifest
         from arachnec.executable.folder import read_executable
 
@@ -64,19 +55,19 @@ def command(
         joined.make_process_group(device)
 
         def encode(plan: Path, files: EncodedFiles) -> None:
-            encode_batches(read_executable(plan), files, init, device, joined.watchdog.enter)
+            encode_batches(read_executable(plan), files, options.init, device, joined.watchdog.enter)
 
         if joined.rank:
             joined.watchdog.enter("the plan of rank 0")
-            follow(joined.rank, output, encode)
+            follow(joined.rank, options.output, encode)
             return
-        manifest = read_manifest(data)
-        encoding = Encoding.of(model, encoders, manifest.clips, machine, init, seed)
-        if encoding.drawn:
-            names = ", ".join(encoding.drawn)
-            print(f"note: the weights of {names} are those that encoders() makes, not read by --init", flush=True)
-        cached = lead(encoding, manifest, output, batch, encode)
-        print(json.dumps(cached.report, indent=2) if as_json else "\n".join(cached.lines(encoding)), flush=True)
+        manifest = read_manifest(options.data)
+        encoding = Encoding.of(options, manifest.clips, machine)
+        for note in encoding.notes:
+            print(note, file=sys.stderr, flush=True)
+        cached = lead(encoding, manifest, options.output, options.batch, encode)
+        report = json.dumps(cached.report, indent=2) if options.as_json else "\n".join(cached.lines(encoding))
+        print(report, flush=True)
 
 
 def lead(encoding: Encoding, manifest: Manifest, output: Path, batch: int | None, encode: Encode) -> Cached:

@@ -9,6 +9,8 @@ from typing import TypeAlias
 
 from torch import Tensor
 
+AVERAGE = "ema"  # of a parameter's weights: before its name
+
 
 @dataclass(frozen=True)
 class Part:

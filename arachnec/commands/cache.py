@@ -5,12 +5,11 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from arachnec.caching.options import cache_options
+from arachnec.caching.options import CacheOptions, cache_options
 
 if TYPE_CHECKING:
     from arachnec.ir.nodes import Cluster
@@ -19,30 +18,19 @@ if TYPE_CHECKING:
 @click.command("cache")
 @cache_options
 @click.option("--cluster", help="A TOML file, or a short form such as 8:h100-80g; default: this machine.")
-def command(
-    model: Path,
-    data: Path,
-    output: Path,
-    encoders: str,
-    init: Path | None,
-    seed: int,
-    batch: int | None,
-    as_json: bool,
-    cluster: str | None,
-) -> None:
+def command(options: CacheOptions, cluster: str | None) -> None:
     """Run the encoders of MODEL for every clip, on all ranks of this machine. Run again, it encodes what is missing."""
     from arachnec.caching.manifest import Encoding, cache, on_this_machine
     from arachnec.cluster.file import parse_cluster
     from arachnec.data.manifest import read_manifest
 
-    manifest = read_manifest(data)
+    manifest = read_manifest(options.data)
     machine = parse_cluster(cluster) if cluster is not None else _this_machine()
-    encoding = Encoding.of(model, encoders, manifest.clips, machine, init, seed)
-    if encoding.drawn:
-        names = ", ".join(encoding.drawn)
-        click.echo(f"note: the weights of {names} are those that encoders() makes, not read by --init", err=True)
-    cached = cache(encoding, manifest, output, batch=batch, run=on_this_machine(_show))
-    if as_json:
+    encoding = Encoding.of(options, manifest.clips, machine)
+    for note in encoding.notes:
+        click.echo(note, err=True)
+    cached = cache(encoding, manifest, options.output, batch=options.batch, run=on_this_machine(_show))
+    if options.as_json:
         json.dump(cached.report, sys.stdout, indent=2)
         print()
         return

@@ -16,6 +16,13 @@ PROGRAM = "program.cascade"
 
 
 @dataclass(frozen=True)
+class NoProgramFile(Diagnostic):
+    title: ClassVar[str] = "there is no {path}"
+    help: ClassVar[str] = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
+    path: str
+
+
+@dataclass(frozen=True)
 class NotAProgram(Diagnostic):
     title: ClassVar[str] = "{path} has no {program}"
     help: ClassVar[str] = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
@@ -43,6 +50,8 @@ REMAINING = {
 
 def read_program(path: Path) -> Module:
     """The lowered module at ``path``, verified but not yet checked. Raises UserError."""
+    if not path.exists() and str(path) != "-":
+        raise UserError(NoProgramFile(None, str(path)))
     file = path / PROGRAM if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise UserError(NotAProgram(None, str(path), PROGRAM))

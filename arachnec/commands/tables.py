@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from arachnec.ir.nodes import Cascade, Module, Phase
+from arachnec.ir.stage_sizes import gib
 from arachnec.views.executable_page import PAGE
 from arachnec.views.format import ms as ms
 from arachnec.views.format import ranges as ranges
@@ -41,6 +42,9 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
         f"{', proved optimal' if report['proved_optimal'] else ''}\n"
         f"  imbalance {report['imbalance']:.1%}, peak memory {report['peak_memory_gib']:.3g} GiB per rank",
     )
+    for name, ranks in report["tensor_parallel"].items():
+        held = gib(module.stage(name).attrs.get("state"))
+        console.print(f"  encoder @{name} divided by width over {ranks} ranks: {held:.3g} GiB of it on each")
     console.print(bold("measured"))
     console.print(f"  tracing {compiled.tracing_ms / 1e3:.1f} s, planning {ms(report['planning_ms'])}")
     console.print(bold("proved"))

@@ -5,7 +5,7 @@ for the rank with the most tokens, terms in S^2 and S*T for the rank with the mo
 chosen keys for the rank that has most of these (``arachnec.cost.sparse_attention``). An encoder's ranks deal out
 whole clips and wait for the one with the most, which takes the formula's time for so many, or so many times the
 cascade's ``per_clip``, where that was measured. More ranks than clips divide one clip after the other, all but the
-``undivided`` part.
+``undivided`` part; so do ranks that each have a part of its weights.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.sampling import CODING, as_forward, planned_steps
 from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, term_value, uneven
+from arachnec.ir.tensor_parallel import tensor_parallel
 
 # Forwards and backwards of its stage in which the ranks of a cascade meet. A weight gradient needs no other rank.
 PASSES = {
@@ -97,8 +98,9 @@ class Compute:
 
     def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
         if cascade.phase in CODING:
-            busiest, clip = on_busiest_rank(cascade, degree), clip_time(cascade)
-            turns, share = clips_in_turn(cascade, self.stages[cascade.stage], degree)
+            stage = self.stages[cascade.stage]
+            busiest, clip = on_busiest_rank(cascade, stage, degree), clip_time(cascade)
+            turns, share = clips_in_turn(cascade, stage, degree)
             if clip is not None:
                 return turns * busiest.batch * clip * share * slowdown
             sizes = self._sizes_of(busiest, name)
@@ -173,10 +175,12 @@ def clips_in_turn(cascade: Cascade, stage: Stage, degree: int) -> tuple[int, flo
 
 
 def is_divided(cascade: Cascade, stage: Stage, degree: int) -> bool:
-    """Whether ranks have to share an encoder's clips: there are more than clips, and it can be divided."""
-    return cascade.phase in CODING and degree > cascade.batch and count_in(stage, "divides") > 1
+    """Whether ranks have to share an encoder's clips: there are more than clips, and it can be divided; or each has a
+    part of its weights."""
+    shared = degree > cascade.batch and count_in(stage, "divides") > 1
+    return cascade.phase in CODING and (shared or tensor_parallel(stage) > 1)
 
 
-def on_busiest_rank(cascade: Cascade, degree: int) -> Cascade:
-    """What the busiest of an encoder's ranks does: whole clips are dealt out."""
-    return replace(cascade, batch=math.ceil(cascade.batch / degree))
+def on_busiest_rank(cascade: Cascade, stage: Stage, degree: int) -> Cascade:
+    """What the busiest of an encoder's ranks does at once: whole clips are dealt out, or all share one."""
+    return replace(cascade, batch=1 if is_divided(cascade, stage, degree) else math.ceil(cascade.batch / degree))

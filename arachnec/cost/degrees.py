@@ -10,6 +10,7 @@ from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.sampling import CODING, branches_of
 from arachnec.ir.stage_sizes import count_in, most_clips, times_of
+from arachnec.ir.tensor_parallel import tensor_parallel
 
 # Each degree is at most an eighth above the one before, so steps may be of 8 from 64 on.
 STEP = 8
@@ -18,8 +19,9 @@ STEP = 8
 def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int, ...]:
     """How many ranks a cascade may take, ascending, whether the memory holds them or not.
 
-    Those that were measured; else whole cells, where parameters are dealt out; else those that the stage lists; else
-    those of ``wide_steps`` that leave no rank without a token or, of an encoder, without a part of a clip.
+    Those that were measured; else whole cells, where parameters are dealt out; else the one cell that divides an
+    encoder's weights; else those that the stage lists; else those of ``wide_steps`` that leave no rank without a token
+    or, of an encoder, without a part of a clip.
     """
     times = times_of(cascade)
     if times:
@@ -27,6 +29,8 @@ def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int
     cell = cell_of(stage) or 1
     if cell > 1:
         return tuple(range(cell, cluster.world + 1, cell))
+    if (together := tensor_parallel(stage)) > 1:
+        return (together,) if together <= cluster.world else ()
     listed = stage.attrs.get("degrees")
     if listed is not None:
         return tuple(sorted(degree for degree in integers(listed) if degree <= cluster.world))

@@ -53,7 +53,7 @@ def step_copies(stage: Stage) -> Attributes:
     )
 
 
-def sum_copies(stage: Stage, ranks: Sequence[int], size: int) -> Attributes:
+def reduce_copies(stage: Stage, ranks: Sequence[int], size: int) -> Attributes:
     """Of gradients in host memory, so many bytes, that ranks add up: through the device."""
     if not layers_in_host(stage) or len(ranks) < 2:
         return Attributes()

@@ -217,7 +217,7 @@ def _sizes_of(cascade: Cascade) -> tuple[object, ...]:
 
 def encoding_workspace(stage: Stage, cascade: Cascade, ranks: int) -> float:
     """GiB that the busiest of an encoder's ranks needs while it runs; ranks that share a clip divide all but a part."""
-    own = on_busiest_rank(cascade, ranks)
+    own = on_busiest_rank(cascade, stage, ranks)
     alone = evaluated(stage, "workspace", own)
     if not is_divided(cascade, stage, ranks):
         return alone

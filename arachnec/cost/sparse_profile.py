@@ -85,14 +85,14 @@ def with_measured_sparsity(stage: Stage, profiles: Sequence[SparseProfile], crow
     if profile is None or "density" not in stage.attrs or rate <= 0:
         return stage
     by = profile.coefficients
-    beside = sum(by[part][1] for part in ("forward", "backward")) - sum(
+    other = sum(by[part][1] for part in ("forward", "backward")) - sum(
         by[part][1] for part in ("dense_forward", "dense_backward")
     )
     square, linear, always = by["choice"]
     tflop = heads * crowd / rate  # of one ms of a head
     terms = (
         Term(square * tflop, (("B", 1), ("S", 2))),
-        Term(max(0.0, linear + beside) * tflop, (("B", 1), ("S", 1))),
+        Term(max(0.0, linear + other) * tflop, (("B", 1), ("S", 1))),
     )
     attrs = stage.attrs.updated(
         choice=Formula(terms, "TFLOP"),

@@ -46,7 +46,7 @@ class NoManifest(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownFormat(Diagnostic):
-    title: ClassVar[str] = "`{path}` is not a manifest: the ending is `{suffix}`"
+    title: ClassVar[str] = "`{path}` is not a manifest: its extension is `{suffix}`"
     help: ClassVar[str] = "manifests end in .jsonl, .csv or .parquet"
     path: str
     suffix: str

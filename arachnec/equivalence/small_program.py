@@ -70,7 +70,7 @@ def small(module: Module) -> Small:
     changed = replace(
         module,
         clips=clips,
-        stages=tuple(renamed.get(stage.name, stage) for stage in module.stages),
+        stages=tuple(_by_frames(renamed.get(stage.name, stage)) for stage in module.stages),
         graphs=(),
         cascades=cascades,
         programs=programs,
@@ -97,6 +97,13 @@ def _form(module: Module, parts: Sequence[Stage], named: Sequence[tuple[str, str
         heads=1 + max([1, *(integer(step.attrs.get("ulysses", 1)) for step in steps)]),
         encoders=tuple(stage.name for stage in module.stages if stage.name in used),
     )
+
+
+def _by_frames(stage: Stage) -> Stage:
+    """A small encoder has no blocks of some width: what ranks divide of it are its frames."""
+    if "tensor_parallel" not in stage.attrs:
+        return stage
+    return replace(stage, attrs=stage.attrs.updated(tensor_parallel=None, divides=stage.attrs["tensor_parallel"]))
 
 
 def _trained(stage: Stage) -> int:

@@ -26,6 +26,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
 from typing import Annotated, ClassVar
@@ -277,7 +278,8 @@ def read_executable(folder: Path) -> Executable:
     Raises ``UserError`` for a missing, oversized, malformed or altered part.
     """
     if not (folder / HEADER).is_file():
-        raise UserError(NotExecutable(None, str(folder), f"it has no {HEADER}"))
+        reason = f"it has no {HEADER}" if folder.is_dir() else "there is no such folder"
+        raise UserError(NotExecutable(None, str(folder), reason))
     header = read_header(folder)
     more = [VALIDATION] if VALIDATION in header.fingerprint else []
     raw = {name: read_part(folder, name) for name in (PROGRAM, *FINGERPRINTED, *more, *header.load, *header.modules)}
@@ -329,12 +331,15 @@ def _iteration_of(clip: Clip) -> int:
 def versions() -> dict[str, str]:
     """What the ranks must agree on besides the files."""
     versions = {"arachnec": __version__, "python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return versions
+    return versions | {name: version for name in LIBRARIES if (version := _version_of(name)) is not None}
+
+
+@cache
+def _version_of(library: str) -> str | None:
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def read_header(folder: Path) -> Header:

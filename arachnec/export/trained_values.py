@@ -12,10 +12,10 @@ from torch import Tensor
 
 from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs
 from arachnec.checkpoint.folder import Position, committed, is_intact, read_commit
-from arachnec.checkpoint.parts import Part
+from arachnec.checkpoint.parts import AVERAGE, Part
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-MASTER, AVERAGE, BUFFER = "master", "ema", "buffer"
+MASTER, BUFFER = "master", "buffer"
 
 
 @dataclass(frozen=True)

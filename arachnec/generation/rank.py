@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.communicators import grid
-from arachnec.analysis.receive_prefetch import Posted, prefetch_receives
+from arachnec.analysis.receive_prefetch import Prefetched, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.data.requests import Request
 from arachnec.generation.encoded import Encoders
@@ -110,8 +110,9 @@ class GenerationRank:
         at = 0
         while at < len(self.program.instructions):
             step = self.program.instructions[at]
-            for post in self._at_hand.posts[at]:
-                self.values[post.target] = handoffs.post(post.target, self._spec(post.target), post.peers[0])
+            for receive in self._at_hand.prefetched[at]:
+                spec = self._spec(receive.target)
+                self.values[receive.target] = handoffs.prefetch(receive.target, spec, receive.peers[0])
             self._wait_for_inputs(step, clock)
             with clock.measure(step.op, step.target):
                 self._execute(step, handoffs, runtime)
@@ -303,7 +304,7 @@ class _AtHand:
 
     program: Program
     cascades: dict[str, Cascade]
-    posts: Posted
+    prefetched: Prefetched
     sent: set[str]
     tags: dict[str, int]  # of messages, by cascade
     ends: set[str]  # the last cascade of every chain: where it is a segment, its latents are all that is asked for

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
-from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.resize import cluster_for
 from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import parse_switch
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, PROGRAM

@@ -25,6 +25,7 @@ from arachnec.ir.sampling_rules import SAMPLING_RULES
 from arachnec.ir.span import Span
 from arachnec.ir.sparse_rules import SPARSE_RULES
 from arachnec.ir.stage_sizes import most_clips
+from arachnec.ir.tensor_parallel import ranks_together
 
 Problems: TypeAlias = Iterator[Diagnostic]
 GRADIENT = (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)
@@ -148,12 +149,16 @@ def groups_fit_the_degree(index: ModuleIndex) -> Problems:
 def cells_are_whole(index: ModuleIndex) -> Problems:
     """A cell fits the cluster, and the cascades of its stage take whole cells."""
     cluster = index.module.cluster
-    sizes = {stage.name: size for stage in index.module.stages if (size := cell_of(stage)) is not None}
+    sizes = {
+        stage.name: ranks_together(stage)
+        for stage in index.module.stages
+        if {"cell", "tensor_parallel"} & set(stage.attrs)
+    }
     for name, size in sizes.items() if cluster else ():
         assert cluster is not None
         if not cell_fits(size, cluster.nodes, cluster.gpus):
             stage = index.stages[name]
-            span = stage.attrs.span("cell") or stage.span
+            span = stage.attrs.span("cell") or stage.attrs.span("tensor_parallel") or stage.span
             yield errors.WrongCell(span, label(stage), size, cluster.nodes, cluster.gpus)
             return
     for cascade in index.module.cascades if index.module.level >= Level.PLACED else ():

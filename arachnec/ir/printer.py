@@ -41,7 +41,7 @@ _DIMENSION = re.compile(r"[A-Za-z0-9_+\-*/%^. (),]+")
 
 
 def print_module(module: Module) -> str:
-    """The module as text, one node a line, ending in a newline."""
+    """The module as text, one node a line, a newline behind the last."""
     if "level" in module.attrs:
         raise ValueError("the level is a field of the module, not an attribute")
     attrs = Attributes((("level", module.level.word), *module.attrs.pairs))

@@ -119,6 +119,10 @@ STAGE = table("""
     held            | GiB formula    | traced | optional | the part of the workspace that all of a clip's ranks need
     halo            | GiB formula    | traced | optional | what each of a clip's ranks sends; trained: tokens dealt anew
     exchanges       | int            | traced | optional | how often, at most
+    tensor_split    | GiB            | traced | optional | of an encoder's state, what ranks can divide by width
+    tensor_units    | int            | traced | optional | the most ranks that can
+    tensor_whole    | str            | traced | optional | why none can
+    tensor_parallel | int            | traced | optional | ranks of a cell that divide its weights; absent = whole
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
     tied            | [[[int], int]] | traced | optional | parts that read the same parameters, and how many train
     place           | [int]          | traced | optional | its ranks, where a planner of stages chose them

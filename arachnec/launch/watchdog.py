@@ -198,7 +198,7 @@ class Watchdog:
         self._next_beat = 0.0
         self._place = Place()
         self._closing = threading.Event()
-        self._ending = threading.Lock()
+        self._ended_by = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
         os.set_blocking(self._wake_write, False)
         self._restore = self._catch_sigterm()
@@ -221,7 +221,7 @@ class Watchdog:
         """
         if follows_from_another(error):
             time.sleep(self._limits.lapse + self._limits.beat + 4 * self._limits.poll)
-        self._ending.acquire()  # for good: either the thread ends the process, or this rank does
+        self._ended_by.acquire()  # for good: either the thread ends the process, or this rank does
         failure = self._publish(failure_of(error))
         tells = self._tells()
         self._hold()
@@ -434,8 +434,8 @@ class Watchdog:
             time.sleep(self._limits.hold)
 
     def _stop(self, failure: Failure) -> None:
-        if not self._ending.acquire(blocking=False):
-            return  # the main thread is ending the process itself
+        if not self._ended_by.acquire(blocking=False):
+            return  # the main thread ends the process itself
         if self._tells():
             record_failure(failure)
         if 0 in self._members and self._members[0].agent == self._me.agent:

@@ -56,7 +56,7 @@ def _split(module: Module, cluster: Cluster, cost: CostModel, node: Reduce, mib:
     stage = module.stage(node.stage)
     ranks = integers(node.attrs.get("ranks", tuple(range(cluster.world))))
     cell = cell_of(stage) or 1
-    same = replicas(ranks[0], cell, ranks)  # of cells every rank sums its shard, over as many ranks as there are cells
+    same = replicas(ranks[0], cell, ranks)  # in cells a shard is all-reduced over one rank of each
     if not layers_of(stage) or len(same) < 2 or {"bytes", "time"} & set(node.attrs) or layers_in_host(stage):
         return 0.0, node
 

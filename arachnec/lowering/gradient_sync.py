@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
-from arachnec.cost.host_copies import step_copies, sum_copies
+from arachnec.cost.host_copies import reduce_copies, step_copies
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
@@ -120,7 +120,7 @@ def _add_buckets(
         for rank in group:
             same, time = shards[rank % cell], times[rank % cell]
             attrs = Attributes.of(bytes=size, time=time, cell=own_cell(rank, cell) if cell_of(stage) else None)
-            attrs = attrs.updated(**dict(sum_copies(stage, same, size).pairs))
+            attrs = attrs.updated(**dict(reduce_copies(stage, same, size).pairs))
             if bucket is not None:
                 attrs = attrs.updated(layers=bucket.layers, rest=bucket.rest or None)
             backward = overlapped.get(rank)

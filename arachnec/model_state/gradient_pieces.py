@@ -32,7 +32,7 @@ class Piece:
     flat: Tensor
     group: dist.ProcessGroup
     work: dist.Work
-    parts: Tensor | None  # of this rank's share, from all ranks; None where the all-reduce itself sums, and when done
+    parts: Tensor | None  # of this rank's share, from all ranks; None where the all-reduce adds up, and when done
 
     @classmethod
     @torch.no_grad()

@@ -61,7 +61,7 @@ class GradientSynchronisation:
     ``parameters`` are those that train, by name; ``layers`` says for some of them which of the stage's layers holds
     them: all others belong to a bucket's ``rest``. About ``piece_bytes`` travel together. Over ``host_groups`` hosts
     tell each other who had a gradient at all; over ``groups`` where those carry the hosts' tensors, too. Where it is
-    ``sharded``, gradients are given up for this rank's ``parts`` of their sums, over all ranks of the run or of
+    ``sharded``, gradients are given up for this rank's ``parts`` of their all-reduce, over all ranks of the run or of
     ``place``, which holds the rank's stages. ``of_stages`` are the parameters of each stage with their layers, which
     then take the place of ``layers``; without it all are one stage's.
     """

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.checkpoint.parts import Part
+from arachnec.checkpoint.parts import AVERAGE, Part
 from arachnec.executable.training_options import Training
 from arachnec.model_state.gradient_pieces import pieces_of
 from arachnec.model_state.kept_gradients import gradient_of
@@ -140,7 +140,7 @@ class Optimizer:
         state: dict[str, Tensor | Part] = {}
         for name, master in self._masters.items():
             elements, scalars = self._kept.of(name, master)
-            kept = {"master": master.detach(), **elements} | ({"ema": self.ema[name]} if self.ema else {})
+            kept = {"master": master.detach(), **elements} | ({AVERAGE: self.ema[name]} if self.ema else {})
             for key, value in kept.items():
                 flat = value.view(-1)
                 state[f"{key}/{name}"] = flat if self._parts is None else self._part(flat, self._parameters[name])
@@ -213,8 +213,10 @@ class Optimizer:
 @torch.no_grad()
 def global_norm(gradients: Mapping[str, Tensor], device: torch.device | None = None) -> Tensor:
     """The 2-norm of all gradients together, in fp32 at least: a scalar where they are, else on ``device``."""
-    values = gradients.values()
-    norms = [torch.linalg.vector_norm(v, dtype=torch.promote_types(v.dtype, torch.float32)) for v in values]
+    of_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for value in gradients.values():
+        of_dtype.setdefault(torch.promote_types(value.dtype, torch.float32), []).append(value)
+    norms = [norm for dtype, values in of_dtype.items() for norm in torch._foreach_norm(values, 2, dtype)]
     here: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
     return here
 

@@ -111,7 +111,7 @@ class SparsePredictors:
     all_keys: bool = False  # in the step that is done now, as some had no room
     _cascades: dict[str, SparseCascade] = field(default_factory=dict)
     _clips: dict[str, list[str]] = field(default_factory=dict)  # ids, by cascade
-    _sums: dict[int, Tensor] = field(default_factory=dict)
+    _totals: dict[int, Tensor] = field(default_factory=dict)
     _overflowed: list[Tensor] = field(default_factory=list)
 
     @classmethod
@@ -190,7 +190,7 @@ class SparsePredictors:
         self._overflowed.clear()
         if not bool(lacking > 0):
             return False
-        self._sums.clear()
+        self._totals.clear()
         self.optimizer.zero_grad()
         return True
 
@@ -207,10 +207,10 @@ class SparsePredictors:
                 if measured is None or cascade.weight is None:
                     continue
                 heads = self.layers[number].site.heads
-                if number not in self._sums:
-                    self._sums[number] = measured.loss.new_zeros(MEASURES, heads)
+                if number not in self._totals:
+                    self._totals[number] = measured.loss.new_zeros(MEASURES, heads)
                 own = torch.tensor(measured.heads, device=measured.loss.device)
-                self._sums[number].index_add_(1, own, torch.stack(_by_head(measured)) * cascade.weight)
+                self._totals[number].index_add_(1, own, torch.stack(_by_head(measured)) * cascade.weight)
         self._cascades.clear()
 
     def finish(self, step: int, group: dist.ProcessGroup | None, *, skipped: bool) -> None:
@@ -220,19 +220,19 @@ class SparsePredictors:
         Waits for the device. A ``skipped`` step changes nothing. Raises ``UserError`` for scores that are not finite.
         """
         rows = self._everyone(group)
-        self._sums.clear()
+        self._totals.clear()
         if not skipped:
             self._learn(rows, step)
         self.optimizer.zero_grad()
         self.history.add(step, {number: state.sparsities for number, state in self.layers.items()})
 
     def _everyone(self, group: dist.ProcessGroup | None) -> dict[int, tuple[Tensor, list[Tensor]]]:
-        """For every layer the sums and the predictors' gradients of all ranks, in one all-reduce."""
+        """For every layer the totals and the predictors' gradients of all ranks, in one all-reduce."""
         own: list[Tensor] = []
         for number, state in self.layers.items():
             values = _parameters(state)
             heads = state.site.heads
-            own.append(self._sums.get(number, values[0].new_zeros(MEASURES, heads)))
+            own.append(self._totals.get(number, values[0].new_zeros(MEASURES, heads)))
             own += [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
         flat = torch.cat([value.reshape(-1).float() for value in own])
         if group is not None:
@@ -244,16 +244,16 @@ class SparsePredictors:
         return {number: (next(parts), [next(parts), next(parts)]) for number in self.layers}
 
     def _learn(self, rows: Mapping[int, tuple[Tensor, list[Tensor]]], step: int) -> None:
-        known = {number: (sums.cpu(), gradients) for number, (sums, gradients) in rows.items()}
+        known = {number: (totals.cpu(), gradients) for number, (totals, gradients) in rows.items()}
         seen = {number: row for number, row in known.items() if bool((row[0][0] > 0).all())}
-        for number, (sums, gradients) in seen.items():
-            if not bool(sums.isfinite().all()) or not all(bool(g.isfinite().all()) for g in gradients):
+        for number, (totals, gradients) in seen.items():
+            if not bool(totals.isfinite().all()) or not all(bool(g.isfinite().all()) for g in gradients):
                 raise UserError(ScoresNotFinite(None, number, step))
-        for number, (sums, gradients) in seen.items():
-            state, weights = self.layers[number], sums[0]
+        for number, (totals, gradients) in seen.items():
+            state, weights = self.layers[number], totals[0]
             of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
             state.projections.query.grad, state.projections.key.grad = of_query, of_key
-            counted, loss, sparsity, needed, held, of_best, taken, alone = sums / weights
+            counted, loss, sparsity, needed, held, of_best, taken, alone = totals / weights
             self.spread[number] = tuple((taken / alone.clamp_min(LEAST)).clamp_max(1.0).tolist())
             heads = tuple(range(state.site.heads))
             measured = Measured(counted, loss, sparsity, needed, held, of_best, taken, alone, (of_query, of_key), heads)

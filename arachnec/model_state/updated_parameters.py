@@ -1,6 +1,7 @@
 """Parameters of which every rank has updated a part, gathered layer by layer while the next step begins.
 
-The gathers are started in the order of the program's ``gather``. A layer is waited for when it is about to run, by a
+The gathers are started in the order of the program's ``gather``, once for every update: what samples, a validation or
+somebody's own loop has brought is not brought again. A layer is waited for when it is about to run, by a
 hook of its module as in a cell (``cells.gathering``); here it is never released. In a cell a layer's shard is waited
 for before the cell gathers the layer. What arrives lies beside the
 parameters until then. It has the room of the gradients, which a plan counts always and which come into being later.
@@ -41,8 +42,11 @@ class UpdatedParameters:
             module.register_forward_pre_hook(lambda _, __, number=number: self._wait(number))
 
     def start(self, layers: Iterable[int], group: dist.ProcessGroup | None) -> None:
-        """Start to gather these layers, one after another. Collective over the group."""
+        """Start to gather these layers, one after another, those that were not since the update. Collective over the
+        group."""
         for number in layers:
+            if number in self._started:
+                continue
             self._started.add(number)
             self._coming[number] = self.optimizer.gathered(self.names.get(number, ()), group)
 
@@ -53,9 +57,16 @@ class UpdatedParameters:
 
     def wait(self) -> None:
         """Wait for all layers, before they are updated again."""
+        self.finish()
+        assert self._started >= set(self.names), "a program gathers every layer that has parameters here"
+
+    def finish(self) -> None:
+        """Wait for the layers that are on their way."""
         for number in list(self._coming):
             self._wait(number)
-        assert self._started >= set(self.names), "a program gathers every layer that has parameters here"
+
+    def outdate(self) -> None:
+        """The ranks have updated their parts: all layers are to be gathered again."""
         self._started.clear()
 
     def _wait(self, number: int) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import read_encoded
@@ -87,7 +88,7 @@ def make_batch(
         name: _joined(model_file, name, clips, [kwargs.get(name) for kwargs, _ in samples])
         for name in _names(model_file, clips, samples)
     }
-    batched = {name for name, value in samples[0][0].items() if _is_batched(value)}
+    batched = {name for name, value in samples[0][0].items() if is_batched(value)}
     kwargs = {
         name: _moved(value, device, dtype if name in batched and dtype is not None else None)
         for name, value in arguments.items()
@@ -129,7 +130,7 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
     first = values[0]
     if len(values) == 1:
         return first
-    if _is_batched(first):
+    if is_batched(first):
         for clip, value in zip(clips, values, strict=True):
             if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
                 difference = f"{_described(first)} and {_described(value)}"
@@ -142,7 +143,8 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
     return first
 
 
-def _is_batched(value: Any) -> bool:
+def is_batched(value: Any) -> TypeIs[Tensor]:
+    """Whether an argument is a value of each clip, joined along its first dimension."""
     return isinstance(value, Tensor) and value.ndim > 0 and value.shape[0] == 1
 
 

@@ -27,6 +27,10 @@ class CastSamples:
     def encoders(self) -> Callable[[], dict[str, nn.Module]] | None:
         return self.model_file.encoders
 
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor] | None:
+        return self.model_file.loss
+
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         kwargs, target = self.model_file.sample(clip, generator)
         return {name: self._cast(value) for name, value in kwargs.items()}, target

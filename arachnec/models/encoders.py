@@ -7,7 +7,7 @@ output does not depend on the plan.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -101,6 +101,18 @@ def tiling_vae(encoder: nn.Module) -> nn.Module | None:
         ),
         None,
     )
+
+
+@contextmanager
+def tiles_called(vae: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
+    """Whoever calls the VAE's ``encoder``, once a tile, calls this, with what it would have called."""
+    module = vae.get_submodule("encoder")
+    run = module.forward
+    module.__dict__["forward"] = lambda *args, **kwargs: call(run, *args, **kwargs)
+    try:
+        yield
+    finally:
+        del module.__dict__["forward"]
 
 
 class VideoEncoder(nn.Module):

@@ -78,6 +78,10 @@ class InitialWeights:
         """``fill`` for the buffers alone."""
         self._fill(module.named_buffers())
 
+    def fingerprint(self) -> str:
+        """See ``WeightFiles``."""
+        return self.files.fingerprint()
+
     @torch.no_grad()
     def _fill(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         for name, tensor in tensors:

@@ -16,7 +16,7 @@ from arachnec.analysis.execution_model import (
     HandoffPath,
     ReceivePosting,
 )
-from arachnec.analysis.receive_prefetch import posted_receives
+from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
@@ -75,7 +75,7 @@ def find_problems(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> tupl
 
 
 def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Iterator[Diagnostic]:
-    posted = posted_receives(values, model, memory) if model.posted_place_counts else {}
+    posted = prefetched_receives(values, model, memory) if model.posted_place_counts else {}
     yield from check_gradient(values)
     yield from check_heads(values)
     yield from check_sampling(values)

@@ -2,7 +2,8 @@
 
 The choice holds for a run. It is made on a sample: the first iteration, and the one with the longest clip. Layouts are
 planned by the passes that follow and simulated, in the order of what they take at least (``planning.layout_bound``).
-One that takes longer at least than the best so far is not planned.
+One that takes longer at least than the best so far is not planned. Where none fits, text encoders are divided by width
+(``planning.encoder_width``).
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from arachnec.analysis.uses import Values
 from arachnec.cost.synchronisation import reduce_time
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Level, Module, integer
+from arachnec.ir.tensor_parallel import divided_encoders
 from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.bucket import Bucket
@@ -28,9 +30,10 @@ from arachnec.passes.place import Place
 from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.passes.shard_optimizer import ShardOptimizer, spread
 from arachnec.passes.stages import Stages
+from arachnec.planning.encoder_width import narrower, narrowest
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.layout_bound import least_ms
-from arachnec.planning.layout_refusal import demand_fits
+from arachnec.planning.layout_refusal import demand_fits, may_fit
 from arachnec.planning.layouts import REPLICATED, Layout, in_cells, layouts
 from arachnec.simulation.events import Engine
 
@@ -90,14 +93,14 @@ class ChooseLayout(Pass):
         crowded = any("sharded" in stage.attrs for stage in replicated.stages)
         if not crowded and None not in least_degrees(replicated) and self._hidden(replicated):
             return replicated
-        choice = self._chosen(module)
+        choice = self._chosen(module) or self._chosen_narrower(module)
         if choice is None:
             world = module.cluster.world
             together = applied(module, Layout(f"cells-{world}", cell=world))
             offloads = any(isinstance(step, Offload) for step in self.following)
             if offloads and Offload().run(together) is not together:  # it needs least host memory there
                 return together
-            demand_fits(module)
+            demand_fits(narrowest(module))
             return replicated  # what follows says what is wrong
         return replace(
             choice.module,
@@ -132,9 +135,15 @@ class ChooseLayout(Pass):
 
     def _chosen(self, module: Module) -> Choice | None:
         """The layout with the shortest sample; None where some clip fits in none."""
-        table = [layout for layout in layouts(module) if layout.stages == 1 or self._stages_run]
+        stages = self._stages_run and not divided_encoders(module)  # a pipeline's encoders run on a rank each
+        table = [layout for layout in layouts(module) if layout.stages == 1 or stages]
         candidates = [(layout, applied(module, layout)) for layout in table]
         return shortest(candidates, self._least_ms, self._planned_ms)
+
+    def _chosen_narrower(self, module: Module) -> Choice | None:
+        """The same with encoders divided by width, as few of them over as few ranks as it takes."""
+        candidates = (laid for laid in narrower(module) if may_fit(laid))
+        return next((choice for laid in candidates if (choice := self._chosen(laid)) is not None), None)
 
     def _hidden(self, replicated: Module) -> bool:
         """Whether the cascades take long enough for the gradients' all-reduces to hide behind the last of them."""

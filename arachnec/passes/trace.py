@@ -23,6 +23,7 @@ from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
 from arachnec.spmd.specialisation import Graphs
 from arachnec.spmd.specialise import specialise
+from arachnec.spmd.tensor_parallel.stage import with_width
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.clip_trial import Reached, run_clip, sizes_of
 from arachnec.tracing.cost import encoder_stage, spread, trained_stage
@@ -205,8 +206,9 @@ def _encoder_stages(
     encoders: Mapping[str, nn.Module], clips: Sequence[VideoClip], counter: TokenCounter
 ) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
     """A stage for every encoder, and why there are some whose clips no ranks can share."""
+    measured = {name: encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items()}
     divided = [
-        divided_stage(encoder_stage(name, encoder, clips, counter), encoder, clips, counter)
+        divided_stage(with_width(measured[name], encoder, clips, counter), encoder, clips, counter)
         for name, encoder in encoders.items()
     ]
     return tuple(stage for stage, _ in divided), tuple(reason for _, reason in divided if reason is not None)

@@ -32,7 +32,6 @@ from arachnec.planning.placement import (
 from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
 from arachnec.planning.rank_trades import PLACED, moved, outside
 from arachnec.solver.bound import NEGLIGIBLE
-from arachnec.solver.portfolio import CLOSE
 
 if TYPE_CHECKING:
     import numpy as np
@@ -158,7 +157,7 @@ class _Groups:
         ready = max((producer.end for producer in inputs), default=0.0)
         idle = free[self.ranks]
         starts = np.maximum(idle.max(axis=1), ready)
-        slack = TOLERANCE + CLOSE * (cascade.end - cascade.start)
+        slack = TOLERANCE + NEGLIGIBLE * (cascade.end - cascade.start)
         near = np.zeros(len(free), dtype=bool)
         near[[rank for producer in inputs for rank in producer.ranks]] = True
         early = np.flatnonzero(starts <= starts.min() + slack)

@@ -15,6 +15,7 @@ from arachnec.cost.memory import Memory
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Module, Phase
 from arachnec.ir.recomputation import block_count
+from arachnec.planning.encoder_width import reasons_whole
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells
 
@@ -57,6 +58,15 @@ def demand_fits(module: Module) -> None:
     )  # fmt: skip
 
 
+def may_fit(module: Module) -> bool:
+    """Whether that is not so: some layout may yet fit."""
+    try:
+        demand_fits(module)
+    except UserError:
+        return False
+    return True
+
+
 def needed_gib(module: Module, cluster: Cluster, clip: Clip) -> float:
     """GiB on every rank of a cluster that shares one clip and all state, what stays free included."""
     stages = tuple(in_cells(stage, cluster.world) if cluster.world > 1 else stage for stage in module.stages)
@@ -89,4 +99,4 @@ def _remedy(module: Module, clip: Clip, needed: float) -> str:
         low, high = (middle, high) if fits else (low, middle)
     if low:
         ways.append(f"clips of at most {low} tokens")
-    return "it would fit with " + ", or ".join(ways)
+    return "; ".join(["it would fit with " + ", or ".join(ways), *reasons_whole(module)])

@@ -8,7 +8,7 @@ replicas, longest first, each to the one with the least work so far.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import floor
@@ -84,8 +84,23 @@ class Options:
 
 
 def pipelined(module: Module, options: Options) -> Module:
-    """The module at level placed, scheduled by ``options``. Raises UserError where that fits no memory."""
-    cost = CostModel(module)
+    """The module at level placed, scheduled by ``options``. Raises UserError where that fits no memory.
+
+    What was handed on and waits to be read is known once everything is placed. Where there is too much of it, so much
+    memory is left free for it, and all is chosen again.
+    """
+    cost, waiting = CostModel(module), 0.0
+    for _ in range(ATTEMPTS):
+        placed, needed = _chosen(module, cost, options, waiting)
+        over = overflow(placed, needed, cost)
+        if over <= 0:
+            break
+        waiting += over
+    return placed
+
+
+def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -> tuple[Module, float]:
+    """The shortest plan, so many GiB left free on every rank for what waits; and the GiB that it needs beside that."""
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
         raise UserError(NoStages(None))
@@ -94,7 +109,7 @@ def pipelined(module: Module, options: Options) -> Module:
     batches = micro_batches(module, parts)
     most = max(block_count(part) for part in parts)
     ways = (0, most) if options.recompute is None else (most if options.recompute else 0,)
-    plans = [_Plan(module, cost, parts, batches, options, places, w, r) for w in widths for r in ways]
+    plans = [_Plan(module, cost, parts, batches, options, places, w, r, waiting) for w in widths for r in ways]
     fitting = {r: next((plan for plan in plans if plan.recompute == r and plan.fits), None) for r in ways}
     offered = [plan for plan in fitting.values() if plan is not None]
     if options.recompute is None:
@@ -109,15 +124,15 @@ def pipelined(module: Module, options: Options) -> Module:
         least = min(plans, key=lambda plan: max(plan.needed))
         worst = max(range(len(places.runs)), key=lambda run: least.needed[run])
         stage = parts[least.stages_on[worst][0]].name
-        raise UserError(PipelineDoesNotFit(None, options.schedule, least.needed[worst], stage, limit_of(cost)))
+        needed = least.needed[worst] + waiting
+        raise UserError(PipelineDoesNotFit(None, options.schedule, needed, stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
     bound = bound_of(module, cost)
-    modules = [at_level_placed(module, within_memory(plan, module, lies_on), lies_on, bound) for plan in offered]
-    marked = [
-        replace(placed, attrs=placed.attrs.updated(grouping=plan.grouping))
-        for placed, plan in zip(modules, offered, strict=True)
+    placed = [
+        (at_level_placed(module, plan.placed(), lies_on, bound), plan.grouping, max(plan.needed)) for plan in offered
     ]
-    return min(marked, key=lambda placed: quantity(placed.attrs["makespan"]))
+    shortest, grouping, needed = min(placed, key=lambda one: quantity(one[0].attrs["makespan"]))
+    return replace(shortest, attrs=shortest.attrs.updated(grouping=grouping)), needed
 
 
 def demand_batch(k: int, module: Module, plans: Sequence[_Plan]) -> None:
@@ -132,20 +147,8 @@ def demand_group(k: int, plans: Sequence[_Plan]) -> None:
     for smaller in range(k - 1, 0, -1):
         lower = (replace(plan, options=replace(plan.options, k=smaller)) for plan in plans)
         if any(plan.fits for plan in lower):
-            needed = min(max(plan.needed) for plan in plans)
+            needed = min(max(plan.needed) + plan.waiting for plan in plans)
             raise UserError(GroupDoesNotFit(None, k, needed, limit_of(plans[0].cost), smaller))
-
-
-def within_memory(plan: _Plan, module: Module, lies_on: Mapping[str, tuple[int, ...]]) -> list[Cascade]:
-    """The plan's cascades; where an order was searched for, with so much less saved as waits to be read at the peak."""
-    placed = plan.placed()
-    for _ in range(ATTEMPTS if plan.options.schedule == "planned" else 0):
-        over = overflow(at_level_placed(module, placed, lies_on, 0.0))
-        plan = replace(plan, waiting=plan.waiting + max(0.0, over))
-        if over <= 0 or not plan.fits:
-            break
-        placed = plan.placed()
-    return placed
 
 
 def _layouts(
@@ -210,7 +213,7 @@ class _Plan:
     places: Places
     widths: tuple[int, ...]
     recompute: int
-    waiting: float = 0.0  # GiB left free on every rank for what waits to be read
+    waiting: float  # GiB left free on every rank for what waits to be read
 
     def _width(self, stage: str) -> int:
         """Ranks that run a micro-batch on a stage."""

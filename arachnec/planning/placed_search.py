@@ -22,7 +22,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
-from arachnec.planning.candidates import baseline_layouts, searched_layouts
+from arachnec.planning.candidates import baseline_layouts
 from arachnec.planning.exposed_sync import ExposedSync
 from arachnec.planning.family_degrees import inside, with_family_degrees
 from arachnec.planning.family_placement import PRICE, markup, priced_placement
@@ -33,11 +33,11 @@ from arachnec.planning.placement import best_placements, in_cells, placements, w
 from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.budget import GRACE, Clock
+from arachnec.solver.budget import LISTED, Clock
 from arachnec.solver.decoder import start_order
-from arachnec.solver.improvers import Candidates, LargeNeighbourhoods, Transformed
+from arachnec.solver.improvers import LargeNeighbourhoods, Transformed
 from arachnec.solver.list_schedule import list_schedule
-from arachnec.solver.portfolio import HOPE, SHARE, Improvement, Improver, Incumbent, Objective, run
+from arachnec.solver.portfolio import HOPE, Improvement, Improver, Incumbent, Objective, run
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
 from arachnec.solver.search import First, solution
 from arachnec.solver.widths import Nested, nested
@@ -70,23 +70,21 @@ def solve_placed(
     whole = First.listed(problem, family.back(family.first.schedule), bound, family.first.ms)
     # of devices that differ the problem, and so its bound, counts all as the fastest
     real = mixed_bound(module, cost, problem, bound) if cost.devices.kinds else bound
-    objectives = measure.objectives(clock.left())
     starts = [family.back(family.first.schedule), *(view.back(view.first.schedule) for view in views)]
     challenged = whole.schedule.makespan(problem) * (1 + PRICE) < starts[0].makespan(problem)
     if challenged:
         starts.insert(0, whole.schedule)
-    # of what is not placed, that which placing does not stretch
-    blocks = bool(views) and not objectives and sum(objective.ms for objective in measure.objectives()) > GRACE
-    incumbent = Incumbent(problem, starts[-1] if blocks else starts[0], real, objectives, measure.sync.least)
+    objectives = measure.objectives(clock.left() / (len(starts) + 1))  # so that one schedule more is judged than these
+    incumbent = Incumbent(problem, starts[0], real, objectives, measure.sync.least)
     # first, so that no baseline over the same micro-batches is shorter, whatever becomes of the search
     named = baseline_layouts(module, problem) if baselines and incumbent.objectives else ()
-    for schedule in chain(() if blocks else reversed(starts), named):
+    for schedule in chain(reversed(starts), named):
         incumbent.offer(schedule, clock)
     improvers = [
         improver
         for improver in chain(
-            () if blocks else _of_problem(whole, family, challenged, module, cost, measure, clock, seed, baselines),
-            _of_views(family, views, cost, clock, blocks=blocks),
+            _of_problem(whole, family, challenged, measure),
+            _of_views(family, views),
         )
         if not set(improver.name.split(": ")) & set(without)
     ]
@@ -134,32 +132,18 @@ def _nested(problem: Problem, cost: CostModel, bound: int, clock: Clock) -> list
     return sorted(ways, key=lambda way: -way[1].schedule.makespan(way[0].problem))
 
 
-def _of_problem(
-    whole: First,
-    family: _View,
-    challenged: bool,
-    module: Module,
-    cost: CostModel,
-    measure: Measure,
-    clock: Clock,
-    seed: int,
-    baselines: bool,
-) -> Iterator[Improver]:
-    """What searches all degrees: the baselines, the prover, and the rest where that promises to pay for its groups."""
-    problem = whole.problem
+def _of_problem(whole: First, family: _View, challenged: bool, measure: Measure) -> Iterator[Improver]:
+    """What searches all degrees: the prover, and the rest where that promises to pay for its groups."""
     yield PlacedSearch(measure, family.nested)
-    if baselines and clock.steps is None:
-        seconds = HOPE * clock.left() / 1e3
-        yield Candidates("searched layouts", searched_layouts(cost, problem, seed, seconds), 1e3 * seconds)
     for improver in whole.improvers():
         if improver.proves or challenged:
             yield improver
 
 
-def _of_views(family: _View, views: list[_View], cost: CostModel, clock: Clock, *, blocks: bool) -> Iterator[Improver]:
-    """What searches degrees of the family, and packs those whose blocks nest; with ``blocks`` the latter alone."""
+def _of_views(family: _View, views: list[_View]) -> Iterator[Improver]:
+    """What searches degrees of the family, and packs those whose blocks nest."""
     incumbent = family.incumbent()
-    for improver in family.first.improvers() if not blocks else ():
+    for improver in family.first.improvers():
         # blocks that nest are packed in their own view
         if not improver.proves and not (views and improver.name == LargeNeighbourhoods.name):
             yield Transformed("family", improver, incumbent, family.back)
@@ -199,7 +183,7 @@ class PlacedSearch:
             tried = list_schedule(problem, picks, wished)
             if within is not None:
                 tried = self.family.whole(tried)
-            clock.count(2 * len(problem.jobs))
+            clock.count(LISTED * len(problem.jobs))
             if incumbent.offer(tried, clock):
                 self.last, self.order = tried, tuple(wished)
         return Improvement()
@@ -227,11 +211,11 @@ class Measure:
         self.latest: tuple[Schedule, list[Cascade] | None] | None = None
 
     def objectives(self, budget: float = math.inf) -> list[Objective]:
-        """First placed, then simulated; those of which one takes no more than its share of so many ms."""
+        """First placed, then simulated; those that together take no more than so many ms for one schedule."""
         ms = JUDGING_MS * (len(self.problem.jobs) + self.problem.gpus)
         objectives = [Objective("placed", self.of, ms), Objective("simulated", self.simulated, ms)]
         spent = accumulate(objective.ms for objective in objectives)
-        return [objective for objective, ms in zip(objectives, spent, strict=True) if ms <= SHARE * budget]
+        return [objective for objective, ms in zip(objectives, spent, strict=True) if ms <= budget]
 
     def of(self, schedule: Schedule) -> float:
         placed = self._placed(schedule)

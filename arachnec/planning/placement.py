@@ -18,7 +18,8 @@ from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster, Phase
-from arachnec.ir.parameter_cells import cell_of, own_cell
+from arachnec.ir.parameter_cells import own_cell
+from arachnec.ir.tensor_parallel import ranks_together
 from arachnec.planning.handoff_memory import Late, find_overflow, is_roomy, late_order
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.rank_choice import (
@@ -29,7 +30,6 @@ from arachnec.planning.rank_choice import (
     spread_ranks,
 )
 from arachnec.solver.bound import NEGLIGIBLE
-from arachnec.solver.portfolio import CLOSE
 
 
 def best_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
@@ -61,11 +61,11 @@ def quick_placements(cascades: Sequence[Cascade], cost: CostModel) -> Iterator[l
 
 def in_cells(cost: CostModel) -> bool:
     """Whether some stage's cascades take whole cells."""
-    return any((cell_of(stage) or 1) > 1 for stage in cost.module.stages)
+    return any(ranks_together(stage) > 1 for stage in cost.module.stages)
 
 
 def cell_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
-    """Every cascade with its ranks: those of a stage that is dealt out on the whole cells that are free first.
+    """Every cascade with its ranks: those of a stage in cells, or divided by width, on the cells that are free first.
 
     Of cells that are free together those next to each other are taken, and nearest to the inputs. Other cascades take
     the ranks that are free first.
@@ -75,7 +75,7 @@ def cell_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascad
     done: dict[str, Cascade] = {}
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
-        cell = cell_of(cost.stages[cascade.stage]) or 1
+        cell = ranks_together(cost.stages[cascade.stage])
         if cell == 1:
             placed = place_among(cascade, range(cluster.world), inputs, actual, cost, pick_ranks)
         else:
@@ -93,7 +93,7 @@ def _free_cells(
     free = [max(actual[first : first + cell]) for first in range(0, cost.cluster.world, cell)]
     wanted = cascade.width // cell
     ready = max((producer.end for producer in inputs), default=0.0)
-    first = max(ready, sorted(free)[wanted - 1]) + TOLERANCE + CLOSE * (cascade.end - cascade.start)
+    first = max(ready, sorted(free)[wanted - 1]) + TOLERANCE + NEGLIGIBLE * (cascade.end - cascade.start)
     near = {rank // cell for producer in inputs for rank in producer.ranks}
     early = [number for number, moment in enumerate(free) if moment <= first]
     runs = [run for at in range(0, len(free), wanted) if set(run := range(at, at + wanted)) <= set(early)]
@@ -233,7 +233,7 @@ def place_among(
     """The cascade on ranks of the pool, as early as its inputs and ``actual``, when each rank is free, allow."""
     ready = max((producer.end for producer in inputs), default=0.0)
     first = max(ready, *sorted(actual[rank] for rank in pool)[: cascade.width])
-    slack = TOLERANCE + CLOSE * (cascade.end - cascade.start)
+    slack = TOLERANCE + NEGLIGIBLE * (cascade.end - cascade.start)
     early = [rank for rank in pool if actual[rank] <= first + slack]
     ranks = pick(cost.cluster, early, cascade.width, {rank for c in inputs for rank in c.ranks})
     return on(cascade, ranks, inputs, actual, cost)

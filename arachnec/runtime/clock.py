@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import msgspec
 
 from arachnec.runtime.device_runtime import DeviceRuntime, Timer
@@ -30,10 +27,15 @@ class Clock:
         self._marks: list[tuple[str, str, Timer, Timer]] = []
         self._passed = 0
 
-    @contextmanager
-    def measure(self, op: str, target: str) -> Iterator[None]:
-        started = self._runtime.timer()
-        yield
+    def measure(self, op: str, target: str) -> _Measured:
+        """Run inside what is measured; of what raises nothing is noted."""
+        return _Measured(self, op, target)
+
+    def now(self) -> Timer:
+        return self._runtime.timer()
+
+    def note(self, op: str, target: str, started: Timer) -> None:
+        """Something has ended that began at a ``now``."""
         self._marks.append((op, target, started, self._runtime.timer()))
 
     def under_way(self) -> tuple[str, str] | None:
@@ -49,3 +51,15 @@ class Clock:
         self._runtime.synchronize()
         zero = self._zero
         return [Interval(self._rank, op, target, a.since(zero), b.since(zero)) for op, target, a, b in self._marks]
+
+
+class _Measured:
+    def __init__(self, clock: Clock, op: str, target: str) -> None:
+        self._clock, self._op, self._target = clock, op, target
+
+    def __enter__(self) -> None:
+        self._started = self._clock.now()
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is None:
+            self._clock.note(self._op, self._target, self._started)

@@ -54,7 +54,7 @@ class Received:
     work: dist.Work
     buffer: Tensor
     value: Tensor | None = None  # of which it is a part
-    before: Received | None = None  # the part that was posted before
+    before: Received | None = None  # the part that was prefetched before
     _lock: threading.Lock = field(default_factory=threading.Lock)
     _arrived: bool = False
 
@@ -63,7 +63,7 @@ class Received:
         return self._arrived and (self.before is None or self.before.ready)
 
     def wait(self) -> Tensor:
-        """The value, once this and all parts that were posted before it are there."""
+        """The value, once this and all parts that were prefetched before it are there."""
         if self.before is not None:
             self.before.wait()
         with self._lock:
@@ -200,7 +200,7 @@ class Handoffs:
             self._threads.send(value, to, group, self._tags[name], name, self._notes, part)
         )
 
-    def post(self, name: str, spec: TensorSpec, source: int) -> Received:
+    def prefetch(self, name: str, spec: TensorSpec, source: int) -> Received:
         """Start receiving into a buffer of its own, or into that of the value's parts before; does not wait."""
         before = self._parts.get(name)
         value = torch.empty(spec.shape, dtype=spec.dtype) if before is None else before.value

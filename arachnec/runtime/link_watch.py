@@ -55,7 +55,7 @@ class HandoffNotes:
         self._sent.append(Message(cascade, peer, size, time.perf_counter()))
 
     def expects(self, coming: Received) -> None:
-        """A message's receive was posted."""
+        """A message's receive was started."""
         self._coming.append(self._waiting[coming.source].submit(_arrival, coming))
 
     def take(self) -> Notes:

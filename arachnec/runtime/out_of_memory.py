@@ -46,8 +46,15 @@ def explained_memory(
     try:
         yield
     except Exception as error:
-        if not ran_out_of_memory(error):
-            raise
+        raise_explained(error, runtime, module, program, index, where)
+        raise
+
+
+def raise_explained(
+    error: Exception, runtime: DeviceRuntime, module: Module, program: Program, index: int, where: str
+) -> None:
+    """Raises ``UserError`` for an error that says that memory ran out."""
+    if ran_out_of_memory(error):
         raise UserError(_explain(str(error), runtime, module, program, index, where)) from error
 
 

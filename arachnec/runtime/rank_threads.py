@@ -26,6 +26,11 @@ class RankThreads:
         self.handoffs.close()
 
 
+def spare_cores() -> int:
+    """Cores of this rank beside the one that trains."""
+    return max(0, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1)
+
+
 def loaders() -> int:
     """Threads that load clips: of this rank's cores all but one, and one where it has no more."""
-    return min(MOST_LOADERS, max(1, usable_cores() // int(os.environ.get("LOCAL_WORLD_SIZE", "1")) - 1))
+    return min(MOST_LOADERS, max(1, spare_cores()))

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 
+from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.launch.progress import Place, Position
@@ -104,7 +105,7 @@ class StepProgress:
         op, target = under_way
         instructions = self._program(self._rank).instructions
         if op == "reduce":  # what takes time is to wait for it, before the step
-            index = next((i for i, step in enumerate(instructions) if step.op in ("norm", "step")), None)
+            index = next((i for i, step in enumerate(instructions) if step.op in READS_GRADIENTS), None)
         elif op == "wait":
             readers = {cascade.name for cascade in self._module.cascades if target in cascade.inputs}
             index = next((i for i, s in enumerate(instructions) if s.op in COMPUTES and s.target in readers), None)
@@ -133,7 +134,7 @@ class StepProgress:
                     waits.append((sender, self._place(sender, "send", receive.target, rank) + 1))
         if own.op in COMPUTES:
             waits += [wait for gather in before if gather.op == "gather" for wait in self._of_group(rank, gather, 1)]
-        if own.op in ("norm", "step"):
+        if own.op in READS_GRADIENTS:
             waits += [wait for reduce in before if reduce.op == "reduce" for wait in self._of_group(rank, reduce, 1)]
         if own.op == "free":
             sends = [step for step in before if step.op == "send"]

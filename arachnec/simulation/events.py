@@ -21,16 +21,14 @@ from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 
 from arachnec.analysis.execution_model import HOST_HANDOFFS
-from arachnec.analysis.receive_prefetch import posted_receives
-from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
+from arachnec.analysis.receive_prefetch import prefetched_receives
+from arachnec.analysis.uses import COMPUTE, READS_GRADIENTS, Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity
 from arachnec.ir.sampling import arrivals
 from arachnec.ir.values import Quantity
 from arachnec.simulation.network import Activity, Network, Work
 from arachnec.simulation.updated_layers import UpdatedLayers
 from arachnec.simulation.work import Works
-
-COMPUTE = ("encode", "forward", "backward", "weight", "denoise", "decode")
 
 
 @dataclass(frozen=True)
@@ -135,9 +133,9 @@ class Engine:
         self._values = values
         self._works = Works(values.module, cluster)
         self._network = Network(self._works.cores)
-        posted = posted_receives(values, HOST_HANDOFFS, cluster.memory)
+        prefetched = prefetched_receives(values, HOST_HANDOFFS, cluster.memory)
         self._ranks = {
-            p.rank: _Rank(p.rank, p.instructions, list(posted[p.rank]), overlapped=overlapped_reduces(p))
+            p.rank: _Rank(p.rank, p.instructions, list(prefetched[p.rank]), overlapped=overlapped_reduces(p))
             for p in values.module.programs
         }
         self._arrivals = arrivals(values.module.clips, values.module.cascades)
@@ -187,7 +185,7 @@ class Engine:
                 self._start_handoff(rank.rank, instruction.peers[0], instruction, now, send=True)
             elif instruction.op in ("gather", "reduce"):
                 self._start_reduce(rank, rank.at, now)
-            elif instruction.op in ("norm", "step") and rank.reducing:
+            elif instruction.op in READS_GRADIENTS and rank.reducing:
                 rank.stopped = now if rank.stopped is None else rank.stopped
                 return
             elif self._arrivals.get(instruction.target, 0.0) > now and instruction.op in COMPUTE:

@@ -25,6 +25,8 @@ from arachnec.solver.problem import Problem, Schedule
 TRIES = 1000
 # Of the mean area of a job, the temperature at which the longest runs begin: hotter ones forget where they started.
 HOT = 0.2
+# Kinds of runs; each shorter one has so many times fewer tries, and is as much cooler.
+KINDS, COOLER = 3, 4.0
 
 Undo = list[tuple[bool, int, int]]  # whether it moved; the job; its pick or position before
 
@@ -32,10 +34,8 @@ Undo = list[tuple[bool, int, int]]  # whether it moved; the job; its pick or pos
 class Cooling:
     """One run of annealing; ``best`` is the shortest schedule seen and ``least`` its makespan."""
 
-    def __init__(
-        self, problem: Problem, start: Schedule, bound: int, rng: random.Random, part: float, hot: float
-    ) -> None:
-        self.problem, self.bound, self.rng, self.part, self.hot = problem, bound, rng, part, hot
+    def __init__(self, problem: Problem, start: Schedule, bound: int, rng: random.Random, hot: float) -> None:
+        self.problem, self.bound, self.rng, self.hot = problem, bound, rng, hot
         self.best, self.least = start, start.makespan(problem)
         self.decoder = Decoder(problem, start.picks, start_order(start))
         self.moldable = [j for j, job in enumerate(problem.jobs) if len(job.choices) > 1]
@@ -72,7 +72,7 @@ class Cooling:
         return self.best
 
     def _aim(self) -> None:
-        self.decoder.aim(min(int(self.bound + (self.least - self.bound) * self.part), self.least - 1))
+        self.decoder.aim(min((self.bound + self.least) // 2, self.least - 1))
 
     def _keep_if_shortest(self) -> None:
         if self.decoder.now.last < self.least:
@@ -133,7 +133,6 @@ def anneal(
     used: Callable[[int], float],
     *,
     bound: int | None = None,
-    part: float = 0.5,
     hot: float = HOT,
 ) -> Schedule:
     """The shortest schedule seen in one cooling; ``used(tries)`` is the part of the effort that is spent, 1 at the end.
@@ -142,7 +141,7 @@ def anneal(
     """
     if not problem.jobs or used(0) >= 1:
         return start
-    return Cooling(problem, start, lower_bound(problem) if bound is None else bound, rng, part, hot).run(used)
+    return Cooling(problem, start, lower_bound(problem) if bound is None else bound, rng, hot).run(used)
 
 
 def neighbour(

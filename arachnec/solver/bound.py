@@ -19,7 +19,7 @@ from arachnec.solver.chain_bound import chain_bound
 from arachnec.solver.problem import Problem
 
 # Of a time, by which it may be longer as if it were not: horizons begin there, a placement is as long as scheduled, a
-# grid of the family of process groups as fast as any.
+# cascade as early on other ranks, a grid of the family of process groups as fast as any.
 NEGLIGIBLE = 1e-3
 
 
@@ -67,7 +67,7 @@ class _Possible:
         most = max(map(len, rows))
         largest = sum(len(jobs) * row[0].ticks * row[-1].degree for row, jobs in zip(rows, kinds.values(), strict=True))
         # numbers of any size where 64 bits are too few
-        number = np.int64 if 4 * max(largest, problem.gpus) < np.iinfo(np.int64).max else object
+        number = np.int64 if max(largest, problem.gpus) < 1 << 61 else object
         # a kind with fewer choices repeats its last
         padded = [(*row, *(row[-1:] * (most - len(row)))) for row in rows]
         self.degree = np.array([[choice.degree for choice in row] for row in padded], dtype=number)

@@ -14,6 +14,8 @@ from arachnec.solver.problem import Effort
 # An operation is a job of a list schedule, decoded in 0.7 to 2 us of Python; or a step by Z3's own count, of which it
 # does about a thousand per ms on hard pseudo-Boolean questions, more on easy ones.
 OPERATIONS_PER_MS = 1000
+# Times what decoding takes, of a list schedule: it fills gaps.
+LISTED = 2
 # ms of list schedules and layouts, or of a bound, that there is time for whatever the budget: 100 list schedules of 100
 # jobs.
 GRACE = 20.0

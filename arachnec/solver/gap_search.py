@@ -28,6 +28,11 @@ from arachnec.solver.z3_assignment import Assignment, Conflict
 from arachnec.solver.z3_question import Answer
 from arachnec.solver.z3_schedule import StartTimes
 
+# Of what is left with one core, that a question from the bound may take.
+BELOW = 0.2
+# Of the gap, from the bound upwards: a question put off is asked again there, and of two at once the second is there.
+NEAR = 0.25
+
 Inquiry = Assignment | StartTimes
 
 
@@ -106,7 +111,7 @@ class GapSearch:
         self.by_sets = by_sets(problem)
         self.conflicts: list[Conflict] = []
         self.put_off = self.high  # the least horizon at which a question took too long
-        self.limit = 2 * question_ms(variables(problem))
+        self.limit = question_ms(variables(problem))
         self.number, self.alone = 0, False
         self.lock = threading.Lock()
         self.idle: dict[bool, StartTimes] = {}  # one for questions from above, one for the others
@@ -156,7 +161,7 @@ class GapSearch:
 
     def _limit(self, clock: Clock) -> float:
         """ms of a question that is not from above; with one core the next one has four times that or more."""
-        return min(self.limit, clock.left() / 5) if self.alone else self.limit
+        return min(self.limit, BELOW * clock.left()) if self.alone else self.limit
 
     def _inquiry(self, above: bool, seed: int) -> Inquiry:
         if self.by_sets:
@@ -167,14 +172,14 @@ class GapSearch:
         """Where to ask next; None where bound and makespan have met."""
         if self.low >= self.high:
             return None
-        if self.put_off <= self.low + (self.high - self.low) // 4:
+        if self.put_off <= self.low + NEAR * (self.high - self.low):
             self.put_off, self.limit = self.high, 2 * self.limit
         running = {asked.horizon for asked in self.asked.values()}
         if self._from_above() and self.high - 1 not in running:
             return Asked(self.high - 1, from_above=True)
         room = self.put_off - self.low
         horizon = self.low + room // 2
-        return Asked(horizon if horizon not in running else self.low + room // 4)
+        return Asked(horizon if horizon not in running else self.low + int(NEAR * room))
 
     def _from_above(self) -> bool:
         """Every other question of one thread, one of the two at once."""

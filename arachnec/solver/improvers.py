@@ -3,48 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from arachnec.solver.annealing import HOT, TRIES, anneal
+from arachnec.solver.annealing import COOLER, HOT, KINDS, TRIES, anneal
 from arachnec.solver.block_packing import Options, Packing, Placed, realize
-from arachnec.solver.budget import OPERATIONS_PER_MS, Clock, question_ms
+from arachnec.solver.budget import LISTED, OPERATIONS_PER_MS, Clock, question_ms
 from arachnec.solver.decoder import reversed_problem, reversed_schedule
-from arachnec.solver.large_neighbourhood import STALL, TRY_MS, LargeNeighbourhood
-from arachnec.solver.portfolio import HOPE, SHARE, Improvement, Improver, Incumbent
+from arachnec.solver.large_neighbourhood import LEAST_MS, LargeNeighbourhood
+from arachnec.solver.portfolio import HOPE, TRUST, Improvement, Improver, Incumbent
 from arachnec.solver.problem import Problem, Schedule
 
 if TYPE_CHECKING:
     from arachnec.solver.gap_search import GapSearch
-
-
-@dataclass
-class Candidates:
-    """Schedules that somebody makes one after another, each in about ``ms``."""
-
-    name: str
-    schedules: Iterator[Schedule]
-    ms: float
-    hope: float = HOPE
-    proves: bool = False
-    exhausted: bool = False
-
-    def slice(self, incumbent: Incumbent) -> float | None:
-        return None if self.exhausted else self.ms + (incumbent.confirming if incumbent.objectives else 0.0)
-
-    def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
-        """As many as can be confirmed by then, too."""
-        tried: list[Schedule] = []
-        confirming = incumbent.confirming if incumbent.objectives else 0.0
-        while not tried or clock.left() > confirming * (len(tried) + 1):
-            schedule = next(self.schedules, None)
-            clock.count_ms(self.ms)
-            if schedule is None:
-                self.exhausted = True
-                break
-            tried.append(schedule)
-        return Improvement(tuple(sorted(dict.fromkeys(tried), key=lambda one: one.makespan(incumbent.problem))))
 
 
 @dataclass
@@ -60,7 +32,7 @@ class Annealing:
     hope: float = HOPE
     proves: bool = False
     turn: int = 0
-    warmth: int = 0  # of the longest runs so far: 2 is as hot as it gets
+    warmth: int = 0  # of the longest runs so far
     backwards: Problem = field(init=False)
 
     def __post_init__(self) -> None:
@@ -68,7 +40,7 @@ class Annealing:
 
     def slice(self, incumbent: Incumbent) -> float | None:
         """What would be the next two kinds shorter, and no less than large neighbourhoods."""
-        return max(self._run_ms(-2), STALL * TRY_MS) if self.problem.jobs else None
+        return max(self._run_ms(-2), LEAST_MS) if self.problem.jobs else None
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         best = incumbent.shortest
@@ -76,12 +48,12 @@ class Annealing:
             warmth = max((w for w in range(self.warmth + 1) if self._run_ms(w) <= clock.left()), default=0)
             before, best = best, self._cooled(best, incumbent.bound, warmth, clock, rng)
             if best.makespan(self.problem) >= before.makespan(self.problem) and warmth == self.warmth:
-                self.warmth = min(2, warmth + 1)
+                self.warmth = min(KINDS - 1, warmth + 1)
             self.turn += 1
         return Improvement((best,))
 
     def _tries(self, warmth: int) -> int:
-        return int(TRIES * len(self.problem.jobs) / 4.0 ** (2 - warmth))
+        return int(TRIES * len(self.problem.jobs) / COOLER ** (KINDS - 1 - warmth))
 
     def _run_ms(self, warmth: int) -> float:
         """A try decodes half of the jobs."""
@@ -97,11 +69,11 @@ class Annealing:
             counted = tries
             return max(tries / most, (clock.spent() - begin) / whole)
 
-        part, hot = rng.uniform(0.5, 1.0) if warmth else 0.5, HOT / 4 ** (2 - warmth)
+        hot = HOT / COOLER ** (KINDS - 1 - warmth)
         if self.turn % 2 == 0:
-            return anneal(self.problem, start, rng, used, bound=bound, part=part, hot=hot)
+            return anneal(self.problem, start, rng, used, bound=bound, hot=hot)
         mirrored = reversed_schedule(self.problem, start)
-        shorter = anneal(self.backwards, mirrored, rng, used, bound=bound, part=part, hot=hot)
+        shorter = anneal(self.backwards, mirrored, rng, used, bound=bound, hot=hot)
         return reversed_schedule(self.backwards, shorter)
 
 
@@ -113,14 +85,14 @@ class LargeNeighbourhoods:
     options: Options
     packing: Packing
     name: str = "large neighbourhoods"
-    hope: float = SHARE
+    hope: float = TRUST
     proves: bool = False
     search: LargeNeighbourhood | None = None
 
     def slice(self, incumbent: Incumbent) -> float | None:
         if self.search is not None and self.search.reached <= incumbent.bound:
             return None
-        return STALL * TRY_MS
+        return LEAST_MS
 
     def improve(self, incumbent: Incumbent, clock: Clock, rng: random.Random) -> Improvement:
         problem = self.problem
@@ -134,7 +106,7 @@ class LargeNeighbourhoods:
         while self.search.run(clock):
             if chained:
                 schedule = realize(problem, self.search.packing())
-                clock.count_ms(decoding_ms(problem, 2))
+                clock.count_ms(decoding_ms(problem, LISTED))
                 if best is None or schedule.makespan(problem) < best.makespan(problem):
                     best = schedule
         last = realize(problem, self.search.packing())
@@ -160,7 +132,7 @@ class Prover:
 
     problem: Problem
     name: str = "z3 gap search"
-    hope: float = SHARE
+    hope: float = TRUST
     proves: bool = True
     search: GapSearch | None = None
 

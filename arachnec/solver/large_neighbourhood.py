@@ -1,9 +1,10 @@
 """Large-neighbourhood search on a packing: a few blocks are emptied and packed anew, again and again.
 
-The horizon is set a little below what is reached. A try takes a block that reaches above it and some others, lifts the
-jobs that lie inside them, and packs those by best fit in a perturbed order, some of them wider than they need be. The
-result stays if less reaches above the horizon than before, or as much and no more area is used. Where many tries in
-turn fail, Z3 is asked whether the jobs of two blocks fit below the horizon (``solver.z3_packing``).
+The horizon is half-way between the bound and what is reached. A try takes a block that reaches above it and some
+others, lifts the jobs that lie inside them, and packs those by best fit in a perturbed order. The result stays if less
+reaches above the horizon than before, or as much and no more area is used. Where many tries in turn fail, the horizon
+comes half as near to what is reached, and Z3 is asked whether the jobs of two blocks fit below it
+(``solver.z3_packing``).
 """
 
 from __future__ import annotations
@@ -13,20 +14,19 @@ from collections.abc import Callable, Sequence
 
 from arachnec.solver.block_packing import Options, Packing, Placed, fit, frugal, hold
 from arachnec.solver.budget import Clock, question_ms
-from arachnec.solver.portfolio import SHARE
 from arachnec.solver.problem import Problem
 
-# A try with as many GPUs and jobs as ``WINDOW`` says takes about that.
-TRY_MS = 0.15
-# Tries in a row without progress, after which the horizon comes nearer or Z3 is asked.
+# Of a GPU and of a job in a try.
+TRY_MS = 0.0047
+# Tries in a row without progress, after which the horizon comes nearer and Z3 is asked.
 STALL = 150
 # Of a job's length, by which its place in the order may change, at most.
 PERTURBED = 0.6
 # Blocks that are looked at, and that are packed anew, at most; two where these would have more GPUs than that: larger
 # windows cost more than they gain.
 BLOCKS, WINDOW = 4, 32
-# Of the gap, that the horizon leaves at most: all but a share of a share.
-FAR = 1 - SHARE * SHARE
+# ms of as many tries in windows of that size: less says nothing.
+LEAST_MS = STALL * TRY_MS * WINDOW
 
 Ask = Callable[[Sequence[int], Sequence[int], int, int, float, Clock], "Sequence[Placed] | None"]
 
@@ -56,7 +56,7 @@ class LargeNeighbourhood:
         widths = problem.widths[1:] if problem.widths is not None else doubling
         self.widths = [width for width in widths if width <= min(widest, problem.gpus)] or [1]
         self.failed = 0
-        self.part = 0.5  # of the gap that the horizon leaves
+        self.halvings = 1  # of the gap, to where the horizon is
         self._aim()
 
     def packing(self) -> Packing:
@@ -72,20 +72,19 @@ class LargeNeighbourhood:
                 self.failed += 1
             if self.failed > STALL:
                 self.failed = 0
-                if self.part < FAR:
-                    self.part += (1 - self.part) * SHARE
-                    self._aim()
-                elif self.ask is not None:
+                self.halvings += 1
+                self._aim()
+                if self.ask is not None:
                     self._question(clock)
             if not self.over:
-                self.part = max(SHARE, self.part * FAR)
+                self.halvings = 1
                 self._aim()
                 return True
         return False
 
     def _aim(self) -> None:
         self.reached = max(self.load, default=0)
-        self.horizon = min(int(self.bound + (self.reached - self.bound) * self.part), self.reached - 1)
+        self.horizon = self.reached - max(1, (self.reached - self.bound) >> self.halvings)
         self.over = [gpu for gpu, ticks in enumerate(self.load) if ticks > self.horizon]
 
     def _try(self, clock: Clock) -> bool:
@@ -97,17 +96,13 @@ class LargeNeighbourhood:
             return False
         before = [self.load[gpu] for gpu in window]
         lifted, base = self._lift(window, width, before)
-        clock.count_ms(TRY_MS * (len(window) + len(lifted)) / WINDOW)
+        clock.count_ms(TRY_MS * (len(window) + len(lifted)))
         excess = sum(ticks - self.horizon for ticks in before if ticks > self.horizon)
         area = sum(placed.option.width * placed.option.ticks for placed in lifted)
-        noise = PERTURBED * rng.random() ** 2
-        widen = noise * SHARE
+        noise = PERTURBED * rng.random()
         wished = []
         for placed in lifted:
-            options = self.options[placed.job]
-            option = frugal(options, self.horizon - self.problem.heads[placed.job], width)
-            if rng.random() < widen:
-                option = next((o for o in options if option.width < o.width <= width), option)
+            option = frugal(self.options[placed.job], self.horizon - self.problem.heads[placed.job], width)
             wished.append((option.ticks * (1 - noise * rng.random()), placed.job, option))
         wished.sort(key=lambda row: (-row[0], row[1]))
         load = list(base)
@@ -165,7 +160,7 @@ class LargeNeighbourhood:
                 continue
             lifted, base = self._lift(window, width, [self.load[gpu] for gpu in window])
             places = sum(2 * width // option.width for placed in lifted for option in self.options[placed.job])
-            ms = 2 * question_ms(places)
+            ms = question_ms(places)
             if ms <= clock.left():
                 packed = self.ask([placed.job for placed in lifted], base, self.horizon, width, ms, clock)
                 if packed is not None:

@@ -18,12 +18,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import TypeAlias
 
 from arachnec.solver.bound import horizons
 
 HALVINGS = 6  # of the interval between a horizon that is too short and one that is not
+PARTS = (1.0, 1 / 2, 1 / 4, 1 / 8)  # of a horizon, that no chain takes longer than, if it can
+WORTH = (1.0, 0.9, 0.0)  # of a chain's work with one width, above which it is not given two
 
 
 @dataclass(frozen=True)
@@ -80,10 +82,22 @@ class Chain:
     runs: tuple[Run, ...]
     release: int = 0
 
+    def __hash__(self) -> int:
+        return self._hash  # of hundreds of rates, and chains are looked up by kind
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.runs, self.release))
+
     @cached_property
     def shortest(self) -> int:
         """Ticks from its release at the fastest rates."""
         return sum(run.steps * run.rates[-1].ticks for run in self.runs)
+
+    @cached_property
+    def narrowest(self) -> int:
+        """GPUs without which some run has no rate."""
+        return max((run.rates[0].degree for run in self.runs), default=1)
 
     @cached_property
     def frontier(self) -> tuple[tuple[float, float], ...]:
@@ -165,7 +179,7 @@ class Piece:
 def wrapped(chains: Sequence[Chain], gpus: int, widths: Sequence[int], bound: int) -> list[Piece] | None:
     """The shortest wrap-around schedule over rising horizons from the bound on; None where none is found.
 
-    Every chain has one width of ``widths``, ascending, each a divisor of the next. No chain may have a release.
+    Widths are of ``widths``, ascending, each a divisor of the next. No chain may have a release.
     """
     below = bound
     for horizon in map(int, horizons(bound)):
@@ -182,28 +196,96 @@ def wrapped(chains: Sequence[Chain], gpus: int, widths: Sequence[int], bound: in
 
 
 def wrapped_within(chains: Sequence[Chain], gpus: int, widths: Sequence[int], horizon: int) -> list[Piece] | None:
-    """A wrap-around schedule that ends by the horizon; None where the widths and blocks do not allow it."""
-    by_width: dict[int, list[int]] = {}
-    total = 0
-    for number, chain in enumerate(chains):
-        able = [(chain.ticks_at(width) * width, width) for width in widths if chain.ticks_at(width) <= horizon]
-        if not able:
-            return None
-        area, width = min(able)
-        total += area
-        by_width.setdefault(width, []).append(number)
-    if total > gpus * horizon:
+    """A wrap-around schedule that ends by the horizon; None where the widths and blocks do not allow it.
+
+    Chains have the width of their least area. Where that leaves gaps that are wide and short, they are wider, so that
+    none takes more than a part of the horizon, if it can.
+    """
+    for part, worth in product(PARTS, WORTH):
+        ways = {chain: _way(chain, widths, horizon, part, worth) for chain in set(chains)}
+        known = [way for way in map(ways.get, chains) if way is not None]
+        if len(known) < len(chains) or sum(way.area for way in known) > gpus * horizon:
+            continue
+        for tightest in (True, False):
+            pieces = _in_blocks(chains, known, gpus, horizon, tightest)
+            if pieces is not None:
+                return pieces
+    return None
+
+
+@dataclass(frozen=True)
+class _Way:
+    """The first ``cut`` steps of a chain on ``width`` GPUs, and the others, if any, on the first ``narrow`` of them."""
+
+    area: int
+    width: int
+    cut: int | None = None
+    narrow: int = 0
+
+
+def _way(chain: Chain, widths: Sequence[int], horizon: int, part: float, worth: float) -> _Way | None:
+    """The way of least area that ends within a part of the horizon; where none does, within all of it."""
+    wide = [width for width in widths if width >= chain.narrowest]
+    able = [(chain.ticks_at(width) * width, width) for width in wide if chain.ticks_at(width) <= horizon]
+    if not able:
         return None
+    short = [(area, width) for area, width in able if area <= horizon * part * width]
+    if short:
+        return _Way(*min(short))
+    ways = [_Way(*min(able))]
+    least = wide.index(min(width for _, width in able))
+    if least > 0:
+        mixed = _two_widths(chain, wide[least], wide[least - 1], horizon)
+        ways += [mixed] if mixed.area <= worth * ways[0].area else []
+    return ways[-1]
+
+
+def _two_widths(chain: Chain, wide: int, narrow: int, horizon: int) -> _Way:
+    """As few steps as possible on the wide block."""
+    late = chain.ticks_at(narrow) - horizon
+    cut = area = 0
+    for run in chain.runs:
+        slow, fast = run.at(narrow).ticks, run.at(wide).ticks
+        steps = min(run.steps, -(-late // (slow - fast))) if late > 0 and slow > fast else 0
+        steps = run.steps if late > 0 and steps == 0 else steps
+        late -= steps * (slow - fast)
+        cut += steps
+        area += steps * fast * wide + (run.steps - steps) * slow * narrow
+    return _Way(area, wide, cut, narrow)
+
+
+def _in_blocks(
+    chains: Sequence[Chain], ways: Sequence[_Way], gpus: int, horizon: int, tightest: bool
+) -> list[Piece] | None:
+    """The widest first; of one width first those that go on with fewer GPUs, then the longest."""
     free = [_Free(0, gpus, 0, horizon)]
     pieces: list[Piece] = []
-    for width in sorted(by_width, reverse=True):
+    for width in sorted({way.width for way in ways}, reverse=True):
         free = [part for space in free for part in space.parts(width)]
-        for number in sorted(by_width[width], key=lambda n: -chains[n].ticks_at(width)):
-            placed = _place(number, chains[number], width, free)
+        here = [number for number, way in enumerate(ways) if way.width == width]
+        for number in sorted(here, key=lambda n: (ways[n].cut is None, -chains[n].ticks_at(width))):
+            way = ways[number]
+            placed = (
+                _place(number, chains[number], width, free, tightest)
+                if way.cut is None
+                else _shrunk(number, chains[number], way, free)
+            )
             if placed is None:
                 return None
             pieces += placed
     return pieces
+
+
+def _shrunk(number: int, chain: Chain, way: _Way, free: list[_Free]) -> list[Piece] | None:
+    """The chain in an empty block, of which all but the first GPUs are free again behind its wide steps."""
+    space = next((space for space in free if space.width == way.width and space.start == 0), None)
+    if space is None:
+        return None
+    pieces = _take(number, chain, way.width, space, 0, way.cut)
+    free.remove(space)
+    kept, *others = space.parts(way.narrow)
+    free += [kept, *others]
+    return pieces + _take(number, chain, way.narrow, kept, way.cut or 0, None)
 
 
 @dataclass
@@ -227,14 +309,15 @@ class _Free:
             yield _Free(self.first + self.width - rest, rest, self.start, self.end)
 
 
-def _place(number: int, chain: Chain, width: int, free: list[_Free]) -> list[Piece] | None:
-    """A chain in the fullest block that holds it, or its end at the end of one block and its beginning in another."""
+def _place(number: int, chain: Chain, width: int, free: list[_Free], tightest: bool) -> list[Piece] | None:
+    """A chain in a begun block that holds it, or its end at the end of one and its beginning in another, or in an empty
+    one. The ``tightest`` begun blocks first, or the roomiest."""
     blocks = [space for space in free if space.width == width and space.start < space.end]
     needed = chain.ticks_at(width)
     blocks.sort(key=lambda space: (space.start - space.end, space.first))
     whole = [space for space in blocks if space.end - space.start >= needed]
     started = [space for space in blocks if space.start > 0]
-    for tail in sorted(started, key=lambda space: (space.end - space.start, space.first)):
+    for tail in sorted(started, key=lambda space: (space.end - space.start, space.first), reverse=not tightest):
         if tail.end - tail.start >= needed:
             return _take(number, chain, width, tail, 0, None)
         cut, ticks = _last_steps(chain, width, tail.end - tail.start)

@@ -7,14 +7,14 @@ is dear: an ``Objective`` may place it, another simulate it. Each is at least wh
 that does not fit what is left, it is not called. That takes the place of limits on sizes.
 
 *Selection.* Gain is the part of the gap, between what is reached and what nothing can be shorter than, that a call has
-closed; a prover closes it from below. Of a wide gap, most of which is the bound's, a ``CLOSE`` part is taken. The
-improver with the most gain for its effort so far is called, older calls counting half as much as the next, and a
-``hope`` for what its next slice may bring: so whoever was not called yet comes by its smallest slice, and those who
-gain nothing share the effort. It gets the time for which its gain keeps it ahead of the next best though it gained
-nothing more. Without any gain its next slice is twice as long, and its hope half as large;
-a prover keeps its hope, and its slices always double: some questions that a slice cuts off begin anew in the next.
+closed; a prover closes it from below. The
+improver with the most gain for its effort so far is called, with a ``hope`` for what its next slice may bring. So
+whoever was not called yet comes by its smallest slice, and those who gain nothing share the effort. It gets the time
+for which its gain keeps it ahead of the next best though it gained nothing more. Without any gain its next slice is
+twice as long, and its hope half as large. A prover keeps its hope, and its slices always double: some questions that a
+slice cuts off begin anew in the next.
 
-*The prover's floor.* The last ``SHARE`` of the effort is its own, whatever the others gain: a proof is of one schedule,
+*The prover's floor.* The last ``FLOOR`` of the effort is its own, whatever the others gain: a proof is of one schedule,
 and the best is known last.
 """
 
@@ -28,15 +28,12 @@ from typing import Protocol
 from arachnec.solver.budget import Clock
 from arachnec.solver.problem import TICKS, Problem, Schedule
 
-# A small part: of the gap, that the next slice of any improver is trusted to close; of the effort, that one search of a
-# baseline may take.
+# Of the gap, that the next slice of an improver is trusted to close.
 HOPE = 0.05
-# A large part: of the gap, that improvers that can close all of it are trusted to close; of the effort, that a prover
-# may claim whatever the others gain, and that judging one schedule may take.
-SHARE = 0.3
-# Of a time: what is longer by less is close. A wider gap is mostly the bound's, and says nothing about what is left to
-# gain.
-CLOSE = 0.01
+# The same of improvers that can close all of it.
+TRUST = 0.3
+# Of the effort, the last part, that is a prover's whatever the others gain.
+FLOOR = 0.3
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ class Improver(Protocol):
 
 @dataclass
 class Record:
-    """What an improver has gained and spent, older calls counting less. In ms."""
+    """What an improver has gained, in parts of the gap, and spent, in ms."""
 
     improver: Improver
     gained: float = 0.0
@@ -164,7 +161,7 @@ class Record:
         return self.gained + self.improver.hope / (1.0 if self.improver.proves else self.longer)
 
     def called(self, gain: float, effort: float) -> None:
-        self.gained, self.spent = self.gained / 2 + gain, self.spent / 2 + effort
+        self.gained, self.spent = self.gained + gain, self.spent + effort
         self.longer = 1.0 if gain > 0 and not self.improver.proves else 2 * self.longer
 
 
@@ -176,13 +173,13 @@ def run(improvers: Sequence[Improver], incumbent: Incumbent, clock: Clock, rng: 
         if chosen is None:
             break
         record, ms = chosen
-        gap, reach, before = incumbent.gap, incumbent.reach, clock.spent()
+        gap, before = incumbent.gap, clock.spent()
         improvement = record.improver.improve(incumbent, clock.slice(ms), rng)
         for schedule in improvement.schedules:
             incumbent.offer(schedule, clock)
         incumbent.bound = max(incumbent.bound, improvement.bound)
         clock.count(1)  # so that whoever counts nothing comes to an end, too
-        record.called(min(1.0, (gap - incumbent.gap) / min(gap, CLOSE * reach)) if gap else 0.0, clock.spent() - before)
+        record.called((gap - incumbent.gap) / gap if gap else 0.0, clock.spent() - before)
     return records
 
 
@@ -200,7 +197,7 @@ def choose(records: Sequence[Record], incumbent: Incumbent, clock: Clock) -> tup
     due = left
     for record in able:
         if record.improver.proves:
-            due = left - SHARE * (clock.spent() + left)
+            due = left - FLOOR * (clock.spent() + left)
             if due <= 0:
                 return record, left
     first, *others = sorted(able, key=lambda record: -record.promise)

@@ -9,7 +9,7 @@ from itertools import islice
 
 from arachnec.solver.block_packing import Options, Packing, options_of, packings, realize
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.budget import GRACE, Clock
+from arachnec.solver.budget import GRACE, LISTED, Clock
 from arachnec.solver.decoder import justified, left_shifted
 from arachnec.solver.improvers import Annealing, LargeNeighbourhoods, Prover, decoding_ms
 from arachnec.solver.list_schedule import list_schedules
@@ -60,7 +60,7 @@ class First:
     @staticmethod
     def listed(problem: Problem, best: Schedule, bound: int, ms: float) -> First:
         """A schedule that was there after so many ms, or a better list schedule, where those take no time."""
-        within = int(GRACE / (decoding_ms(problem, 2) + 1e-6))
+        within = int(GRACE / (decoding_ms(problem, LISTED) + 1e-6))
         tried = [best, *islice(_heuristics(problem, bound), within)]
         best = min(tried, key=lambda schedule: schedule.makespan(problem))
         if within:

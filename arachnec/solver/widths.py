@@ -13,6 +13,9 @@ from dataclasses import dataclass
 
 from arachnec.solver.problem import Job, Problem, Schedule
 
+# By which a width may be the next one's part: what numbers of heads and of GPUs are made of.
+FACTORS = (2, 3, 5, 7)
+
 
 @dataclass(frozen=True)
 class Nested:
@@ -88,7 +91,7 @@ def chains(node: int, gpus: int) -> Iterator[tuple[int, ...]]:
 
     def longer(widths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
         last = widths[-1]
-        following = [last * factor for factor in (2, 3, 5, 7) if last < node or last * factor <= gpus]
+        following = [last * factor for factor in FACTORS if last < node or last * factor <= gpus]
         if last < node:
             following = [width for width in following if node % width == 0] or [node]
         following = [width for width in following if width <= gpus]

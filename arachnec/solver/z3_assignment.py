@@ -127,7 +127,6 @@ def _starts(
     """
     question = Question()
     solver = question.begin(asked.left(), 0)
-    solver.set("core.minimize", True)
     start = [z3.Int(f"start_{job}", solver.ctx) for job in range(len(rows))]
     for job, row in enumerate(rows):
         solver.add(start[job] >= 0, start[job] <= horizon - row.choice.ticks)
@@ -139,13 +138,13 @@ def _starts(
             first = start[a] + rows[a].choice.ticks <= start[b]
             solver.add(z3.Or(z3.Not(meet), first, start[b] + rows[b].choice.ticks <= start[a]))
     answer = question.check(solver, *(meet for meet, _ in meeting.values()))
-    asked.steps += question.steps
     if answer is Answer.POSSIBLE:
+        asked.steps += question.steps
         model = solver.model()
         return [model.eval(moment, model_completion=True).as_long() for moment in start], []
-    if answer is Answer.IMPOSSIBLE:
-        return None, [meeting[str(meet)][1] for meet in solver.unsat_core()]
-    return None, None
+    core = question.core(solver, question.steps) if answer is Answer.IMPOSSIBLE else None
+    asked.steps += question.steps
+    return None, None if core is None else [meeting[str(meet)][1] for meet in core]
 
 
 class _Matrix:

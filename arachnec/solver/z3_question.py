@@ -56,15 +56,16 @@ class Question:
         wall = None if self._until is None else max(1, int((self._until - time.perf_counter()) * 1e3))
         return Effort(steps, wall)
 
-    def check(self, solver: z3.Solver, *assumptions: z3.BoolRef) -> Answer:
-        """The answer within what is left of the effort."""
+    def check(self, solver: z3.Solver, *assumptions: z3.BoolRef, steps: int = 0) -> Answer:
+        """The answer within what is left of the effort; where ``steps`` are given, within so many."""
         if self.late():
             return Answer.UNKNOWN
         before = _counted(solver)
         if self._most is not None:
             if self.steps >= self._most:
                 return Answer.UNKNOWN
-            solver.set("rlimit", self._most - self.steps)
+            steps = min(steps or self._most, self._most - self.steps)
+        solver.set("rlimit", steps)  # 0 is no limit
         if self._until is not None:
             solver.set("timeout", max(1, int((self._until - time.perf_counter()) * 1e3)))
         answer = solver.check(*assumptions)
@@ -72,6 +73,19 @@ class Question:
         if answer == z3.sat:
             return Answer.POSSIBLE
         return Answer.IMPOSSIBLE if answer == z3.unsat else Answer.UNKNOWN
+
+    def core(self, solver: z3.Solver, steps: int) -> list[z3.BoolRef]:
+        """Of the assumptions just refused some that are refused alone; none of them can be spared, as far as was seen.
+
+        One after the other is left out, each for ``steps``. Z3's own ``core.minimize`` knows no limit: it went on for
+        six seconds after a check of one.
+        """
+        core = list(solver.unsat_core())
+        for assumption in list(core):
+            fewer = [other for other in core if not other.eq(assumption)]
+            if len(fewer) < len(core) and self.check(solver, *fewer, steps=steps) is Answer.IMPOSSIBLE:
+                core = list(solver.unsat_core())
+        return core
 
     def answered(self, ask: Callable[[], tuple[Answer, T | None]]) -> tuple[Answer, T | None]:
         """What ``ask`` answers; unknown where this was stopped, be it while constraints are made or a model is read."""

@@ -111,9 +111,10 @@ def _table() -> dict[Any, Rule]:
         as_other: "type_as",
         dropout: "dropout feature_dropout alpha_dropout",
         norm: "layer_norm rms_norm",
-        reduction: "sum mean amax amin max min var std prod any all logsumexp linalg_vector_norm argmax argmin norm",
-        along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin diff sort topk glu "
-        "repeat_interleave",
+        reduction: "sum mean amax amin max min var std prod any all logsumexp linalg_vector_norm argmax argmin norm "
+        "var_mean median kthvalue aminmax count_nonzero",
+        along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp "
+        "diff sort argsort topk glu repeat_interleave",
         factory: "new_zeros new_ones new_empty new_full",
         attention.attention: "scaled_dot_product_attention",
         attention.matmul: "matmul bmm mm",
@@ -127,7 +128,7 @@ def _table() -> dict[Any, Rule]:
         shapes.squeeze: "squeeze",
         shapes.expand: "expand",
         shapes.repeat: "repeat",
-        shapes.cat: "cat",
+        shapes.cat: "cat concat concatenate",
         shapes.stack: "stack",
         shapes.slice_: "slice",
         shapes.split: "split split_with_sizes chunk",

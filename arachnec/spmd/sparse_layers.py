@@ -218,10 +218,10 @@ class OfBlock:
             with saved_tensors_hooks(_as_it_is, _as_it_is):  # what is saved here is none of the checkpoint's
                 cascade.measured[layer] = self._measured(state, layer, by, query, key, cubes, scale, heads)
         projections, gradients = state.projections, cascade.measured[layer].gradients
-        beside: Tensor = _Beside.apply(  # type: ignore[no-untyped-call]
+        output: Tensor = _WithPredictorGradients.apply(  # type: ignore[no-untyped-call]
             out, projections.query, projections.key, *gradients, here, cascade.weight
         )
-        return beside
+        return output
 
     def _chosen(
         self, state: LayerState, by: Projections, query: Tensor, key: Tensor, cubes: TokenCubes, heads: Shares
@@ -335,7 +335,7 @@ def after(state: LayerState, measured: Measured, largest_loss: float = LARGEST_L
     return replace(state, sparsities=sparsities, densities=densities, sparse=sparse)
 
 
-class _Beside(torch.autograd.Function):
+class _WithPredictorGradients(torch.autograd.Function):
     """``out`` as it is; in the backward the projections get gradients of their own, whatever ``out`` gets."""
 
     @staticmethod

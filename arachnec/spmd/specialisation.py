@@ -13,6 +13,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Value
 from arachnec.spmd.inputs import NoShardedInput
+from arachnec.tracing.batch_trial import ClipsMixed
 from arachnec.tracing.errors import (
     BlocksNotCalled,
     CannotCapture,
@@ -73,6 +74,7 @@ STEPS_DOWN = (
     BlocksNotCalled,
     CannotCapture,
     CannotRecord,
+    ClipsMixed,
     GradientDiffers,
     NoShardedInput,
     NoTokenDimension,
@@ -85,22 +87,29 @@ STEPS_DOWN = (
 def costs(step: Specialisation, refusals: Sequence[UserError], seconds: float) -> tuple[str, ...]:
     """A line for each thing that a step takes away, with the reason; ``seconds`` are those of one shape's graphs."""
     lines = []
+    captures = [refusal for refusal in refusals if not clips_mixed(refusal)]
     if step.graphs is Graphs.SHAPES:
         lines.append(
-            f"no graph of the blocks serves all clip shapes ({_reason(refusals)}): every rank captures them again for "
+            f"no graph of the blocks serves all clip shapes ({_reason(captures)}): every rank captures them again for "
             f"each shape that it shares, {seconds:.1f} s before its first use"
         )
     if step.graphs is Graphs.NONE:
         lines.append(
-            f"the blocks run whole on one rank ({_reason(refusals)}): degree 1 only, so a clip must fit one device and "
+            f"the blocks run whole on one rank ({_reason(captures)}): degree 1 only, so a clip must fit one device and "
             "the longest clip bounds the step"
         )
     if step.clips == 1:
+        mixed = [refusal for refusal in refusals if clips_mixed(refusal)]
         lines.append(
-            f"a forward takes one clip ({_reason(refusals[:1])}): equal short clips are not batched, each pays its own "
-            "launches and its own gathers"
+            f"a forward takes one clip ({_reason(mixed or refusals[:1])}): equal short clips are not batched, "
+            "each pays its own launches and its own gathers"
         )
     return tuple(lines)
+
+
+def clips_mixed(refusal: UserError) -> bool:
+    """Whether a model was refused because a batch is not what its clips are alone."""
+    return any(isinstance(diagnostic, ClipsMixed) for diagnostic in refusal.diagnostics)
 
 
 def _reason(refusals: Sequence[UserError]) -> str:

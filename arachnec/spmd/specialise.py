@@ -6,6 +6,7 @@ reason.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from torch import nn
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
-from arachnec.spmd.specialisation import STEPS, STEPS_DOWN, Graphs, Specialisation, costs
+from arachnec.spmd.specialisation import STEPS, STEPS_DOWN, Graphs, Specialisation, clips_mixed, costs
 from arachnec.tracing import blocks, sample
+from arachnec.tracing.batch_trial import demand_clips_apart
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.errors import CannotRecord, cannot_on_meta
 from arachnec.tracing.record import ExampleCall
@@ -46,18 +48,21 @@ def specialise(
     """Raises ``UserError`` for a model that cannot be trained at any step, or without ``gradients`` not be run."""
     refusals: list[UserError] = []
     for step in STEPS:
+        if step.clips is None and any(map(clips_mixed, refusals)):
+            continue
         started = time.perf_counter()
         try:
             calls, captured, shared = _at(step, model, source, clips, encoders, gradients)
+            seconds = time.perf_counter() - started
+            untold = _demand_clips_apart(step, model, source, calls, clips, encoders)
         except UserError as refusal:
             if not _another_step_may_do(refusal, refusals):
-                raise (refusals[0] if refusals and not _final(refusal) else refusal) from refusal
+                raise (_first(refusals) if refusals and not _final(refusal) else refusal) from refusal
             refusals.append(refusal)
             continue
-        seconds = time.perf_counter() - started
-        limits, warnings = costs(step, refusals, seconds), gather_warnings(captured, shared)
+        limits, warnings = (*costs(step, refusals, seconds), *untold), gather_warnings(captured, shared)
         return SpecialisedModel(step, tuple(calls), captured, tuple(shared), limits, warnings)
-    raise refusals[0]
+    raise _first(refusals)
 
 
 def _at(
@@ -77,6 +82,29 @@ def _at(
     else:
         captured = blocks.capture_blocks(model, calls, gradients=gradients)
     return calls, captured, [shard_block(block) for block in captured.blocks]  # what no rank could run is refused here
+
+
+def _demand_clips_apart(
+    step: Specialisation,
+    model: nn.Module,
+    source: ModelSource,
+    calls: Sequence[ExampleCall],
+    clips: Sequence[VideoClip],
+    encoders: Mapping[str, nn.Module],
+) -> tuple[str, ...]:
+    """What a run should know where it could not be told whether a batch computes what its clips do."""
+    if step.clips is not None:
+        return ()
+    call = min(calls, key=lambda call: (math.prod(call.clip), call.text))
+    frames, height, width = call.clip
+    like = clips[0] if clips else VideoClip(0, frames, height, width, call.text)
+    reason = demand_clips_apart(model, source, call, like, encoders)
+    return () if reason is None else (f"not compared whether two clips in a batch are what they are alone: {reason}",)
+
+
+def _first(refusals: Sequence[UserError]) -> UserError:
+    """The blocks' own reason: another number of clips got round the other."""
+    return next((refusal for refusal in refusals if not clips_mixed(refusal)), refusals[0])
 
 
 def captured_again(

@@ -217,6 +217,11 @@ def refuse_random(name: str, program: ExportedProgram) -> None:
             raise UserError(RandomOperation(span, name, str(node.target)))
 
 
+def is_seeded(operation: torch._ops.OpOverload) -> bool:
+    """Whether it draws random numbers; an attention that may drop is none."""
+    return torch.Tag.nondeterministic_seeded in operation.tags and "dropout_p" not in str(operation._schema)
+
+
 def _dropout(node: fx.Node) -> float | None:
     """The probability with which this node drops; None if it is no kind of dropout."""
     assert isinstance(node.target, torch._ops.OpOverload)

@@ -28,6 +28,7 @@ from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.cost import batch_bytes, dtype_of, layers_in_order, optimizer_bytes, resident_bytes
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.errors import RandomOperation, WritesState
+from arachnec.tracing.export import is_seeded
 from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.memory import Flash, closest
@@ -256,7 +257,6 @@ class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        seeded = torch.Tag.nondeterministic_seeded in func.tags and "dropout_p" not in str(func._schema)
-        if seeded and self.blocks.current >= 0:
+        if is_seeded(func) and self.blocks.current >= 0:
             self.name = str(func)
         return func(*args, **(kwargs or {}))

@@ -107,16 +107,26 @@ def record(
 class Repeats:
     """On the meta device, where results are shapes alone, blocks of one structure need to run but once per input shape.
 
-    Within ``with repeats:`` the other runs return outputs like the first one's. On other devices nothing changes.
+    Within ``with repeats:`` the other runs return outputs like the first one's. On other devices nothing changes, but
+    where ``values`` is set: there they return the first one's outputs themselves, and only its weights are read.
     """
 
-    def __init__(self, model: nn.Module, blocks: Mapping[str, nn.Module], unread: Unread = frozenset()) -> None:
-        self.blocks = {block: structure(block, unread) for block in blocks.values()} if is_meta(model) else {}
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Mapping[str, nn.Module],
+        unread: Unread = frozenset(),
+        *,
+        values: bool = False,
+    ) -> None:
+        shorten = values or is_meta(model)
+        self.blocks = {block: structure(block, unread) for block in blocks.values()} if shorten else {}
         self.seen: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
     def __enter__(self) -> None:
+        first: dict[Any, Any] = {}
         for block, kind in self.blocks.items():
-            block.__dict__["forward"] = self._once(block.forward, kind)
+            block.__dict__["forward"] = self._once(first.setdefault(kind, block.forward), kind)
 
     def __exit__(self, *error: object) -> None:
         for block in self.blocks:
@@ -145,7 +155,7 @@ def _form(leaf: Any) -> Any:
 
 
 def _like(leaf: Any) -> Any:
-    if not isinstance(leaf, Tensor):
+    if not isinstance(leaf, Tensor) or not leaf.is_meta:
         return leaf
     empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
     return empty.requires_grad_(leaf.requires_grad)

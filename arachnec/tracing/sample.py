@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.span import Span
-from arachnec.models.encoders import tiling_vae
+from arachnec.models.batch import is_batched
+from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.models.file import ModelFile, line_span
 from arachnec.tracing.errors import CannotRecord
 from arachnec.tracing.find import find_blocks
@@ -41,6 +42,8 @@ class ModelSource(Protocol):
     def sample(self) -> Callable[[VideoClip, torch.Generator], tuple[dict[str, object], Tensor]]: ...
     @property
     def encoders(self) -> Callable[[], dict[str, nn.Module]] | None: ...
+    @property
+    def loss(self) -> Callable[[Tensor, Tensor], Tensor] | None: ...
 
 
 def arguments_of(
@@ -51,23 +54,30 @@ def arguments_of(
     ``encoders`` are on the meta device: only the shapes of what they give are used. A sample that looks at its numbers
     gets numbers. Raises what ``sample`` raises.
     """
+    return sample_of(source, clip, encoders, device=device)[0]
+
+
+def sample_of(
+    source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn.Module], *, device: str, seed: int = 0
+) -> tuple[dict[str, Any], Tensor]:
+    """The same with the clip's target; ``seed`` draws the numbers, where there are some."""
     shapes = {name: encoded_shape(encoder, clip) for name, encoder in encoders.items()}
-    generator = torch.Generator("cpu").manual_seed(0)
+    generator = torch.Generator("cpu").manual_seed(seed)
     if device == "meta":
         try:
             # Everything in it claims to be on the CPU, so a user's `device="cpu"` and CPU generators work.
             with FakeTensorMode(allow_non_fake_inputs=True), _quiet():
                 encoded = {name: torch.empty(t.shape, dtype=t.dtype) for name, t in shapes.items()}
-                kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
-            return _on(kwargs, device)
+                kwargs, target = source.sample(replace(clip, encoded=encoded), generator)
+            return _on(kwargs, device), _on({"target": target}, device)["target"]
         except Exception as error:
             if not needs_values(error):
                 raise
-            generator.manual_seed(0)
+            generator.manual_seed(seed)
     with torch.device("cpu"):  # numbers, also where the model is run on the meta device
         encoded = {name: torch.randn(t.shape, generator=generator).to(t.dtype) for name, t in shapes.items()}
-        kwargs, _ = source.sample(replace(clip, encoded=encoded), generator)
-    return _on(kwargs, device)
+        kwargs, target = source.sample(replace(clip, encoded=encoded), generator)
+    return _on(kwargs, device), _on({"target": target}, device)["target"]
 
 
 @contextmanager
@@ -93,26 +103,22 @@ def encoded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:
 @contextmanager
 def _every_tile_size_once(encoder: nn.Module) -> Iterator[None]:
     """A VAE that tiles calls its ``encoder`` for every tile. Only the shape of the result counts here, so calls that
-    are given nothing but pixels run once for each size."""
+    are given nothing but pixels run once for each size, of all clips: what they gave is kept on the module."""
     vae = tiling_vae(encoder)
     if vae is None:
         yield
         return
-    tiles = vae.get_submodule("encoder")
-    run, known = tiles.forward, dict[torch.Size, Any]()
+    known = vae.__dict__.setdefault("shapes_of_tiles", {})
 
-    def once(*args: Any, **kwargs: Any) -> Any:
+    def once(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if kwargs or len(args) != 1:  # caches go along
             return run(*args, **kwargs)
         if args[0].shape not in known:
             known[args[0].shape] = run(*args)
         return known[args[0].shape]
 
-    tiles.__dict__["forward"] = once
-    try:
+    with tiles_called(vae, once):
         yield
-    finally:
-        del tiles.__dict__["forward"]
 
 
 def _on(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
@@ -127,12 +133,17 @@ def _on(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
     return moved_kwargs
 
 
+def clip_of(like: VideoClip, shape: tuple[int, ...], text: int) -> VideoClip:
+    """A clip of this size and caption length, of no video."""
+    return replace(
+        like, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text, path=None,
+        caption="a" * max(1, text - 1), encoded={}, cached={}, values={},
+    )  # fmt: skip
+
+
 def tiled(kwargs: Mapping[str, Any], batch: int) -> dict[str, Any]:
     """The call for ``batch`` equal clips: what has a first dimension of 1 is repeated, everything else passed once."""
-    return {
-        name: torch.cat([value] * batch) if isinstance(value, Tensor) and value.ndim and value.shape[0] == 1 else value
-        for name, value in kwargs.items()
-    }
+    return {name: torch.cat([value] * batch) if is_batched(value) else value for name, value in kwargs.items()}
 
 
 def example_calls(
@@ -196,10 +207,7 @@ class _Probe:
 
     def arguments(self, shape: tuple[int, ...], text: int) -> dict[str, Any]:
         if (shape, text) not in self.calls:
-            clip = replace(
-                self.like, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text, path=None,
-                caption="a" * max(1, text - 1), encoded={}, cached={}, values={},
-            )  # fmt: skip
+            clip = clip_of(self.like, shape, text)
             self.calls[shape, text] = arguments_of(self.source, clip, self.encoders, device=self.device)
         return self.calls[shape, text]
 

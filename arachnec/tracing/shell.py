@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.data.clip import VideoClip
+from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.record import ExampleCall, training_mode
 
@@ -98,13 +99,40 @@ def without_blocks(
 
 
 def measure_encoder(encoder: nn.Module, clip: VideoClip) -> Measured:
-    """One encoder on the meta device, for one clip."""
-    counter, alive = FlopCounterMode(display=False), PeakBytes()
+    """One encoder on the meta device, for one clip. A tile of a size that was counted before counts as that one."""
+    counter, alive, vae = FlopCounterMode(display=False), PeakBytes(), tiling_vae(encoder)
+    tiles: dict[torch.Size, _Tile] = {}
+    repeated = 0
+
+    def count(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        nonlocal repeated
+        if kwargs or len(args) != 1 or not isinstance(args[0], Tensor):  # caches go along
+            return run(*args, **kwargs)
+        tile = tiles.get(args[0].shape)
+        if tile is None:
+            before = counter.get_total_flops()
+            alive.begin()
+            output = run(*args)
+            tiles[args[0].shape] = _Tile(counter.get_total_flops() - before, alive.since, output)
+            return output
+        repeated += tile.flops
+        alive.reach(tile.bytes)
+        return pytree.tree_map_only(Tensor, torch.empty_like, tile.output)
+
     with torch.no_grad(), torch.device("meta"):
         loaded = encoder.load(clip, torch.device("meta"))  # type: ignore[operator]
-        with alive, counter:
+        with alive, counter, contextlib.nullcontext() if vae is None else tiles_called(vae, count):
             output = encoder(loaded)
-    return Measured(counter.get_total_flops(), 0, alive.peak, output.numel() * output.dtype.itemsize)
+    return Measured(counter.get_total_flops() + repeated, 0, alive.peak, output.numel() * output.dtype.itemsize)
+
+
+@dataclass(frozen=True, eq=False)
+class _Tile:
+    """What a tile costs; ``bytes`` are the most that it adds to what is alive when it begins."""
+
+    flops: int
+    bytes: int
+    output: Any
 
 
 @dataclass
@@ -125,6 +153,10 @@ class PeakBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         self.since, self._begun = 0, self._now
+
+    def reach(self, size: int) -> None:
+        """As if so many bytes had been made and were gone again."""
+        self.peak = max(self.peak, self._now + size)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))

@@ -28,11 +28,16 @@ def materialised(block: nn.Module) -> nn.Module:
     real = copy.deepcopy(block).to_empty(device="cpu")
     with torch.no_grad():
         for tensor in [*real.parameters(), *real.buffers()]:
-            flat = tensor.view(-1)
-            for start in range(0, flat.numel(), TILE):
-                part = flat[start : start + TILE]
-                part.copy_(tile[: part.numel()])
+            fill(tensor, tile)
     return real
+
+
+def fill(tensor: Tensor, tile: Tensor) -> None:
+    """Write ``tile`` over a contiguous tensor, again and again: drawing as many numbers would take longer."""
+    flat = tensor.view(-1)
+    for start in range(0, flat.numel(), TILE):
+        part = flat[start : start + TILE]
+        part.copy_(tile[: part.numel()])
 
 
 def example_inputs(call: BlockCall, block: nn.Module) -> list[Tensor]:
@@ -40,10 +45,11 @@ def example_inputs(call: BlockCall, block: nn.Module) -> list[Tensor]:
     device = next((p.device for p in block.parameters()), torch.device("cpu"))
     generator = torch.Generator("cpu").manual_seed(SEED)
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    return [_random(t, generator).to(device) if t.device.type == "meta" else t.detach().clone() for t in tensors]
+    return [random_like(t, generator).to(device) if t.device.type == "meta" else t.detach().clone() for t in tensors]
 
 
-def _random(like: Tensor, generator: torch.Generator) -> Tensor:
+def random_like(like: Tensor, generator: torch.Generator) -> Tensor:
+    """A tensor on the CPU of this form: normal values, zeros of integers, a mask of three quarters."""
     extent = 1 + sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True) if n)
     if like.dtype == torch.bool:
         values = torch.rand(extent, generator=generator) < 0.75

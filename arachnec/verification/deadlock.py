@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.analysis.execution_model import ExecutionModel
-from arachnec.analysis.receive_prefetch import Posted
+from arachnec.analysis.receive_prefetch import Prefetched
 from arachnec.analysis.uses import Values, bucket_of, moved_by, overlapped_reduces, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program
@@ -78,7 +78,7 @@ class StartsApart(Diagnostic):
     others: str
 
 
-def check_deadlock(values: Values, model: ExecutionModel, posted: Mapping[int, Posted]) -> Iterator[Diagnostic]:
+def check_deadlock(values: Values, model: ExecutionModel, posted: Mapping[int, Prefetched]) -> Iterator[Diagnostic]:
     """``posted`` is where each rank starts its receives; it is read only where that matters to other ranks."""
     problems: list[Diagnostic] = list(_starts_apart(values))
     if problems:
@@ -97,7 +97,7 @@ def check_deadlock(values: Values, model: ExecutionModel, posted: Mapping[int, P
         yield _deadlock(values, events, steps)
 
 
-def _posted_places(values: Values, posted: Mapping[int, Posted]) -> dict[tuple[int, int], Place]:
+def _posted_places(values: Values, posted: Mapping[int, Prefetched]) -> dict[tuple[int, int], Place]:
     """Where a rank comes to each of its receives, by the rank and the receive's index in its list."""
     places: dict[tuple[int, int], Place] = {}
     for program in values.module.programs:

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from arachnec.analysis.communicators import Communicator, communicators, handoff_channel
 from arachnec.analysis.execution_model import HARDWARE_QUEUES, STREAMS, ExecutionModel
-from arachnec.analysis.receive_prefetch import Posted
+from arachnec.analysis.receive_prefetch import Prefetched
 from arachnec.analysis.uses import Values, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program
@@ -42,7 +42,9 @@ class TooManyPending(Diagnostic):
     queues: int
 
 
-def check_device_limits(values: Values, model: ExecutionModel, posted: Mapping[int, Posted]) -> Iterator[Diagnostic]:
+def check_device_limits(
+    values: Values, model: ExecutionModel, posted: Mapping[int, Prefetched]
+) -> Iterator[Diagnostic]:
     """At most ``STREAMS`` communicators, and one hardware queue free of kernels that spin, on every rank with a device.
 
     CPUs have neither. ``posted`` is where each rank starts its receives; it is read only where they occupy the device.
@@ -58,7 +60,7 @@ def check_device_limits(values: Values, model: ExecutionModel, posted: Mapping[i
         yield from _pending(values, model, program, receives)
 
 
-def _pending(values: Values, model: ExecutionModel, program: Program, posted: Posted) -> Iterator[TooManyPending]:
+def _pending(values: Values, model: ExecutionModel, program: Program, posted: Prefetched) -> Iterator[TooManyPending]:
     """Where too many communicators have a kernel that may wait for another rank."""
     pending: dict[str, set[Communicator]] = {}  # the communicators, by the value or stage that is under way on them
     for step, receives in zip(program.instructions, posted, strict=True):

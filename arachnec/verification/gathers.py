@@ -106,7 +106,7 @@ class NotScattered(Diagnostic):
 class WrongReplicas(Diagnostic):
     title: ClassVar[str] = "rank {rank} has `{instruction}`, and its shard of @{stage} lies on ranks {ranks}"
     label: ClassVar[str] = "not the ranks that hold this shard"
-    help: ClassVar[str] = "shards are summed between cells: write `on {ranks}`"
+    help: ClassVar[str] = "shards are all-reduced between cells: write `on {ranks}`"
     rank: int
     instruction: str
     stage: str
@@ -188,7 +188,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
 
 
 def _groups(program: Program, steps: Steps, values: Values) -> Iterator[Diagnostic]:
-    """Every instruction names the rank's cell, runs on whole cells, and sums shards over the ranks that hold them."""
+    """Every instruction names the rank's cell, runs on whole cells, and all-reduces shards over their ranks."""
     for step, one in steps:
         cell = own_cell(program.rank, one.cell)
         where = step.span, program.rank, written(step)

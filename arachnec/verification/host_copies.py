@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.analysis.uses import Values, written
-from arachnec.cost.host_copies import step_copies, sum_copies, with_host_copies
+from arachnec.cost.host_copies import reduce_copies, step_copies, with_host_copies
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import Instruction, Stage, integer
@@ -58,7 +58,7 @@ def _of_gradients(step: Instruction, stage: Stage) -> Attributes:
     if step.op == "step":
         return step_copies(stage)
     if step.op == "reduce" and "tied" not in step.attrs:
-        return sum_copies(stage, step.peers, integer(step.attrs["bytes"]))
+        return reduce_copies(stage, step.peers, integer(step.attrs["bytes"]))
     return Attributes()
 
 

@@ -11,6 +11,7 @@ from arachnec.views.timeline import Timeline
 from arachnec.views.timeline_svg import (
     CHARACTER,
     OPACITY,
+    OTHERS,
     PALETTE,
     SYNCHRONISATION,
     WIDTH,
@@ -133,7 +134,7 @@ def _gantt(plan: Plan, colours: Mapping[str, str], left: float, top: float, widt
         colour = colours.get(stage_of.get(interval.target, ""), SYNCHRONISATION)
         elements.append(
             f'<rect x="{x:.2f}" y="{y:.2f}" width="{max(long, 0.2):.2f}" height="{high:.2f}" fill="{colour}" '
-            f'fill-opacity="{OPACITY[interval.op]}" stroke="#ffffff" stroke-width="0.3">'
+            f'fill-opacity="{OPACITY.get(interval.op, OTHERS)}" stroke="#ffffff" stroke-width="0.3">'
             f"<title>{escape(f'{interval.op} {interval.target}')}</title></rect>"
         )
     if plan.bound:

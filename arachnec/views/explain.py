@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
@@ -115,7 +116,7 @@ def _synchronisation(timeline: Timeline, makespan: float) -> str:
     after = timeline.end - makespan
     if after <= NOTHING * timeline.end:
         return "and next to nothing after them"
-    steps = [sum(i.end - i.start for i in lane if i.op in ("norm", "step")) for lane in timeline.lanes.values()]
+    steps = [sum(i.end - i.start for i in lane if i.op in READS_GRADIENTS) for lane in timeline.lanes.values()]
     step = max(steps, default=0.0)
     exposed = max(0.0, after - step)
     if exposed <= NOTHING * timeline.end:

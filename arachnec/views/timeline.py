@@ -10,14 +10,14 @@ from typing import ClassVar
 
 import msgspec
 
-from arachnec.analysis.uses import moved_by
+from arachnec.analysis.uses import COMPUTE as COMPUTE
+from arachnec.analysis.uses import READS_GRADIENTS, moved_by
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Instruction, Module, quantity
-from arachnec.simulation.events import COMPUTE as COMPUTE
 from arachnec.simulation.events import Interval as Interval
 from arachnec.simulation.events import Transfer as Transfer
 
-AFTER = ("reduce", "norm", "step")  # the cascades
+AFTER = ("reduce", *READS_GRADIENTS)  # the cascades
 DRAWN = (*COMPUTE, *AFTER)
 
 
@@ -86,7 +86,7 @@ def planned(module: Module) -> Timeline:
                 if end <= free and end > start:  # hidden behind what the rank does
                     continue
                 start = max(free, start)
-            elif instruction.op in ("norm", "step"):
+            elif instruction.op in READS_GRADIENTS:
                 start, end = free, free + _ms(instruction, "time", 0.0)
             else:
                 continue

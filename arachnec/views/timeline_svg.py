@@ -27,9 +27,8 @@ OPACITY = {
     "denoise": 0.85,
     "decode": 0.6,
     "reduce": 0.9,
-    "norm": 0.5,
-    "step": 0.5,
 }
+OTHERS = 0.5  # of what is drawn
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def _panel(
         about += f", {interval.start:.4g} to {interval.end:.4g} ms"
         elements.append(
             f'<rect x="{x:.2f}" y="{y + inset:.2f}" width="{width:.2f}" height="{tall - 2 * inset:.2f}" '
-            f'fill="{colour}" fill-opacity="{OPACITY[interval.op]}" stroke="#ffffff" stroke-width="0.5">'
+            f'fill="{colour}" fill-opacity="{OPACITY.get(interval.op, OTHERS)}" stroke="#ffffff" stroke-width="0.5">'
             f"<title>{escape(about)}</title></rect>"
         )
         label = _label(interval, cascade.tokens if cascade else None, width, tall)

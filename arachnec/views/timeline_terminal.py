@@ -23,9 +23,8 @@ FILL = {
     "backward": "█▦▩",
     "weight": "▚▟",
     "reduce": "=",
-    "norm": "|",
-    "step": "|",
 }
+OTHERS = "|"
 GREY = "#8a8f98"
 
 
@@ -72,7 +71,8 @@ def _fills(timeline: Timeline, stage_of: Mapping[str, str]) -> dict[tuple[str, s
     drawn = {(i.op, stage_of.get(i.target)) for i in timeline.intervals if i.op in DRAWN}
     stages = list(dict.fromkeys(stage_of.values()))
     fills: dict[tuple[str, str | None], str] = {}
-    for op, characters in FILL.items():
+    for op in dict.fromkeys((*FILL, *DRAWN)):
+        characters = FILL.get(op, OTHERS)
         owners = [stage for stage in (*stages, None) if (op, stage) in drawn]
         fills |= {(op, stage): characters[n % len(characters)] for n, stage in enumerate(owners)}
     return fills

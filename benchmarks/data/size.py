@@ -1,9 +1,11 @@
 """A Parquet manifest of ten million rows: how long it takes to open, how much memory, and how fast it is drawn from.
 
-python benchmarks/data/size.py [--rows 10000000] [--output benchmarks/results/data_size.json]
+python benchmarks/data/size.py [--rows 10000000] [--manifest FILE] [--output benchmarks/results/data_size.json]
 
-The manifest is written by this command, of random shapes and captions. It is opened and drawn from by a process of its
-own, whose largest resident memory counts. And for the plans of batches that are drawn one by one, stratified by shape
+The manifest is written by this command, of random shapes and captions; FILE is kept, and taken where it is there. It is
+opened and drawn from by a process of its own, whose largest resident memory counts. `arachnec compile` of a small model
+runs on it and on a manifest of a row of each shape: processor time and resident memory of both. `--compile` measures
+this alone. And for the plans of batches that are drawn one by one, stratified by shape
 or of one shape each: how many find a plan that was made for an earlier batch with as many clips of each shape, among
 the last 256 plans, which is what a run keeps. `--plans` measures this alone, and keeps what the file says of the rest.
 """
@@ -12,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import subprocess
 import sys
@@ -27,6 +30,7 @@ from arachnec.data.long_manifest import read_long_manifest
 from arachnec.data.parquet_clips import WINDOW, ParquetClips
 from arachnec.data.stratified import stratified
 
+MODEL = Path(__file__).parents[2] / "tests" / "acceptance" / "models" / "wan.py"
 RESULT = Path(__file__).parents[1] / "results" / "data_size.json"
 # frames, height, width, weight: stills, short and long clips, as public sets of video have them
 SHAPES = (
@@ -45,14 +49,25 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--manifest", type=Path)
     parser.add_argument("--plans", action="store_true")
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.open is not None:
         print(json.dumps(opened(options.open)))
         return
-    measured = json.loads(options.output.read_text())["manifest"] if options.plans else manifest(options.rows)
-    hits = [hit_rate(clips, drawn) for drawn in DRAWN for clips in (4, 8, 16, 64)]
+    known = json.loads(options.output.read_text()) if options.plans or options.compile else {}
+    with tempfile.TemporaryDirectory() as folder:
+        path = options.manifest or Path(folder) / "clips.parquet"
+        if not options.plans and not path.is_file():
+            write(path, options.rows)
+        measured = known["manifest"] if known else manifest(path, options.rows)
+        if not options.plans:
+            measured |= {"compile": compiled(path, Path(folder)), "compile_few": compiled(few(folder), Path(folder))}
+    hits = (
+        known["plans"] if options.compile else [hit_rate(clips, drawn) for drawn in DRAWN for clips in (4, 8, 16, 64)]
+    )
     print(json.dumps(measured, indent=2))
     print(f"{'clips':>6} {'drawn':>12} {'batches':>8} {'plans':>6} {'hits':>6}")
     for line in hits:
@@ -60,14 +75,34 @@ def main() -> None:
     options.output.write_text(json.dumps({"manifest": measured, "plans": hits}, indent=2) + "\n")
 
 
-def manifest(rows: int) -> dict[str, object]:
+def manifest(path: Path, rows: int) -> dict[str, object]:
     """What it takes to open one of so many rows."""
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "clips.parquet"
-        write(path, rows)
-        row = [sys.executable, __file__, "--open", str(path)]
-        measured: dict[str, object] = json.loads(subprocess.run(row, capture_output=True, text=True, check=True).stdout)
-        return measured | {"rows": rows, "file_mib": round(path.stat().st_size / 2**20)}
+    row = [sys.executable, __file__, "--open", str(path)]
+    measured: dict[str, object] = json.loads(subprocess.run(row, capture_output=True, text=True, check=True).stdout)
+    return measured | {"rows": rows, "file_mib": round(path.stat().st_size / 2**20)}
+
+
+def few(folder: str) -> Path:
+    """A manifest of one row of each shape."""
+    path = Path(folder) / "few.jsonl"
+    rows = [{"frames": f, "height": h, "width": w, "text_tokens": TEXT} for f, h, w, _ in SHAPES]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def compiled(path: Path, folder: Path) -> dict[str, object]:
+    """`arachnec compile` of a small Wan2.1 for batches of 64: the process and those that it waited for."""
+    words = ["compile", MODEL, "--data", path, "--batch", 64, "--cluster", "4:cpu", "-o", folder / path.stem]
+    began = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-m", "arachnec.cli", *map(str, words)], stdout=subprocess.DEVNULL)
+    _, status, used = os.wait4(process.pid, 0)
+    assert status == 0, f"compile ended with {status}"
+    wall = time.perf_counter() - began
+    return {
+        "processor_s": round(used.ru_utime + used.ru_stime, 1),
+        "wall_s": round(wall, 1),
+        "peak_gib": round(used.ru_maxrss / 2**20, 3),
+    }
 
 
 def write(path: Path, rows: int) -> None:

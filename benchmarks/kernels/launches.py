@@ -43,9 +43,9 @@ def launch_all(tokens: int, hidden: int, layout: str, dtype: torch.dtype) -> Ite
     for across in (True, False):
         weight, rope = meta(hidden if across else HEAD), Rope(across, layer=False, interleaved=True)
         case = "norm across heads, RoPE" if across else "norm per head, RoPE"
-        turned, mean, rstd = rope_launch.forward(heads, weight, None, angles, angles, rope, 1e-6)
+        rotated, mean, rstd = rope_launch.forward(heads, weight, None, angles, angles, rope, 1e-6)
         yield case, "forward"
-        rope_launch.backward(turned, heads, mean, rstd, weight, angles, angles, rope, True, False)
+        rope_launch.backward(rotated, heads, mean, rstd, weight, angles, angles, rope, True, False)
         yield case, "backward"
     bias = meta(hidden)
     z = bias_gelu.launch_forward(x, bias, True)

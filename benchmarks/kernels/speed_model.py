@@ -2,7 +2,7 @@
 
 A multiprocessor takes, for each step of its programs' loops, the longest of four times: its share of the copy bandwidth
 for the bytes of a step; the issue slots of the step's instructions; the chain of one step, over the programs that run
-beside each other; and the latency of memory over the steps read ahead (Little's law). To that come starting, the
+co_resident each other; and the latency of memory over the steps read ahead (Little's law). To that come starting, the
 vectors read first, the multiprocessor with the most steps, and for column sums the second kernel.
 """
 
@@ -40,14 +40,14 @@ class Work:
 
 
 def fraction_of_copy(kernel: Estimate, work: Work) -> float:
-    beside = max(1, min(kernel.resident, math.ceil(work.programs / MULTIPROCESSORS)))
+    co_resident = max(1, min(kernel.resident, math.ceil(work.programs / MULTIPROCESSORS)))
     memory = work.moved / work.steps / (COPY / MULTIPROCESSORS / CLOCK)
     issue = kernel.instructions * kernel.warps / SCHEDULERS
     alone = max(issue, kernel.instructions * DEPENDENT) + CHAIN + BARRIER * kernel.barriers
     if not work.ahead:
         alone += LATENCY
-    little = LATENCY / (beside * max(1, work.ahead))
-    step = max(memory, issue, alone / beside, little)
+    little = LATENCY / (co_resident * max(1, work.ahead))
+    step = max(memory, issue, alone / co_resident, little)
     if work.programs <= MULTIPROCESSORS * kernel.resident:
         steps = math.ceil(work.programs / MULTIPROCESSORS) * work.run
     else:

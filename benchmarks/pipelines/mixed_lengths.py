@@ -26,18 +26,10 @@ from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.order_windows import improve_windows
 from arachnec.pipelining.problem import OrderProblem, like_1f1b
 from arachnec.solver.problem import Effort
+from benchmarks.video_mix import tokens
 
 SIZES = ((4, 16), (4, 32), (8, 16), (8, 32))
-FRAMES = (17, 33, 49, 65, 81, 97, 121)
 Z3_STEPS = 5_000_000  # a window
-
-
-def tokens(rng: random.Random) -> int:
-    u = rng.random()
-    if u < 0.35:
-        return rng.choice((1024, 1560, 3600))
-    latent = (rng.choice(FRAMES) - 1) // 4 + 1
-    return latent * (400 if u < 0.60 else 1560 if u < 0.90 else 3600)
 
 
 def instance(stages: int, count: int, seed: int) -> OrderProblem:

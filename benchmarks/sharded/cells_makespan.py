@@ -23,7 +23,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from plan_video_mix import MOST_TOKENS_PER_GPU, SLOWDOWN, instance, tokens
+from plan_video_mix import MOST_TOKENS_PER_GPU, SLOWDOWN, instance
+from video_mix import tokens
 
 from arachnec.ir.nodes import Clip
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches

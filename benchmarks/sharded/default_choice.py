@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -90,35 +92,49 @@ def main() -> None:
     print("| model, cluster, clips | replicated | cells | stages | default | over the best | planning, s |")
     print("|---|---|---|---|---|---|---|")
     for number in numbers:
-        row = measured(number, options.steps, forced=options.forced)
+        rows = json.loads(options.json.read_text(encoding="utf-8")) if options.json and options.json.exists() else {}
+        row = rows[str(number)] = measured(number, options.steps, rows.get(str(number)) if options.forced else None)
+        for _ in forced(number, options.steps, row) if options.forced else ():
+            if options.json:
+                options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
         print(text(row), flush=True)
         if options.json:
-            rows = json.loads(options.json.read_text(encoding="utf-8")) if options.json.exists() else {}
-            rows[str(number)] = row
             options.json.write_text(json.dumps(rows, indent=1) + "\n", encoding="utf-8")
 
 
-def measured(number: int, steps: int, *, forced: bool) -> dict[str, Any]:
-    """s of every layout: simulated, or at least."""
+def measured(number: int, steps: int, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """s of every layout that the default looked at, simulated or at least; and those forced in a call before."""
+    module = module_of(*ROWS[number])
     model, cluster, inter, count, shape = ROWS[number]
-    module = module_of(model, cluster, inter, count, shape)
     links = f" at {inter:g} GB/s" if inter else ""
     default, taken = planned(module, None, steps)
     rows = [] if default is None else alternatives(default)
     simulated = {row["layout"]: row["simulated_ms"] / 1e3 for row in rows if row["simulated_ms"] is not None}
     at_least = {row["layout"]: row["at_least_ms"] / 1e3 for row in rows if row["at_least_ms"] is not None}
-    for layout in layouts(module) if forced else ():
-        plan, _ = planned(module, layout.name, steps)
-        if plan is not None:
-            simulated[layout.name] = simulate(plan).iteration_ms / 1e3
     return {
         "row": f"{model}, {cluster}{links}, {count} x {'x'.join(map(str, shape[:3]))}",
         "simulated_s": simulated,
-        "at_least_s": {name: least for name, least in at_least.items() if name not in simulated},
+        "at_least_s": at_least,
         "default_s": None if default is None else simulate(default).iteration_ms / 1e3,
         "layout": None if default is None else default.attrs.get("layout", REPLICATED),
         "planning_cpu_s": taken,
+        "forced_s": {} if before is None else before.get("forced_s", {}),
     }
+
+
+def forced(number: int, steps: int, row: dict[str, Any]) -> Iterator[None]:
+    """Every layout of the row planned by hand into its ``forced_s``, None where a clip does not fit; the one that takes
+    least at least comes first, and those that a call before has done are left."""
+    module = module_of(*ROWS[number])
+    least = row["at_least_s"] | row["simulated_s"]
+    for layout in sorted(layouts(module), key=lambda layout: least.get(layout.name, math.inf)):
+        if layout.name not in row["forced_s"]:
+            plan, _ = planned(module, layout.name, steps)
+            row["forced_s"][layout.name] = None if plan is None else simulate(plan).iteration_ms / 1e3
+        if row["forced_s"][layout.name] is not None:
+            row["simulated_s"][layout.name] = row["forced_s"][layout.name]
+            row["at_least_s"].pop(layout.name, None)
+        yield
 
 
 def text(row: dict[str, Any]) -> str:

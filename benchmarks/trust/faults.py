@@ -4,7 +4,7 @@ A small model on two gloo ranks. Ranks are killed (SIGKILL) and stopped (SIGSTOP
 again. At the end a file of the newest checkpoint is damaged and the job is resumed. All losses are compared with those
 of an undisturbed run, and the audit log with the manifest.
 
-    python benchmarks/trust/faults.py --faults KILL,KILL,STOP,KILL -o benchmarks/results/faults.json
+    python -m benchmarks.trust.faults --faults KILL,KILL,STOP,KILL -o benchmarks/results/faults.json
 """
 
 from __future__ import annotations
@@ -23,46 +23,21 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from benchmarks.trust.small_model import BLOCKS
+
 WORKER = "arachnec.backends.torch_distributed.worker"
 EVERY = 20  # steps between checkpoints
 APART = 100  # steps between faults
 STEP = re.compile(r"^step +(\d+)  loss ([\d.]+)")
-MODEL = """
-import torch
-from torch import nn
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + torch.tanh(self.mix(x))
-
-
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
-
+MODEL = f"""{BLOCKS}
 
 def build():
     return Small()
 
 
 def sample(clip, generator):
-    noise = torch.randn(1, clip.frames * (clip.height // 8) * (clip.width // 8), 16, generator=generator)
-    return {"x": noise}, noise.roll(1, 1)
-
-
-def loss(prediction, target):
-    return nn.functional.mse_loss(prediction, target)
+    noise = noise_of(clip, generator)
+    return {{"x": noise}}, noise.roll(1, 1)
 """
 CLIPS = [
     {"id": f"clip-{n}", "frames": 1 + n % 3, "height": 16, "width": 16, "text_tokens": 0, "iteration": i}

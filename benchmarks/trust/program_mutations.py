@@ -22,11 +22,9 @@ from arachnec.equivalence.compare import demand_equivalent
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
-from arachnec.ir.verify import verify
-from arachnec.passes.check import find_problems
 from benchmarks.trust.random_layouts import random_layout
 from benchmarks.trust.random_programs import random_program
-from benchmarks.trust.text_mutations import MUTATIONS, Rows, rows_of
+from benchmarks.trust.text_mutations import MUTATIONS, Rows, accepted, rows_of
 
 GOLDEN = Path(__file__).parents[2] / "tests" / "golden"
 NAMED = (
@@ -44,15 +42,9 @@ HELD = re.compile(r"\b(memory|workspace|state|host|host_state|from_host|to_host)
 def judged(before: Module, text: str, *, execute: bool = True) -> tuple[str, str]:
     """What became of a mutation: refused, unchanged, harmless or SURVIVES; and by what. ``accepted`` if not to be
     executed."""
-    try:
-        module = parse_module(text, "mutation")
-        problems = verify(module) or find_problems(module)
-    except UserError as error:
-        problems = error.diagnostics
-    if problems:
-        return "refused", type(problems[0]).__name__
-    if module == before:
-        return "unchanged", ""
+    module = accepted(before, text)
+    if isinstance(module, tuple):
+        return module
     if before.name == "step" and "saved" in before.stages[-1].attrs and less_claimed(rows_of(before), rows_of(module)):
         return "SURVIVES", "a claim of less memory"
     if not execute:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from arachnec.checkpoint.folder import committed, is_intact, read_commit
+from benchmarks.trust.small_model import BLOCKS
 
 WORKER = "arachnec.backends.torch_distributed.worker"
 MARK = "ARACHNEC_RANDOM_FAULTS"  # in the environment of every process of a job
@@ -48,32 +49,9 @@ SHARED = "/dev/shm"
 OWN_MEMORY = ("unshare", "--mount", "--propagation", "private", "sh", "-c", f'mount --bind "$0" {SHARED} && exec "$@"')
 # of torch and ours, one a user, made when it is imported; torchrun leaves a folder of logs at every start
 CACHES = ("arachnec-", "torchinductor_", "torchelastic_")
-MODEL = """
-import time
-import torch
-from torch import nn
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.mix = nn.Linear(16, 16)
-
-    def forward(self, x):
-        return x + torch.tanh(self.mix(x))
-
-
-class Small(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList([Block() for _ in range(2)])
-
-    def forward(self, x):
-        time.sleep(0.04)
-        for block in self.blocks:
-            x = block(x)
-        return x
-
+MODEL = (
+    BLOCKS
+    + """
 
 class File(nn.Module):
     def __init__(self):
@@ -91,7 +69,7 @@ class File(nn.Module):
 
 
 def build():
-    return Small()
+    return Small(0.04)
 
 
 def encoders():
@@ -99,13 +77,10 @@ def encoders():
 
 
 def sample(clip, generator):
-    noise = torch.randn(1, clip.frames * (clip.height // 8) * (clip.width // 8), 16, generator=generator)
+    noise = noise_of(clip, generator)
     return {"x": noise + clip.encoded["file"]}, noise.roll(1, 1)
-
-
-def loss(prediction, target):
-    return nn.functional.mse_loss(prediction, target)
 """
+)
 BATCHES = ((0, 1, 2), (3, 4), (5, 6, 7, 8))
 CLIPS = [
     {"id": f"clip-{n}", "frames": 1 + n % 3, "height": 16, "width": 16, "text_tokens": 0, "iteration": i,

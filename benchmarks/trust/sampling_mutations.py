@@ -26,14 +26,10 @@ from torch import Tensor
 from arachnec.data.requests import Request
 from arachnec.data.switch import Switch
 from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
-from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
-from arachnec.ir.parser import parse_module
-from arachnec.ir.verify import verify
-from arachnec.passes.check import find_problems
 from arachnec.planning.sampling.segments import segmented
 from arachnec.sampling.loop import Sampling
-from benchmarks.trust.text_mutations import MUTATIONS, rows_of
+from benchmarks.trust.text_mutations import MUTATIONS, accepted, rows_of
 from tests.generation import cases
 
 SECONDS = 30.0  # until a program that stands still is given up
@@ -111,15 +107,9 @@ def _rank(source: Source, program: Module, folder: Path, rank: int) -> None:
 
 def judged(source: Source, text: str, folder: Path) -> tuple[str, str]:
     """What became of a mutation: refused, unchanged, harmless or SURVIVES; and by what."""
-    try:
-        module = parse_module(text, "mutation")
-        problems = verify(module) or find_problems(module)
-    except UserError as error:
-        problems = error.diagnostics
-    if problems:
-        return "refused", type(problems[0]).__name__
-    if module == source.program:
-        return "unchanged", ""
+    module = accepted(source.program, text)
+    if isinstance(module, tuple):
+        return module
     wrong = executed(source, module, folder)
     return ("SURVIVES", wrong) if wrong else ("harmless", "")
 

@@ -9,8 +9,12 @@ import random
 import re
 from collections.abc import Callable
 
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
+from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
+from arachnec.ir.verify import verify
+from arachnec.passes.check import find_problems
 
 TOKEN = re.compile(r"%\w+|\b\d+(?:\.\d+)?(?:e[+-]?\d+)?\b|\btrue\b|\bfalse\b")
 ATTRIBUTE = re.compile(r"\w+ = (?:\[[^{}]*?\]|\"[^\"]*\"|[^,{}\[\]]+?)(?:, | (?=\}))")
@@ -32,6 +36,18 @@ def rows_of(module: Module) -> Rows:
             rows.append(row)
             wrapped = row.endswith("{") and not row.startswith(("module", "  program"))
     return [row.replace(", }", " }") for row in rows]
+
+
+def accepted(before: Module, text: str) -> Module | tuple[str, str]:
+    """The module of a mutated text, where it is another and nothing is found wrong; else what became of it, and why."""
+    try:
+        module = parse_module(text, "mutation")
+        problems = verify(module) or find_problems(module)
+    except UserError as error:
+        problems = error.diagnostics
+    if problems:
+        return "refused", type(problems[0]).__name__
+    return ("unchanged", "") if module == before else module
 
 
 def in_programs(rows: Rows) -> list[int]:

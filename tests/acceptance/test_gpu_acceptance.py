@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -63,7 +62,7 @@ def test_a_dry_call_goes_through_every_section_and_says_that_it_is_dry(tmp_path:
 
 
 def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPT), "-o", str(tmp_path / "none.json")]
+    command = [warm_python(EVERYTHING), str(SCRIPT), "-o", str(tmp_path / "none.json")]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1 and "no CUDA device" in done.stderr

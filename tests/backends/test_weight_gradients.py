@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.backends.weight_gradients import Deferred
+
+linear = torch.ops.aten.linear.default
 
 
 class Tied(nn.Module):
@@ -25,15 +29,24 @@ class Tied(nn.Module):
         return self.frozen(self.plain(self.twice(self.norm(self.twice(x)).relu())))
 
 
+class Captured(Tied):
+    """The same as the graph of a captured block calls it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = linear(self.norm(linear(x, self.twice.weight, self.twice.bias)).relu(), self.twice.weight, self.twice.bias)
+        return linear(linear(x, self.plain.weight), self.frozen.weight, self.frozen.bias)
+
+
 def flops(work: Callable[[], object]) -> int:
     with FlopCounterMode(display=False) as counter:
         work()
     return int(counter.get_total_flops())
 
 
-def test_the_two_halves_are_the_whole_backward_and_compute_every_product_once() -> None:
+@pytest.mark.parametrize("kind", [Tied, Captured])
+def test_the_two_halves_are_the_whole_backward_and_compute_every_product_once(kind: type[Tied]) -> None:
     torch.manual_seed(0)
-    model = Tied().double()
+    model = kind().double()
     x = torch.randn(2, 5, 8, dtype=torch.float64, requires_grad=True)
     loss = model(x).square().mean()
     whole = flops(loss.backward)
@@ -41,9 +54,10 @@ def test_the_two_halves_are_the_whole_backward_and_compute_every_product_once() 
     for tensor in (*model.parameters(), x):
         tensor.grad = None
 
-    deferred = Deferred()
+    deferred, linear_before = Deferred(graphs=kind is Captured), functional.linear
     with deferred:
         loss = model(x).square().mean()
+    assert functional.linear is linear_before
     product = 2 * 2 * 5 * 8 * 8  # of one linear layer
     assert flops(loss.backward) == 4 * product  # activation gradients alone
     assert model.twice.weight.grad is None

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from arachnec.caching import manifest as planning
 from arachnec.caching.files import EncodedFiles, identity_of
 from arachnec.caching.manifest import CLIPS, Encoding, NoneEncoded, Run, cache, encoding_plan
 from arachnec.caching.rank import SET_ASIDE, encode_batches
@@ -88,6 +89,20 @@ def test_training_from_the_files_is_training_from_the_clips(tmp_path: Path) -> N
     assert [step["loss"] for step in steps[0]] == [step["loss"] for step in steps[1]]
     there, here = (load_file(tmp_path / f"{name}.safetensors") for name in ("v", "c"))
     assert all(torch.equal(there[name], here[name]) for name in there)
+
+
+def test_ranks_that_divide_an_encoder_by_width_write_what_one_rank_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = encoding(tmp_path)
+    whole, divided = (files_of(given, tmp_path / name) for name in ("whole", "divided"))
+    encoded_on_ranks(given, whole, CLIPS_OF_A_STEP)
+    pipeline = planning.PIPELINE.replace("divide-encoders", "divide-encoders{ranks=2}")
+    monkeypatch.setattr(planning, "PIPELINE", pipeline)
+    plan = encoded_on_ranks(given, divided, CLIPS_OF_A_STEP)
+    assert all(cascade.ranks == (0, 1) for cascade in read_executable(plan).program.cascades)
+    for one in CLIPS_OF_A_STEP:
+        torch.testing.assert_close(load_file(divided.path("vae", one)), load_file(whole.path("vae", one)))
 
 
 def test_only_what_is_missing_is_encoded_and_equal_clips_share_a_file(tmp_path: Path) -> None:

@@ -33,6 +33,7 @@ def test_brackets_in_names_and_messages_are_printed(capsys: pytest.CaptureFixtur
     [
         (["complie"], "did you mean `compile`?"),
         (["cluster", "detct"], "did you mean `detect`?"),
+        (["run", "folder", "--rank", "2"], "Did you mean '--ranks'?"),
         (["frobnicate", "--help"], "commands are compile, run,"),
     ],
 )

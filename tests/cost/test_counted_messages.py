@@ -227,9 +227,9 @@ def test_an_optimizer_in_the_host_is_bound_by_its_memory_and_by_what_comes_and_g
     pod = replace(POD, attrs=POD.attrs.updated(pcie=Quantity(20.0, "GB/s")))
     own = 10**9 / 4 / 2
     update = own * 28 * 8 / 100e6
-    beside = dit(host=("optimizer",), sharded=4, cell=2, gradients="f32")
-    assert step_time(pod, beside) == host_update_time(pod, beside) == pytest.approx(update + own * (4 + 2) / 10e6)
-    inside = replace(beside, attrs=beside.attrs.updated(host=("optimizer", "parameters")))
+    outside = dit(host=("optimizer",), sharded=4, cell=2, gradients="f32")
+    assert step_time(pod, outside) == host_update_time(pod, outside) == pytest.approx(update + own * (4 + 2) / 10e6)
+    inside = replace(outside, attrs=outside.attrs.updated(host=("optimizer", "parameters")))
     assert step_time(pod, inside) == pytest.approx(update), "the gradients are there"
     fewer = replace(inside, attrs=inside.attrs.updated(trained=10**8))
     assert step_time(pod, fewer) == pytest.approx(update / 10)

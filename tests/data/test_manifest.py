@@ -263,7 +263,7 @@ error: `frames` is 0, expected at least 1
 
 
 @pytest.mark.parametrize("name", ["clips.txt", "clips"])
-def test_an_unknown_ending_is_refused(tmp_path: Path, name: str) -> None:
+def test_an_unknown_extension_is_refused(tmp_path: Path, name: str) -> None:
     assert "manifests end in .jsonl, .csv or .parquet" in message(written(tmp_path, ROW, name))
 
 

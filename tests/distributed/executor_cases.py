@@ -27,6 +27,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.programs import lower
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
+from arachnec.passes.check import checked
 from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.tracing import blocks
 from arachnec.tracing.captured import CapturedModel
@@ -302,6 +303,30 @@ def executable(
         pipeline=pipeline,
         model_file=load_model_file(source),
         clips=[c for batch in iterations for c in batch],
+        training=training,
+    )
+
+
+def proved_executable(
+    folder: Path,
+    module: Module,
+    works: Sequence[Work],
+    clips: Sequence[VideoClip],
+    *,
+    training: Training | None = None,
+    more: str = "",
+) -> Path:
+    """An executable of a traced module that a test has changed, whose program of ``works`` is checked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    source = folder / "source.py"
+    source.write_text(MODEL + more)
+    return write_executable(
+        folder,
+        program=checked(lowered(module, works)),
+        traced=module,
+        pipeline="default",
+        model_file=load_model_file(source),
+        clips=list(clips),
         training=training,
     )
 

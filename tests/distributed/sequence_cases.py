@@ -135,12 +135,15 @@ def _model(name: str) -> tuple[nn.Module, CapturedModel]:
 
 def _forked(name: str, steps: tuple[Step, ...], models: tuple[SequenceModel, nn.Module], timeout: float) -> list[Any]:
     context = multiprocessing.get_context("fork")
+    sizes = () if any(step.grid for step in steps) else {step.size for step in steps}
+    truths = {size: _step(models[1], MODELS[name].arguments(size), 1.0) for size in sizes}  # once, and not on each rank
+    models[1].zero_grad(set_to_none=True)
     world = 1 + max(rank for step in steps for rank in step.ranks)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
             ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank, args=(rank, world, folder, name, steps, models, theirs))
+            process = context.Process(target=_rank, args=(rank, world, folder, name, steps, models[0], truths, theirs))
             process.start()
             theirs.close()
             pipes.append(ours)
@@ -165,7 +168,8 @@ def _rank(
     folder: str,
     name: str,
     steps: tuple[Step, ...],
-    models: tuple[SequenceModel, nn.Module],
+    sequence: SequenceModel,
+    truths: dict[Size, tuple[float, dict[str, Tensor]]],
     pipe: Connection,
 ) -> None:
     dist.init_process_group(
@@ -176,10 +180,9 @@ def _rank(
         groups.ensure([group for step in steps for group in subgroups(step.ranks, step.ulysses, step.ring)])
         mine = [step for step in steps if rank in step.ranks]
         if any(step.grid for step in steps):
-            pipe.send([_compare_sparse(name, models[0], groups, step) for step in mine])
+            pipe.send([_compare_sparse(name, sequence, groups, step) for step in mine])
             return
-        truths = {size: _step(models[1], MODELS[name].arguments(size), 1.0) for size in {step.size for step in mine}}
-        pipe.send([_compare(name, models[0], truths[step.size], groups, step) for step in mine])
+        pipe.send([_compare(name, sequence, truths[step.size], groups, step) for step in mine])
     except BaseException:
         pipe.send(f"rank {rank}: {traceback.format_exc()}")
     finally:

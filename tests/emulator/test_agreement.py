@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import ExecutionModel
-from arachnec.analysis.receive_prefetch import Posted, in_place
+from arachnec.analysis.receive_prefetch import Prefetched, in_place
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, Program
 from arachnec.ir.values import Attributes, Quantity
@@ -27,7 +27,7 @@ class Case:
     """A small program and where each of its ranks posts its receives."""
 
     values: Values
-    posted: Mapping[int, Posted]
+    posted: Mapping[int, Prefetched]
 
     def refused(self, model: ExecutionModel) -> bool:
         return bool(list(check_deadlock(self.values, model, self.posted)))
@@ -39,7 +39,7 @@ class Case:
 
 
 def small_case(rng: random.Random) -> Case:
-    """Two to four ranks and a few collectives and handoffs: in one order everywhere, then partly turned round."""
+    """Two to four ranks and a few collectives and handoffs: in one order everywhere, then partly reordered."""
     world = rng.randint(2, 4)
     lists: Lists = {rank: [] for rank in range(world)}
     cascades: list[Cascade] = []
@@ -79,7 +79,7 @@ def _turn_round(lists: Lists, rank: int, place: int) -> None:
         own[place], own[place + 1] = b, a
 
 
-def _posted(program: Program, rng: random.Random) -> Posted:
+def _posted(program: Program, rng: random.Random) -> Prefetched:
     """Every receive somewhere between the one before it and its own place."""
     posted: list[list[Instruction]] = [[] for _ in program.instructions]
     earliest = 0
@@ -130,7 +130,7 @@ def test_over_the_host_connected_at_first_use_nothing_accepted_stands_still(
 
 def test_what_is_refused_and_would_go_through_is_counted() -> None:
     """The rule for handoffs over the host lets a back end wait in each of them. Ours does not wait, so for it the rule
-    refuses too much: of small programs that were turned round, not more than this. Of what ``lower`` makes, nothing
+    refuses too much: of small programs that were reordered, not more than this. Of what ``lower`` makes, nothing
     (``test_programs.py``). From device to device the rule refuses nothing that cannot stand still.
     """
     drawn = [small_case(random.Random(seed)) for seed in range(2000)]

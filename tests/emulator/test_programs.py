@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import DEVICE_HANDOFFS, HOST_HANDOFFS, ExecutionModel
-from arachnec.analysis.receive_prefetch import posted_receives
+from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
@@ -60,7 +60,7 @@ rates = st.sampled_from((0.0, 0.05, 0.3, 1.0))
 def emulate(module: Module, model: ExecutionModel, pool: int, waits: float, seed: int) -> Standstill | None:
     values = Values(module)
     assert module.cluster is not None
-    posted = posted_receives(values, model, module.cluster.memory)
+    posted = prefetched_receives(values, model, module.cluster.memory)
     backend = Backend(model.handoffs, model.connections == "first-use")
     return Machine(actions_of(values, posted, backend), pool, waits, random.Random(seed)).run()
 

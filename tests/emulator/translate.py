@@ -10,7 +10,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from arachnec.analysis.receive_prefetch import Posted
+from arachnec.analysis.receive_prefetch import Prefetched
 from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Instruction, Program, integer, integers
 from tests.emulator.machine import COMPUTE, Action, Await, Connect, Fence, Launch, Post, Send
@@ -27,7 +27,7 @@ class Backend:
     blocking: bool = False  # the host waits in every send and receive, as gloo's plain ones make it
 
 
-def actions_of(values: Values, posted: Mapping[int, Posted], backend: Backend) -> dict[int, list[Action]]:
+def actions_of(values: Values, posted: Mapping[int, Prefetched], backend: Backend) -> dict[int, list[Action]]:
     """Every rank's host. ``posted`` is where it starts its receives."""
     return {p.rank: list(_Host(values, p, posted[p.rank], backend).actions()) for p in values.module.programs}
 
@@ -36,7 +36,7 @@ def actions_of(values: Values, posted: Mapping[int, Posted], backend: Backend) -
 class _Host:
     values: Values
     program: Program
-    posted: Posted
+    posted: Prefetched
     backend: Backend
     coming: set[str] = field(default_factory=set)
     times: Counter[Hashable] = field(default_factory=Counter)  # how often something was done, to match it

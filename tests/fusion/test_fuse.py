@@ -212,7 +212,7 @@ Step = tuple[str, str, tuple[str, ...], TensorType, dict[str, object]]
 QK_NORM: Step = ("n", "rms_norm.default", ("x", "g"), HEADS, {"normalized_shape": (16,)})
 
 
-def turned(join: str) -> tuple[Step, ...]:
+def rotated(join: str) -> tuple[Step, ...]:
     return (
         ("ac", "mul.Tensor", ("a", "cos"), HALF, {}), ("bs", "mul.Tensor", ("b", "sin"), HALF, {}),
         ("one", "sub.Tensor", ("ac", "bs"), HALF, {}),
@@ -229,8 +229,8 @@ def cut(name: str, **attrs: object) -> Step:
 @pytest.mark.parametrize(
     "ops",
     [
-        (QK_NORM, cut("a", start=0, step=2), cut("b", start=1, step=2), *turned("stack")),
-        (QK_NORM, cut("a", start=0, end=8), cut("b", start=8), *turned("cat")),
+        (QK_NORM, cut("a", start=0, step=2), cut("b", start=1, step=2), *rotated("stack")),
+        (QK_NORM, cut("a", start=0, end=8), cut("b", start=8), *rotated("cat")),
         (
             QK_NORM, ("p", "reshape.default", ("n",), PAIRS, {"shape": ("B", "S", 4, 8, 2)}),
             ("z", "view_as_complex.default", ("p",), NUMBERS, {}), ("y", "mul.Tensor", ("z", "turns"), NUMBERS, {}),
@@ -243,7 +243,7 @@ def test_rotary_positions_are_found_however_pairs_are_written(ops: tuple[Step, .
 
 
 def test_halves_stacked_are_no_rotation_of_neighbours() -> None:
-    ops = (QK_NORM, cut("a", start=0, end=8), cut("b", start=8), *turned("stack"))
+    ops = (QK_NORM, cut("a", start=0, end=8), cut("b", start=8), *rotated("stack"))
     assert kernels(heads(*ops)) == ["generated"]
 
 

@@ -10,8 +10,10 @@ import click
 import pytest
 
 from arachnec.cli import group
+from arachnec.passes.infra.named_pipelines import NOT_COMPARED, PIPELINES
 from tests.docs.worked_examples import blocks
 from tests.house.test_house import FLOORS, ROOT, modules
+from tests.house.test_words import DIALECT, may_say, words
 
 TOPS = ("arachnec", "tests", "benchmarks", "examples")
 INDEX = ROOT / "docs" / "README.md"
@@ -21,17 +23,6 @@ FENCE = re.compile(r"^[ ]*```.*?^[ ]*```$", re.M | re.S)
 PATH = re.compile(r"(?<![\w/.~-])(?:arachnec|tests|benchmarks|examples|docs)/[\w./]*\w")
 NAME = re.compile(r"\barachnec(?:\.\w+)+")
 HEADING = re.compile(r"^#+ (.*)$", re.M)
-# What this project once called things, and what the field calls them.
-DIALECT = {
-    r"\brivals?\b": "baseline",
-    r"\bpost(?:s|ed|ing)? (?:a |the |its |their )?receives?\b|\breceives? (?:is|are) posted\b": "receive prefetch",
-    r"\bequipment\b": "rank context",
-    r"\bdice\b": "random generator",
-    r"\bsums? of (?:the )?gradients?\b|\bgradient sums?\b": "gradient all-reduce, or synchronisation",
-    r"\bcritical chains?\b": "critical path",
-    r"\brepack\w*\b": "large neighbourhood search",
-    r"\bcircle\b": "cycle",
-}
 FILE = re.compile(r"(?<![\w/.~-])(?:\w+/)*\w+\.py\b")
 COMMAND = re.compile(r"^(?:\$ )?arachnec ([a-z]+)((?:.*\\\n)*.*)$", re.M)
 OPTION = re.compile(r"(?<=\s)--?[a-z][a-z-]*")
@@ -126,10 +117,18 @@ def test_every_command_that_a_page_types_is_there_with_its_options(page: Path) -
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_pages_use_the_words_of_the_field(page: Path) -> None:
-    text = prose(page)
-    for pattern, better in DIALECT.items():
-        match = re.search(pattern, text, re.IGNORECASE)
+    text = words(prose(page))
+    for dialect, better in (DIALECT | {"circle": "cycle"}).items():
+        match = None if may_say(page, dialect) else re.search(rf"\b(?:{dialect})\b", text)
         assert not match, f"{page.name} says {match[0]!r}: say {better}"
+
+
+def test_every_pipeline_that_is_compared_is_described_and_said_to_differ() -> None:
+    tables = prose(ROOT / "docs" / "baselines.md").split("## On gloo")[0].split("## What differs from the originals")
+    rows = [set(re.findall(r"`([\w-]+)`", " ".join(re.findall(r"^\| (`[^|]*)\|", table, re.M)))) for table in tables]
+    compared = set(PIPELINES) - NOT_COMPARED
+    assert not compared - rows[0]
+    assert not compared - rows[1] - {"default"}
 
 
 def test_the_drawing_of_the_house_is_the_house() -> None:

@@ -5,6 +5,7 @@ import importlib.util
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import networkx as nx
@@ -50,6 +51,7 @@ def imported(path: Path) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@cache
 def imports() -> nx.DiGraph:
     """Who imports whom among the modules of the package, imports inside functions and for types included."""
     known = modules()
@@ -83,7 +85,7 @@ def test_imports_only_go_down() -> None:
 
 def test_imports_inside_a_room_do_not_loop_and_its_folders_are_floors_too() -> None:
     """With every folder inside a room folded to one, at any depth, and with none: no cycle either way."""
-    graph = imports()
+    graph = imports().copy()
     # what a package's __init__ offers lazily, for users, is no floor
     graph.remove_nodes_from([name for name, path in modules().items() if path.name == "__init__.py"])
     assert nx.is_directed_acyclic_graph(graph), nx.find_cycle(graph)

@@ -11,6 +11,8 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.warm_python import warm_python
+
 ROOT = Path(__file__).parents[2]
 LARGEST_ERROR = 2e-5
 
@@ -33,16 +35,7 @@ def test_every_case_equals_its_eager_form_in_outputs_and_gradients(benchmark: Mo
 
 
 def test_without_a_gpu_it_says_so_and_keeps_no_times(tmp_path: Path) -> None:
-    command = [
-        sys.executable,
-        "benchmarks/kernels",
-        "--hidden",
-        "1536",
-        "--layouts",
-        "packed",
-        "--tokens",
-        "1024",
-    ]
+    command = [warm_python(), "benchmarks/kernels", "--hidden", "1536", "--layouts", "packed", "--tokens", "1024"]
     command += ["--output", str(tmp_path / "found.json")]
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240, env=hidden)

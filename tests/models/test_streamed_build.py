@@ -48,7 +48,7 @@ class Tied(Layers):
     def __init__(self) -> None:
         super().__init__()
         self.layers[7][1].weight = self.layers[0][1].weight
-        self.turned = nn.Parameter(torch.randn(8, 4).t())
+        self.transposed = nn.Parameter(torch.randn(8, 4).t())
         both = torch.randn(6)
         self.left, self.right = nn.Parameter(both[:2]), nn.Parameter(both[2:])
         self.replaced = nn.Parameter(torch.zeros(3))

@@ -167,7 +167,7 @@ def test_an_early_bucket_starts_when_its_lowest_layer_has_been_passed() -> None:
     assert "early" not in rest.attrs
 
 
-def test_the_simulator_runs_sums_beside_backwards_and_steps_after_them() -> None:
+def test_the_simulator_runs_all_reduces_during_backwards_and_steps_after_them() -> None:
     """One long cascade on rank 0, a short one on rank 1: all but the last bucket fit behind the long backward."""
     clips = [Clip(0, 17, 480, 832, 0, 9000), Clip(1, 17, 480, 832, 0, 900)]
     cascades = [

@@ -408,6 +408,28 @@ def test_bisect_says_when_all_is_good_and_when_the_input_is_bad() -> None:
     assert first_bad(MODULE.with_attrs(nonsense=1), parse("keep,cut")).index == -1
 
 
+def test_bisect_refuses_passes_that_do_not_fit_the_module_as_running_them_does() -> None:
+    with pytest.raises(UserError) as refused:
+        first_bad(MODULE, parse("cut,cut"))
+    with pytest.raises(UserError) as run:
+        parse("cut,cut").run(MODULE)
+    assert refused.value.diagnostics == run.value.diagnostics
+
+
+def test_bisect_runs_passes_as_the_pipeline_does() -> None:
+    told: list[tuple[str, ...]] = []
+
+    class Told(Keep):
+        name = "told"
+
+        def informed(self, following: tuple[Pass, ...]) -> Pass:
+            told.append(tuple(step.name for step in following))
+            return self
+
+    assert first_bad(MODULE, Pipeline((Told(), Keep()))).index is None
+    assert told == [("keep",)]
+
+
 def test_bisect_may_be_told_by_a_command_what_is_good() -> None:
     verdict = first_bad(MODULE, parse("keep,cut,keep"), command_predicate("grep -q '\"traced\"'"))
     assert verdict.index == 1

@@ -22,7 +22,7 @@ from arachnec.views.explain import explain
 CASE = (Path(__file__).parents[1] / "golden" / "lower" / "sparse_heads.cascade").read_text()
 PIPELINE = Pipeline.parse(CASE.splitlines()[0].split("--passes ")[1])
 ASSUMED = {0: (0.5, 0.05, 0.04), 1: (0.2, 0.2, 0.2)}
-TURNED = {0: (0.04, 0.05, 0.5), 1: (0.2, 0.2, 0.2)}
+SPARSE = {0: (0.04, 0.05, 0.5), 1: (0.2, 0.2, 0.2)}
 
 
 def planned(densities: dict[int, tuple[float, ...]] | None) -> Module:
@@ -34,15 +34,15 @@ def test_a_plan_is_kept_where_the_other_gains_less_than_2_percent() -> None:
     near = planned({0: (0.49, 0.05, 0.04), 1: (0.2, 0.21, 0.2)})
     assert near.cascades != first.cascades
     assert better_plan(first, near, None) is first
-    turned = planned(TURNED)
-    assert better_plan(first, turned, None) is turned
-    assert better_plan(turned, planned(TURNED), None) is turned
+    sparse = planned(SPARSE)
+    assert better_plan(first, sparse, None) is sparse
+    assert better_plan(sparse, planned(SPARSE), None) is sparse
 
 
 def test_the_gain_is_what_the_kept_plan_s_division_costs_with_the_new_densities() -> None:
-    first, turned = planned(None), planned(TURNED)
-    in_use = replace(first, stages=tuple(map(replace, turned.stages)))
-    before, after = (simulate(Recost(None).run(module)).iteration_ms for module in (in_use, turned))
+    first, sparse = planned(None), planned(SPARSE)
+    in_use = replace(first, stages=tuple(map(replace, sparse.stages)))
+    before, after = (simulate(Recost(None).run(module)).iteration_ms for module in (in_use, sparse))
     assert after < 0.98 * before
 
 
@@ -72,8 +72,8 @@ def test_measured_densities_are_in_the_text_checked_and_explained() -> None:
     assert "layer 2 in `measured`" in render(problem)
 
 
-def test_a_plan_is_asked_for_where_a_head_has_moved_or_a_layer_turned() -> None:
+def test_a_plan_is_asked_for_where_a_head_has_moved_or_a_layer_became_sparse() -> None:
     assert have_moved(None, {}) and not have_moved({}, {})
-    assert have_moved({}, TURNED) and have_moved(TURNED, {})
+    assert have_moved({}, SPARSE) and have_moved(SPARSE, {})
     assert not have_moved(ASSUMED, {0: (0.505, 0.05, 0.04), 1: ASSUMED[1]})
     assert have_moved(ASSUMED, {0: (0.5, 0.05, 0.042), 1: ASSUMED[1]})

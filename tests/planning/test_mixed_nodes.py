@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from arachnec.backends.simulator import simulate
-from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.cluster.device_specs import DEVICE_SPECS
 from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.resize import cluster_for
 from arachnec.cluster.topology import kinds_of_ranks, machines
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError, render

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from arachnec.profiling.parts import Layers, timed_parts
 
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm.out)
 
 
 class Products(TorchDispatchMode):

@@ -257,7 +257,7 @@ def test_a_link_is_shared_anew_by_what_its_users_come_to_while_they_are_paced() 
 Comings = list[tuple[frozenset[str], float, int]]  # over which links, its pause in ms, and the number of one that ends
 
 
-def never_ending(*comings: tuple[str, float]) -> Comings:
+def without_end(*comings: tuple[str, float]) -> Comings:
     return [(frozenset(links), pause, len(comings)) for links, pause in comings]
 
 
@@ -265,7 +265,7 @@ def never_ending(*comings: tuple[str, float]) -> Comings:
 CIRCLES: tuple[tuple[list[float], Comings], ...] = (
     (
         [1.0, 4.0, 5.0, 1.0, 7.0, 1.0],
-        never_ending(
+        without_end(
             *(("e", 0.0), ("be", 200.0), ("d", 0.0), ("bc", 200.0), ("c", 200.0)),
             *(("cd", 0.0), ("d", 0.0), ("b", 0.0), ("ce", 0.0), ("bcd", 0.0)),
         ),

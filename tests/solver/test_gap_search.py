@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import random
+from itertools import combinations
 
 import pytest
+import z3
 
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import OPERATIONS_PER_MS, Clock
 from arachnec.solver.gap_search import GapSearch, shortest_with_its_degrees
 from arachnec.solver.list_schedule import list_schedules
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
-from arachnec.solver.z3_question import Answer
+from arachnec.solver.z3_question import Answer, Question
 from arachnec.solver.z3_schedule import StartTimes, find_schedule
 
 ALL = Effort(steps=60_000 * OPERATIONS_PER_MS)
@@ -78,3 +80,26 @@ def test_a_schedule_with_precedence_is_made_as_short_as_its_degrees_allow() -> N
     short = shortest_with_its_degrees(problem, late, 0, Clock(0.0, 0.0, steps=1000), seed=0)
     assert short.makespan(problem) == 15
     assert violations(problem, short) == []
+
+
+def test_a_core_is_refused_alone_and_its_search_ends_with_the_effort() -> None:
+    """Five jobs of 3 ticks, one after the other, do not end by 14. A sixth is in nobody's way."""
+    spent = []
+    for effort in (ALL, Effort(steps=1)):
+        question = Question()
+        solver = question.begin(ALL, 0)
+        start = [z3.Int(f"start_{job}", solver.ctx) for job in range(6)]
+        solver.add([z3.And(moment >= 0, moment <= 11) for moment in start])
+        meets = {pair: z3.Bool(f"meet_{pair}", solver.ctx) for pair in combinations(range(6), 2)}
+        for (a, b), meet in meets.items():
+            apart = 3 if b < 5 else -11
+            solver.add(z3.Or(z3.Not(meet), start[a] + apart <= start[b], start[b] + apart <= start[a]))
+        assert question.check(solver, *meets.values()) is Answer.IMPOSSIBLE
+        question.allow(effort)
+        before = question.steps
+        core = question.core(solver, question.steps)
+        spent.append(question.steps - before)
+        needed = {str(meet) for (_, b), meet in meets.items() if b < 5}
+        assert {str(one) for one in core} >= needed
+        assert effort != ALL or len(core) == len(needed)
+    assert spent[1] < spent[0] / 10

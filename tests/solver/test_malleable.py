@@ -48,9 +48,11 @@ def demand_schedule(of: list[Chain], pieces: list[Piece], gpus: int) -> None:
         assert own[0].start >= chain.release
 
 
-@given(chains, st.sampled_from([1, 2, 3, 4, 6, 8]))
+@given(chains, st.sampled_from([1, 2, 3, 4, 6, 8]), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_wrap_around_is_a_schedule_and_never_below_the_bound(of: list[Chain], gpus: int) -> None:
+def test_wrap_around_is_a_schedule_and_never_below_the_bound(of: list[Chain], gpus: int, wide: bool) -> None:
+    if wide and gpus >= 4:  # the first does not fit one GPU's memory
+        of = [Chain(tuple(Run(run.steps, run.rates[-1:]) for run in of[0].runs)), *of[1:]]
     bound = least_makespan(of, gpus)
     widths = tuple(width for width in (1, 2, 4) if width <= gpus)
     pieces = wrapped(of, gpus, widths, bound)
@@ -102,3 +104,21 @@ def decoded(of: list[Chain], order: tuple[int, ...], picks: tuple[int, ...]) -> 
         ready[chain] = start + rate.ticks
         free[: rate.degree] = [ready[chain]] * rate.degree
     return max(ready)
+
+
+def test_a_chain_begins_wide_and_goes_on_narrow_beside_another() -> None:
+    """Six of ten steps on both GPUs, then four on one, as long as the other chain takes on the other: no gap."""
+    of = [Chain((Run(10, (Rate(1, 10), Rate(2, 6))),)), Chain((Run(4, (Rate(1, 10),)),))]
+    pieces = wrapped(of, 2, (1, 2), least_makespan(of, 2))
+    assert pieces is not None
+    demand_schedule(of, pieces, 2)
+    assert length(pieces) == least_makespan(of, 2) == 76
+
+
+def test_where_gaps_are_wide_and_short_chains_are_wider_than_their_least_work_asks() -> None:
+    """Four GPUs for 40 ticks, then two short chains on two each; on one each they end at 50."""
+    of = [Chain((Run(1, (Rate(4, 40),)),)), *[Chain((Run(1, (Rate(1, 10), Rate(2, 5))),))] * 2]
+    pieces = wrapped(of, 4, (1, 2, 4), least_makespan(of, 4))
+    assert pieces is not None
+    demand_schedule(of, pieces, 4)
+    assert length(pieces) == 45

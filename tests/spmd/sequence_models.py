@@ -52,6 +52,14 @@ class ModelCase:
         return [ExampleCall(self.arguments(s), (s.frames, s.height, s.width), s.batch, s.text) for s in sizes]
 
 
+def randomised(model: nn.Module) -> nn.Module:
+    """Gates and modulations often start at zero: what is dropped or computed wrongly there would go unnoticed."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return model
+
+
 def patched(size: Size) -> int:
     return size.frames * (size.height // 2) * (size.width // 2)
 

@@ -138,6 +138,19 @@ LOCAL: dict[str, Function] = {
     "tokens merged with features": lambda x, text, table: x.flatten(1).exp().unflatten(1, (-1, C)),
     "norm and softmax": lambda x, text, table: F.rms_norm(x, [C]).softmax(-1).cumsum(-1),
     "running extremum": lambda x, text, table: x.cummax(-1)[0] + F.pad(x.diff(dim=-1), (0, 1)),
+    "order of features": lambda x, text, table: x.argsort(-1) + x.logcumsumexp(-1),
+    "joined features": lambda x, text, table: torch.concat([x, torch.concatenate([x, table.expand_as(x)], -1)], -1),
+    "several results": lambda x, text, table: sum(
+        tensor
+        for tensors in (
+            torch.var_mean(x, -1),
+            x.median(-1),
+            x.kthvalue(2, -1),
+            x.aminmax(dim=-1),
+            [x.count_nonzero(-1)],
+        )
+        for tensor in tensors
+    ),
     "permutations": lambda x, text, table: x.permute(2, 1, 0).transpose(0, 2).unsqueeze(0).squeeze(0),
     "stack and select": lambda x, text, table: torch.stack([x, table.expand_as(x)], 0)[1] * x,
     "expand and repeat": lambda x, text, table: x[:, :, None].expand(-1, -1, 4, -1).repeat(1, 1, 2, 1).sum(2),
@@ -167,11 +180,19 @@ def test_none_of_these_needs_a_word_from_another_rank(all_local: ShardedBlock) -
     assert (all_local.gathers, all_local.attentions) == ((), ())
 
 
+SHARES = (((5, 5), 2, 5), ((1, 6, 2), 4, 6), ((3, 1, 4, 3), 1, 3), ((4, 0), 2, 4))
+
+
+@pytest.fixture(scope="module")
+def by_share(all_local: ShardedBlock) -> list[list[Tensor]]:
+    return [on_ranks(all_local, tokens, batch, text) for tokens, batch, text in SHARES]
+
+
 @pytest.mark.parametrize(("name", "position"), [(name, i) for i, name in enumerate(LOCAL)])
-def test_runs_on_any_share_of_the_tokens_as_it_is(name: str, position: int, all_local: ShardedBlock) -> None:
-    for tokens, batch, text in (((5, 5), 2, 5), ((1, 6, 2), 4, 6), ((3, 1, 4, 3), 1, 3), ((4, 0), 2, 4)):
+def test_runs_on_any_share_of_the_tokens_as_it_is(name: str, position: int, by_share: list[list[Tensor]]) -> None:
+    for (tokens, batch, text), outputs in zip(SHARES, by_share, strict=True):
         whole = LOCAL[name](**inputs(batch, sum(tokens), text))
-        torch.testing.assert_close(on_ranks(all_local, tokens, batch, text)[position], whole)
+        torch.testing.assert_close(outputs[position], whole)
 
 
 GATHERED: dict[str, tuple[Function, str]] = {
@@ -272,25 +293,25 @@ def test_dropped_attention_weights_are_refused() -> None:
 
 
 class Rows(OneBlock):
-    """The second block gets the rows of all clips, with (``beside``) or without the table of places."""
+    """The second block gets the rows of all clips, with (``with_table``) or without the table of places."""
 
-    def __init__(self, beside: bool) -> None:
+    def __init__(self, with_table: bool) -> None:
         super().__init__(lambda x, text, table: x * 2 + text.mean())
         self.layers.append(Block(lambda x, rows, table: x * 2 + rows + table.mean()))
-        self.beside = beside
+        self.with_table = with_table
 
     def forward(self, x: Tensor, text: Tensor, table: Tensor) -> object:
         rows = self.layers[0](x, text, table).flatten(0, 1)
-        return self.layers[1](rows, rows + 1, table if self.beside else rows).view(x.shape)
+        return self.layers[1](rows, rows + 1, table if self.with_table else rows).view(x.shape)
 
 
 def test_rows_of_all_clips_are_tokens_where_the_block_knows_no_others() -> None:
-    block = shard_block(capture_blocks(Rows(beside=False), examples(), verify=False).blocks[1])
+    block = shard_block(capture_blocks(Rows(with_table=False), examples(), verify=False).blocks[1])
     assert (block.inputs, block.outputs, str(block.tokens)) == ((0, 0, 0), (0,), "B*S")
 
 
 def test_rows_of_all_clips_beside_tokens_are_refused() -> None:
-    model = Rows(beside=True)
+    model = Rows(with_table=True)
     with pytest.raises(UserError) as raised:
         install(model, capture_blocks(model, examples(), verify=False))
     assert isinstance(raised.value.diagnostics[0], NoShardedInput)

@@ -8,6 +8,7 @@ from arachnec.tracing.blocks import call_lifted, capture_blocks
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.errors import CannotCapture
 from arachnec.tracing.record import ExampleCall
+from tests.spmd.sequence_models import randomised
 
 diffusers = pytest.importorskip("diffusers")
 TEXT = 32
@@ -116,14 +117,6 @@ def examples(make, text_moves=True):
     wanted = [(a, 2, 19), (b, 2, 19), (c, 2, 19), (a, 3, 19)]
     wanted += [(a, 2, 23), (c, 1, 23)] if text_moves else [(c, 1, 19)]
     return [ExampleCall(make(*size), *size) for size in wanted]
-
-
-def randomised(model):
-    """Some layers start at zero: a graph that dropped them would go unnoticed."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
 
 
 @pytest.fixture(scope="module", params=MODELS)

@@ -100,7 +100,7 @@ def sample_encoded(clip, generator):
 
 
 def source(sample=sample, encoders=None, build=Model):
-    return SimpleNamespace(build=build, sample=sample, encoders=encoders)
+    return SimpleNamespace(build=build, sample=sample, encoders=encoders, loss=None)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from arachnec.verification import cascade_inputs as cascade_inputs
 from arachnec.verification import deadlock as deadlock
 from arachnec.verification import forwards as forwards
 from arachnec.verification import gradient as gradient
-from arachnec.verification import gradient_sync as sums
+from arachnec.verification import gradient_sync as sync
 from arachnec.verification import handoffs as handoffs
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
@@ -183,7 +183,7 @@ SPLITS: tuple[tuple[str, Value], ...] = (
 )  # fmt: skip
 MUTATIONS = [
     *((split_otherwise(name, value), {forwards.SplitUnlikeCascade}) for name, value in SPLITS),
-    (leave_an_idle_rank_out, {sums.LeftOut}),
+    (leave_an_idle_rank_out, {sync.LeftOut}),
     (drop("receive"), {handoffs.UnmatchedSend}),
     (drop("send"), {handoffs.UnmatchedReceive}),
     (swap_sends, {handoffs.SwappedHandoff}),
@@ -193,13 +193,13 @@ MUTATIONS = [
     (drop_everywhere("backward"), {gradient.WrongRunCount}),
     (repeat_everywhere("forward"), {gradient.WrongRunCount}),
     (repeat_everywhere("backward"), {gradient.WrongRunCount}),
-    (drop_everywhere("reduce"), {sums.NotReduced}),
-    (repeat_everywhere("reduce"), {sums.NotReduced}),
-    (drop("step"), {sums.NotStepped}),
+    (drop_everywhere("reduce"), {sync.NotReduced}),
+    (repeat_everywhere("reduce"), {sync.NotReduced}),
+    (drop("step"), {sync.NotStepped}),
     (remove_a_rank_from_a_group, {gradient.WrongGroup, gradient.WrongRunCount}),
     (shrink_a_group_on_one_rank, {gradient.WrongGroup, structure.BadPeers}),
     (change_a_weight, {gradient.WrongWeight}),
-    (backward_after_the_reduce, {sums.NotReduced}),
+    (backward_after_the_reduce, {sync.NotReduced}),
     (free_too_early, {inputs.UsedAfterFree}),
     (receive_too_late, {inputs.MissingInput}),
     (start_too_early, {inputs.Overlap}),
@@ -347,7 +347,7 @@ def test_a_bucket_may_start_as_soon_as_its_backward_does_and_with_its_end() -> N
     text = (GOLDEN / "buckets_valid.cascade").read_text()
     assert not find_problems(parse_module(text.replace("early = 8 ms", "early = 16 ms"), "all of the backward"))
     assert not find_problems(parse_module(text.replace("early = 4 ms", "early = 0 ms"), "at its end"))
-    assert kinds(parse_module(text.replace("early = 8 ms", "early = 16.01 ms"), "before it")) == {sums.WrongStart}
+    assert kinds(parse_module(text.replace("early = 8 ms", "early = 16.01 ms"), "before it")) == {sync.WrongStart}
 
 
 def test_check_returns_the_module_itself_or_raises_one_diagnostic_per_kind() -> None:

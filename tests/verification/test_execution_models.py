@@ -23,7 +23,7 @@ from arachnec.analysis.execution_model import (
 )
 from arachnec.analysis.group_family import family
 from arachnec.analysis.memory import high_water
-from arachnec.analysis.receive_prefetch import in_place, posted_receives, prefetch_receives
+from arachnec.analysis.receive_prefetch import in_place, prefetch_receives, prefetched_receives
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Cluster, Instruction, Level, Module, Phase, Program
@@ -47,7 +47,7 @@ def circle_of(world: int) -> Module:
 
 
 def places(module: Module, model: ExecutionModel, rank: int) -> dict[str, int]:
-    posted = posted_receives(Values(module), model, 80.0)[rank]
+    posted = prefetched_receives(Values(module), model, 80.0)[rank]
     return {step.target: place for place, receives in enumerate(posted) for step in receives}
 
 
@@ -81,7 +81,7 @@ def test_hosts_that_connect_at_their_first_receive_wait_in_a_circle() -> None:
 def test_receives_that_follow_dependencies_keep_their_order_and_never_come_late(module: Module, limit: float) -> None:
     lowered = lower(module)
     values = Values(lowered)
-    posted = posted_receives(values, DEVICE_HANDOFFS, limit)
+    posted = prefetched_receives(values, DEVICE_HANDOFFS, limit)
     for program in lowered.programs:
         own = [step for step in program.instructions if step.op == "receive"]
         assert [step for receives in posted[program.rank] for step in receives] == own
@@ -95,9 +95,9 @@ def test_receives_that_follow_dependencies_keep_their_order_and_never_come_late(
 def test_over_the_host_receives_are_prefetched_as_far_as_memory_allows(module: Module) -> None:
     lowered = lower(module)
     values = Values(lowered)
-    posted = posted_receives(values, HOST_HANDOFFS, 80.0)
+    posted = prefetched_receives(values, HOST_HANDOFFS, 80.0)
     assert posted == {p.rank: prefetch_receives(values, p, 80.0) for p in lowered.programs}
-    placed = posted_receives(values, IN_PLACE, 80.0)
+    placed = prefetched_receives(values, IN_PLACE, 80.0)
     assert placed == {p.rank: in_place(p) for p in lowered.programs}
 
 

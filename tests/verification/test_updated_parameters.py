@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import HOST_HANDOFFS
-from arachnec.analysis.receive_prefetch import posted_receives
+from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.passes.check import find_problems
@@ -40,8 +40,8 @@ def with_list(module: Module, rank: int, instructions: list[Instruction]) -> Mod
 
 def emulate(module: Module, seed: int) -> Standstill | None:
     values = Values(module)
-    posted = posted_receives(values, HOST_HANDOFFS, 4.0)
-    return Machine(actions_of(values, posted, Backend("host")), 2, 1.0, random.Random(seed)).run()
+    prefetched = prefetched_receives(values, HOST_HANDOFFS, 4.0)
+    return Machine(actions_of(values, prefetched, Backend("host")), 2, 1.0, random.Random(seed)).run()
 
 
 def reads_in_time(module: Module) -> bool:

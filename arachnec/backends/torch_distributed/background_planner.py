@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import os
 import queue
-import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -22,32 +20,23 @@ from typing import TYPE_CHECKING, ClassVar
 import msgspec
 
 from arachnec.backends.torch_distributed.kept_plan import better_plan, with_densities
-from arachnec.cluster.topology import mix_of, with_measured, with_slowdowns
+from arachnec.cluster.resize import cluster_for
+from arachnec.cluster.topology import with_measured, with_slowdowns
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of, read_executable
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
-from arachnec.ir.nodes import Clip, Cluster, Module
+from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.nodes import Clip, Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
 from arachnec.launch.local_ranks import RankTold
+from arachnec.launch.planner_process import PlannerProcess, answering
 from arachnec.passes.annotate import Annotate
 
 if TYPE_CHECKING:
     from arachnec.backends.torch_distributed.shape_trials import ShapeTrials
     from arachnec.passes.infra.pipeline import Pipeline
 
-NICENESS = 10
 PLANNER = "arachnec.backends.torch_distributed.background_planner"
-
-
-@dataclass(frozen=True)
-class CannotReplan(Diagnostic):
-    title: ClassVar[str] = "the plan is for {planned} and cannot be made again for {world}"
-    help: ClassVar[str] = "give at most {most}, or a multiple of {gpus}, or compile for another cluster"
-    planned: str
-    world: int
-    most: str
-    gpus: int
 
 
 @dataclass(frozen=True)
@@ -107,26 +96,6 @@ class Answer(msgspec.Struct, frozen=True):
     text: str | None = None
     error: str | None = None
     refused: str | None = None  # a clip that the model cannot take, of this iteration or of another
-
-
-def cluster_for(cluster: Cluster, world: int) -> Cluster:
-    """The same machines with ``world`` ranks. Raises ``UserError`` where they cannot be divided so."""
-    if world == cluster.world:
-        return cluster
-    if world <= cluster.gpus:
-        changed = cluster.attrs.updated(nodes=1, gpus=world, nics=_first(cluster, world), mixed=mix_of(cluster, 1))
-        return replace(cluster, attrs=changed)
-    if world % cluster.gpus:
-        raise UserError(
-            CannotReplan(None, counted(cluster.world, "rank"), world, counted(cluster.gpus, "rank"), cluster.gpus)
-        )
-    nodes = world // cluster.gpus
-    return replace(cluster, attrs=cluster.attrs.updated(nodes=nodes, mixed=mix_of(cluster, nodes)))
-
-
-def _first(cluster: Cluster, count: int) -> str | None:
-    nics = cluster.attrs.get("nics")
-    return nics[:count] if isinstance(nics, str) else None
 
 
 @dataclass
@@ -198,9 +167,7 @@ class BackgroundPlanner:
     """Rank 0's side: ask early, fetch late."""
 
     def __init__(self, folder: Path, world: int) -> None:
-        command = [sys.executable, "-m", PLANNER, str(folder.absolute()), str(world)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+        self._process = PlannerProcess.of(PLANNER, str(folder.absolute()), str(world))
         self._answers: dict[tuple[int, int], Answer] = {}
         self._asked: set[tuple[int, int]] = set()
         self._changed = threading.Condition()
@@ -212,12 +179,7 @@ class BackgroundPlanner:
         if key_of(question) in self._asked:
             return
         self._asked.add(key_of(question))
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(msgspec.json.encode(question) + b"\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # ``fetch`` reports the process's end
+        self._process.ask(question)  # ``fetch`` reports the process's end
 
     def fetch(self, question: Question) -> str:
         """The plan as text, waited for if need be; asked for if it was not."""
@@ -228,7 +190,7 @@ class BackgroundPlanner:
             answer = self._answers.pop(key, None)
             self._asked.discard(key)
         if answer is None:
-            raise UserError(PlannerDied(None, self._process.wait()))
+            raise UserError(PlannerDied(None, self._process.process.wait()))
         if answer.refused is not None:
             raise UserError(RankTold(None, answer.refused.removeprefix("error: ")))
         if answer.text is None:
@@ -236,17 +198,10 @@ class BackgroundPlanner:
         return answer.text
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(2)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self._process.close()
 
     def _listen(self) -> None:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
+        for line in self._process.answers():
             answer = msgspec.json.decode(line, type=Answer)
             with self._changed:
                 self._answers[key_of(answer)] = answer
@@ -298,10 +253,7 @@ def _next_line(lines: queue.SimpleQueue[str | None], trials: ShapeTrials | None)
 
 
 def main(folder: str, world: str) -> None:
-    # What passes print must not get between the answers.
-    answers, sys.stdout = sys.stdout.buffer, sys.stderr
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the launcher's; this process ends with its rank
-    os.nice(NICENESS)
+    reply = answering()
     os.chdir(folder)  # where the pipeline finds its profile
     planner = IterationPlanner(read_executable(Path(folder)), int(world))
     trials = None
@@ -313,12 +265,7 @@ def main(folder: str, world: str) -> None:
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
     while (line := _next_line(lines, trials)) is not None:
         question = msgspec.json.decode(line, type=Question)
-        reply = _refused(trials, question) or answer(planner, question)
-        try:
-            answers.write(msgspec.json.encode(reply) + b"\n")
-            answers.flush()
-        except BrokenPipeError:  # the rank has ended
-            os._exit(0)
+        reply(_refused(trials, question) or answer(planner, question))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from torch import nn
 
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.attention import attention_by_grid
-from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.backends.torch_distributed.initial_run import newest_checkpoint
 from arachnec.backends.torch_distributed.iteration import program_of
 from arachnec.backends.torch_distributed.job_end import end_of_job
@@ -37,6 +36,7 @@ from arachnec.backends.torch_distributed.training_run import (
     unwatched,
 )
 from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.resize import cluster_for
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
@@ -110,6 +110,7 @@ class Engine:
         batch: int | None = None,
         **options: Any,
     ) -> None:
+        self._looked_at = True  # between steps, by the loop that this is in
         own = run_options(options)
         machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
@@ -154,6 +155,7 @@ class Engine:
         makes it. One that its launcher has ``restarted`` goes on from the newest whole checkpoint to where it was to
         end."""
         engine = cls.__new__(cls)
+        engine._looked_at = False
         engine._script = OwnScript(device, restarted=restarted)
         engine._begin(_resuming(options, restarted), device=device, executable=executable, enter=enter)
         return engine
@@ -191,7 +193,11 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """The module in training. A rank of a pipeline has the parameters of its stages only."""
+        """The module in training, with the latest update. One rank may look alone.
+
+        A rank of a pipeline has the parameters of its stages only, one of a cell none but while a layer runs.
+        """
+        self._trainer.finish_gathers()
         return self._trainer.model
 
     @property
@@ -221,6 +227,7 @@ class Engine:
                     break
                 yield step
             self._save_last()
+            self._trainer.finish_gathers()
             if self.end is not None and self.done < self.end:
                 done, wanted = (counted(count, "step") for count in (self.done - self.first, self.end - self.first))
                 kept = (
@@ -249,6 +256,8 @@ class Engine:
         self._trainer.saves(self.done, due)
         if due:
             self._saved = self.done
+        if self._looked_at:
+            self._trainer.start_gathers()
         self._enter("your own code")
         loss = math.nan if took.loss is None else took.loss
         return EngineStep(took.step, loss, metrics_of(took), self._trainer.clips, took)

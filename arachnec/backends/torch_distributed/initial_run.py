@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
+import msgspec
 import torch.distributed as dist
 from torch import nn
 
 from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.rank_context import RankContext
+from arachnec.checkpoint.parts import AVERAGE
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.initial_weights import ENCODER_FOLDERS, config_differences, encoder_folder, model_folder
 from arachnec.models.weight_files import weight_files
 from arachnec.runtime.agreement import gather_text
+
+
+@dataclass(frozen=True)
+class AverageEnds(Diagnostic):
+    title: ClassVar[str] = "the checkpoint {folder} has averages of the weights (ema), and this run would keep none"
+    help: ClassVar[str] = (
+        "give the decay that they were made with, such as --ema 0.999; or --ema 0 to end them here: `arachnec export "
+        "--ema` writes them before"
+    )
+    folder: str
 
 
 def frozen_fingerprint(init: Path | None, context: RankContext) -> str:
@@ -55,3 +71,16 @@ def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
         none = which if there else f"no checkpoint in {options.checkpoint} yet"
         events.emit(report.Note(f"{none}: beginning at step 0"))
     return whole
+
+
+def demand_average_goes_on(whole: checkpoint.Whole, training: Training, options: RunOptions) -> None:
+    """A run that keeps no averages leaves those of its checkpoint behind: only where it is told to.
+
+    Raises ``UserError`` where it is not. Notes it where it is.
+    """
+    if training.ema or not any(name.startswith(f"{AVERAGE}/") for name in checkpoint.tensors_of(whole)):
+        return
+    standing = msgspec.structs.replace(training, ema=0.5)
+    if options.training(standing).ema:
+        raise UserError(AverageEnds(None, str(whole.path)))
+    events.emit(report.Note(f"the averages of the weights (ema) end with {whole.path}: this run keeps none"))

@@ -16,13 +16,12 @@ from typing import Any
 from torch import Tensor
 
 from arachnec.analysis.communicators import grid
-from arachnec.analysis.gathers import layers_listed
-from arachnec.analysis.uses import overlapped_reduces
+from arachnec.analysis.uses import READS_GRADIENTS, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of
 from arachnec.backends.finite_losses import finite_rows
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.attention import attention_of
-from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation
+from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation, HostBatch
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.encoding import Encoding
 from arachnec.backends.torch_distributed.iteration import Iteration, Run
@@ -30,6 +29,7 @@ from arachnec.backends.torch_distributed.rank_context import RankContext
 from arachnec.backends.torch_distributed.set_aside import usable
 from arachnec.backends.torch_distributed.side_by_side import own_part
 from arachnec.backends.torch_distributed.stage_cascades import StageCascades, encoders_of
+from arachnec.backends.torch_distributed.stage_messages import StageMessages
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integers
 from arachnec.ir.recomputation import recomputed_layers
@@ -42,9 +42,10 @@ from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import global_norm, norm_over
 from arachnec.models.clip_errors import naming
 from arachnec.runtime.clock import Clock
-from arachnec.runtime.device_runtime import DeviceCopy, Event, HostCopy
+from arachnec.runtime.device_runtime import Event, HostCopy
 from arachnec.runtime.handoffs import Handoffs, Received
-from arachnec.runtime.out_of_memory import explained_memory
+from arachnec.runtime.out_of_memory import raise_explained
+from arachnec.runtime.rank_threads import spare_cores
 from arachnec.runtime.step_progress import StepProgress
 from arachnec.spmd.sparse_layers import SparseCascade
 
@@ -88,18 +89,25 @@ def run_iteration(
 
 def _walk_program(walk: _Walk, handoffs: Handoffs, clock: Clock, progress: StepProgress | None, where: str) -> None:
     context, iteration, values = walk.context, walk.iteration, walk.run.values
-    for index, (instruction, posts) in enumerate(zip(iteration.program.instructions, iteration.posts, strict=True)):
-        if progress is not None:
-            progress.at(index)
-        with explained_memory(context.runtime, iteration.module, iteration.program, index, where):
-            for post in posts:
-                values[post.target] = handoffs.post(post.target, iteration.specs[post.target], post.peers[0])
+    steps = zip(iteration.program.instructions, iteration.prefetched, strict=True)
+    index = -1
+    try:
+        for index, (instruction, receives) in enumerate(steps):
+            if progress is not None:
+                progress.at(index)
+            for receive in receives:
+                spec = iteration.specs[receive.target]
+                values[receive.target] = handoffs.prefetch(receive.target, spec, receive.peers[0])
             walk.batches.start(values)
             walk.wait_for_inputs(instruction, clock)
-            with clock.measure(instruction.op, instruction.target):
-                walk.execute(instruction)
-                if context.host_copies is not None:
-                    context.host_copies.settle()
+            started = clock.now()
+            walk.execute(instruction)
+            if context.host_copies is not None:
+                context.host_copies.settle()
+            clock.note(instruction.op, instruction.target, started)
+    except Exception as error:
+        raise_explained(error, context.runtime, iteration.module, iteration.program, index, where)
+        raise
 
 
 def _gradients(
@@ -150,7 +158,7 @@ class _Walk:
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
-        if instruction.op in ("norm", "step"):
+        if instruction.op in READS_GRADIENTS:
             self._prefer(None)
             self.run.left_out.tell()
             if self.iteration.share.ends:
@@ -169,6 +177,7 @@ class _Walk:
                 value = self.run.values.get(name)  # none of what the stage itself has saved
                 if isinstance(value, Received) and name not in self.arrived:
                     self.arrived.add(name)
+                    self.batches.waiting(self.run.values)
                     with clock.measure("wait", name):
                         value.wait()
 
@@ -205,21 +214,28 @@ class _Walk:
         named = [self.cascades[step.target] for step in self.iteration.program.instructions if step.op == "forward"]
         # what another stage hands on is no part of a batch
         forwards = [replace(cascade, inputs=tuple(encoders_of(cascade, self.cascades))) for cascade in named]
-        return BatchPreparation(self.context.threads.batches, self._batch, forwards)
+        runtime, threads = self.context.runtime, self.context.threads
+        alone = runtime.capabilities.host_memory and not spare_cores()
+        return BatchPreparation(None if alone else threads.batches, self._batch, runtime.to_device, forwards)
 
-    def _batch(self, cascade: Cascade) -> DeviceCopy:
-        """What a forward reads, in a thread of its own."""
+    def _batch(self, cascade: Cascade) -> HostBatch:
+        """What a forward reads; it may be asked for in a thread."""
         here = {name: self.run.values[name].wait() for name in cascade.inputs}
-        encoded = encoded_inputs(self.iteration.module, cascade, here)
-        encoded, self.kept[cascade.name] = usable(encoded, len(cascade.clips))
+        encoded, kept = usable(encoded_inputs(self.iteration.module, cascade, here), len(cascade.clips))
         context = self.context
         batch = batch_of(context.model_file, self._clips(cascade), encoded, context.training, self.iteration.step)
-        return context.runtime.to_device(batch)
+        return HostBatch(*batch, kept)
 
     def _forward(self, instruction: Instruction) -> None:
+        self._run_forward(instruction)
+        if self.batches.done:  # all that this rank will leave out is known, and told while its backwards run
+            self.run.left_out.tell()
+
+    def _run_forward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
-        kwargs, target = self.batches.take(cascade.name, self.run.values).ready()
-        kept, count, degree = self.kept[cascade.name], len(cascade.clips), max(1, len(instruction.peers))
+        batch, kept = self.batches.take(cascade.name, self.run.values)
+        (kwargs, target), self.kept[cascade.name] = batch.ready(), kept
+        count, degree = len(cascade.clips), max(1, len(instruction.peers))
         share = self.iteration.share.part * len(kept) / len(self.iteration.module.clips) / degree
         if cascade.stage in self.context.updated:
             self.context.updated[cascade.stage].wait_outside()
@@ -231,7 +247,7 @@ class _Walk:
         with clips, self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             seen = partial(self._predicted, cascade, target)
             whole = None if len(kept) == count else kept
-            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen, whole) * share
+            objective = batch_loss(self.context.model, self.context.model_file, kwargs, target, seen, whole, share)
         if (sparse := self._sparse(cascade)) is not None:
             objective = sparse.of_objective(objective)
         self.run.losses[cascade.name] = objective
@@ -284,8 +300,10 @@ class _Walk:
 
     @cached_property
     def staged(self) -> StageCascades:
-        assert self.context.pipeline is not None
-        return StageCascades(self.context.pipeline, self.iteration.module, self.iteration.clips, self.context.sequence)
+        context, own = self.context, self.iteration
+        assert context.pipeline is not None
+        messages = own.messages or StageMessages(context.pipeline, own.module, own.clips, context.sequence)
+        return StageCascades(messages, context.sequence)
 
     def _weight(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
@@ -342,14 +360,12 @@ class _Walk:
         self.handoffs.send(name, self.run.values[name], to, part)
 
     def _receive(self, instruction: Instruction) -> None:
-        """Posted already, as early as memory allowed; waited for where its batch is made."""
+        """Prefetched, as early as memory allowed; waited for where its batch is made."""
 
     def _gather(self, instruction: Instruction) -> None:
         """A layer's forward waits for it. Behind an iteration without an update there is nothing new."""
-        if not self.iteration.share.begins:
-            return
-        group = self.context.gradient_groups.get(instruction.peers)
-        self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
+        if self.iteration.share.begins:
+            self.context.start_gathers([instruction])
 
     def _reduce(self, instruction: Instruction) -> None:
         if self.iteration.share.ends:
@@ -372,6 +388,8 @@ class _Walk:
         self.stepped = True
         self._show_gradients()
         self.run.norm = self.context.optimizer.step(self.gradients.parts or None, self.run.norm)
+        for updated in self.context.updated.values():
+            updated.outdate()
         self.gradients.drop()
 
     def end_step(self) -> None:

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from arachnec.analysis.receive_prefetch import prefetch_receives
+from arachnec.analysis.receive_prefetch import Prefetched, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.backends.finite_losses import not_finite
 from arachnec.backends.torch_distributed.set_aside import LeftOut
 from arachnec.backends.torch_distributed.side_by_side import own_part, own_program
+from arachnec.backends.torch_distributed.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.supported import demand_supported
 from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Instruction, Module, Program
+from arachnec.ir.nodes import Module, Program
 from arachnec.runtime.device_runtime import OnHost
 from arachnec.runtime.handoffs import TensorSpec
 
@@ -45,9 +46,10 @@ class Iteration:
     clips: Mapping[int, VideoClip]
     specs: Mapping[str, TensorSpec]  # of every value received, by cascade
     step: int
-    posts: tuple[tuple[Instruction, ...], ...]
+    prefetched: Prefetched
     given: Mapping[str, OnHost]  # what was encoded in an earlier step, by cascade
     share: Share = WHOLE
+    messages: StageMessages | None = None  # of a model in stages, where they were worked out before
 
     @classmethod
     def of(
@@ -58,14 +60,15 @@ class Iteration:
         specs: Mapping[str, TensorSpec],
         step: int,
         given: Mapping[str, OnHost] | None = None,
+        messages: StageMessages | None = None,
     ) -> Iteration:
         """Raises ``UserError`` for an instruction that this back end does not know."""
         program = program_of(module, rank)
         demand_supported(module, [program])
         limit = module.cluster.memory if module.cluster else 0.0
         given = given or {}
-        posts = prefetch_receives(Values(module), program, limit, given)
-        return cls(module, own_program(program), clips, specs, step, posts, given)
+        prefetched = prefetch_receives(Values(module), program, limit, given)
+        return cls(module, own_program(program), clips, specs, step, prefetched, given, messages=messages)
 
 
 @dataclass

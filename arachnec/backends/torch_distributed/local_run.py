@@ -8,10 +8,10 @@ from pathlib import Path
 
 import msgspec
 
-from arachnec.backends.torch_distributed.background_planner import cluster_for
 from arachnec.backends.torch_distributed.display import Display
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.report import RunReport
+from arachnec.cluster.resize import cluster_for
 from arachnec.executable.folder import demand_folder, read_executable
 from arachnec.executable.train_file import located
 from arachnec.executable.validation import demand_same_manifests

@@ -17,12 +17,12 @@ from arachnec.backends.torch_distributed.background_planner import (
     BackgroundPlanner,
     PlannedClip,
     Question,
-    cluster_for,
 )
 from arachnec.backends.torch_distributed.other_options import demand_room
 from arachnec.backends.torch_distributed.report import PlannedTimes
 from arachnec.backends.torch_distributed.shape_trials import any_untried
 from arachnec.backends.torch_distributed.supported import demand_supported
+from arachnec.cluster.resize import cluster_for
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, ShapesKey, placed_in, shapes_key
 from arachnec.executable.folder import Executable, iteration_of

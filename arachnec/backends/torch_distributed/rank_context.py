@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from arachnec.analysis.gathers import layers_listed
 from arachnec.backends.torch_distributed.cell_parameters import CellParameters
 from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.executable.training_options import Training
+from arachnec.ir.nodes import Instruction
 from arachnec.ir.parameter_cells import own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard
@@ -90,6 +92,13 @@ class RankContext:
     @property
     def device(self) -> torch.device:
         return self.runtime.device
+
+    def start_gathers(self, instructions: Iterable[Instruction]) -> None:
+        """Start to gather what ranks have updated in parts, as the ``gather`` among them say. Collective."""
+        for gather in instructions:
+            if gather.op == "gather":
+                group = self.gradient_groups.get(gather.peers)
+                self.updated[gather.target].start(layers_listed(gather, "layers"), group)
 
     def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import in_step, trained_parameters
 from arachnec.backends.torch_distributed.cell_parameters import CellParameters, dealt_out_stage
+from arachnec.backends.torch_distributed.encoder_setup import rank_encoders
 from arachnec.backends.torch_distributed.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_context import RankContext
-from arachnec.backends.torch_distributed.shared_weights import given_module, shared_encoders, shared_model
+from arachnec.backends.torch_distributed.shared_weights import given_module, shared_model
 from arachnec.backends.torch_distributed.streamed_weights import own_model
 from arachnec.backends.torch_distributed.whole_parameters import whole_parameters
 from arachnec.data.clip import VideoClip
@@ -76,8 +77,8 @@ def set_up_rank(
         model = shared_model(model_file, training, device, init)
     else:
         model = own_model(model_file, training, device, own, init)
-    running = [stage.name for stage in first.stages if not stage.trained]
-    encoders = shared_encoders(running_encoders(model_file, running), training, device, init)
+    running = running_encoders(model_file, [stage.name for stage in first.stages if not stage.trained])
+    encoders, divided = rank_encoders(running, training, first, clips[0], device, init)
     planned = meta_encoders(model_file)
     demand_timesteps_read(model_file, training.timesteps, clips[0], planned, model_file.span("sample"))
     demand_captions_read(training.caption_dropout, clips, planned)
@@ -123,6 +124,7 @@ def set_up_rank(
         pipeline=pipeline,
         host_copies=copies,
         notes=HandoffNotes() if follows_links else None,
+        divided=divided,
     )
     layers: Mapping[str, Mapping[str, int | None]]
     layers = layers_of_stages(first, model, parameters) if pipeline is None else pipeline.updated

@@ -1,4 +1,4 @@
-"""What is known of a run: one event per step, and the report that sums them up."""
+"""What is known of a run: one event per step, and the report of them all."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from arachnec.analysis.uses import COMPUTE
 from arachnec.ir.diagnostic import writing
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.model_state.sparse_predictors import LayerSummary
@@ -17,7 +18,6 @@ from arachnec.runtime.clock import Interval
 from arachnec.runtime.device_runtime import DeviceRuntime
 
 GIB = 2**30
-BUSY = ("encode", "forward", "backward")
 
 
 class ClipNote(msgspec.Struct, frozen=True):
@@ -168,7 +168,9 @@ class PlannedTimes:
     def of(cls, module: Module) -> PlannedTimes:
         """Looks at every instruction of every rank: once for a program, however many steps run it."""
         ends = max((_planned_end(program) for program in module.programs), default=0.0)
-        busy = {p.rank: sum(_ms(step, "time") for step in p.instructions if step.op in BUSY) for p in module.programs}
+        busy = {
+            p.rank: sum(_ms(step, "time") for step in p.instructions if step.op in COMPUTE) for p in module.programs
+        }
         return cls(ends, busy)
 
 
@@ -179,7 +181,7 @@ def imbalance(busy: Sequence[float]) -> float:
 
 
 def busy_ms(intervals: Sequence[Interval]) -> float:
-    return sum(i.end - i.start for i in intervals if i.op in BUSY)
+    return sum(i.end - i.start for i in intervals if i.op in COMPUTE)
 
 
 def peak_memory_gib(runtime: DeviceRuntime) -> float:
@@ -191,9 +193,10 @@ def peak_memory_gib(runtime: DeviceRuntime) -> float:
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 
 
-def peak_reserved_gib(runtime: DeviceRuntime) -> float:
-    reserved = runtime.peak_reserved()
-    return peak_memory_gib(runtime) if reserved is None else reserved / GIB
+def peaks_gib(runtime: DeviceRuntime) -> tuple[float, float]:
+    """The peak of memory, and what the device's allocator held at most, in use or not; equal where nobody counts."""
+    peak, reserved = peak_memory_gib(runtime), runtime.peak_reserved()
+    return peak, peak if reserved is None else reserved / GIB
 
 
 def _planned_end(program: Program) -> float:

@@ -15,7 +15,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from arachnec.analysis.gathers import layers_listed
 from arachnec.backends.torch_distributed import events, report
 from arachnec.backends.torch_distributed.iteration import program_of
 from arachnec.backends.torch_distributed.rank_context import RankContext
@@ -59,7 +58,9 @@ class Samples:
     def write(self, number: int, module: Module) -> None:
         """Latents of the model behind optimizer step ``number``, the last program of which was ``module``'s."""
         context, folder = self.context, self.folder / f"step-{number + 1}"
-        self._bring_updated(module)
+        context.start_gathers(program_of(module, context.rank).instructions)
+        for updated in context.updated.values():
+            updated.wait()
         with undisturbed(context.model, context.device):
             if context.cells is None:
                 failed = self.own.write(context.model, folder, context.device)
@@ -71,15 +72,6 @@ class Samples:
         events.emit(report.Note(f"step {number}: {counted(self.own.count - len(told), 'sample')} in {folder}"))
         for name in told:
             events.emit(report.Note(f"step {number}: request {name} has no sample: its latents are no numbers"))
-
-    def _bring_updated(self, module: Module) -> None:
-        """What ranks have updated in parts is gathered when the next step begins; here at once, and then again."""
-        for instruction in program_of(module, self.context.rank).instructions:
-            if instruction.op == "gather":
-                group = self.context.gradient_groups.get(instruction.peers)
-                self.context.updated[instruction.target].start(layers_listed(instruction, "layers"), group)
-        for updated in self.context.updated.values():
-            updated.wait()
 
     def _in_cell(self, gatherings: list[Gathering], folder: Path) -> list[str]:
         (gathering,) = gatherings  # of a model that is one stage

@@ -12,16 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.stage_handoffs import forward_of
-from arachnec.analysis.uses import split_backwards
 from arachnec.backends.cascade_step import loss_of
 from arachnec.backends.stage_step import as_inputs, backward_of, forms_between
-from arachnec.backends.staged_model import StageRun, run_stage, whole
-from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
+from arachnec.backends.staged_model import StageRun, whole
 from arachnec.backends.torch_distributed.rank_context import SequenceParallel
 from arachnec.backends.torch_distributed.stage_messages import StageMessages
 from arachnec.backends.weight_gradients import Deferred
-from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase
+from arachnec.ir.nodes import Cascade, Instruction, Phase
 from arachnec.model_state.cells.gradients import StageCells
 from arachnec.models.file import ModelFile
 from arachnec.tracing.cuts import Cut
@@ -45,17 +42,13 @@ class StageCascades:
     Each rank hands on its own tokens of what blocks made of them.
     """
 
-    pipeline: PipelineRank
-    module: Module
-    clips: Mapping[int, VideoClip]
+    messages: StageMessages
     sequence: SequenceParallel | None = None  # None: no cascade has several ranks
     _saved: dict[str, _Saved] = field(default_factory=dict)
     _deferred: dict[str, Deferred] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        split = split_backwards(self.module)
-        self.messages = StageMessages(self.pipeline, self.module, self.clips, self.sequence)
-        self._split = {self.forward_of(self.messages.cascades[name]) for name in split}
+        self.pipeline = self.messages.pipeline
 
     def forward_of(self, cascade: Cascade) -> str:
         """The forward whose saved tensors a backward or weight cascade reads."""
@@ -89,22 +82,23 @@ class StageCascades:
                 else value
                 for output, value in given.items()
             }
-        going = self.messages.own_dims(cascade, cut)
+        going = self.messages.going(cascade, cut)
 
         def handing(output: Output, value: Tensor) -> Tensor:
-            if output not in going or self.sequence is None or cascade.degree == 1:
+            if output not in going.dims or self.sequence is None or cascade.degree == 1:
                 return whole(output, value)
-            return self.sequence.own_tokens(value, going[output])
+            return self.sequence.own_tokens(value, going.dims[output])
 
         objective = None
+        forward = self.pipeline.cuts.forward(model, cut, number)
         with self.deferring(cascade.name) or nullcontext():
-            run = replace(run_stage(model, cut, number, arguments, complete, handing), given=given)
+            run = replace(forward(arguments, complete, handing), given=given)
             if run.prediction is not None:
-                objective = loss_of(model_file, run.prediction, target, kept) * share
+                objective = loss_of(model_file, run.prediction, target, kept, share)
         self._saved[cascade.name] = _Saved(run, objective, number, cut)
         if objective is not None:
             return objective, None
-        return None, self.messages.going(cascade, cut).pack(run.outputs)
+        return None, going.pack(run.outputs)
 
     def _of_tokens(self, local: Tensor, dim: int, form: Form) -> Tensor:
         assert self.sequence is not None, "ranks share the sequence"
@@ -149,7 +143,8 @@ class StageCascades:
 
     def deferring(self, forward: str) -> Deferred | None:
         """What keeps the weight gradients of a forward's blocks for later; None where the backward has them."""
-        return self._deferred.setdefault(forward, Deferred()) if forward in self._split else None
+        graphs = self.sequence is not None
+        return self._deferred.setdefault(forward, Deferred(graphs)) if forward in self.messages.split else None
 
 
 @torch.no_grad()

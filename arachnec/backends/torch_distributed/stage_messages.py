@@ -8,13 +8,15 @@ parts brings all else along (``analysis.stage_handoffs``). What no block made, o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
+from functools import cached_property
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from arachnec.analysis.stage_handoffs import (
+    STAGED,
     TokenRange,
     forward_of,
     in_ranges,
@@ -23,6 +25,7 @@ from arachnec.analysis.stage_handoffs import (
     shards_of,
     share_tokens_alike,
 )
+from arachnec.analysis.uses import split_backwards
 from arachnec.backends.stage_step import ALIGNED, as_message, forms_between, gradient_forms, pack, packed_size, unpack
 from arachnec.backends.torch_distributed.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank_context import SequenceParallel
@@ -52,13 +55,13 @@ class Message:
     own: Mapping[Output, Form]
     dims: Mapping[Output, int]
 
-    @property
+    @cached_property
     def places(self) -> tuple[slice, ...]:
         """Where every part lies."""
         sizes = [max(ALIGNED, packed_size(part.forms)) for part in self.parts]
         return tuple(slice(end - size, end) for size, end in zip(sizes, accumulate(sizes), strict=True))
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.places[-1].stop if self.parts else 0
 
@@ -92,31 +95,46 @@ class Message:
 
 @dataclass
 class StageMessages:
-    """Of one iteration on one rank."""
+    """Of one rank in one program, for all steps that run it; ``clips`` are those of one of them."""
 
     pipeline: PipelineRank
     module: Module
-    clips: Mapping[int, VideoClip]
+    clips: InitVar[Mapping[int, VideoClip]]
     sequence: SequenceParallel | None = None  # None: no cascade has several ranks
     _sent: dict[str, dict[int, slice]] = field(default_factory=dict)
+    _cuts: dict[str, Cut] = field(default_factory=dict)
+    _coming: dict[str, Message] = field(default_factory=dict)
+    _going: dict[str, Message] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, clips: Mapping[int, VideoClip]) -> None:
         self.cascades = {cascade.name: cascade for cascade in self.module.cascades}
         self._stages = {stage.name: stage for stage in self.module.stages}
-        self.readers: dict[str, Cascade] = {}  # of what a cascade hands on to another stage
-        for reader in self.module.cascades:
-            if (name := self.before(reader)) is not None:
-                self.readers[name] = reader
+        self._before = {cascade.name: self._read_by(cascade) for cascade in self.module.cascades}
+        for cascade in self.module.cascades:
+            if cascade.phase in STAGED and self.pipeline.rank in cascade.ranks:
+                own = own_part(cascade, self.pipeline.rank).clips
+                self._cuts[cascade.name] = self.pipeline.cuts.at(clips[own[0]], len(own))
+        # of what a cascade hands on to another stage
+        self.readers = {name: self.cascades[reader] for reader, name in self._before.items() if name is not None}
+
+    @cached_property
+    def split(self) -> frozenset[str]:
+        """The forwards whose backward leaves the weight gradients for later."""
+        backwards = (self.cascades[name] for name in split_backwards(self.module))
+        return frozenset(forward_of(backward, self.cascades).name for backward in backwards)
 
     def before(self, cascade: Cascade) -> str | None:
         """The cascade of another stage whose message this one reads; none at the ends of the pipeline."""
+        return self._before[cascade.name]
+
+    def _read_by(self, cascade: Cascade) -> str | None:
         inputs = (self.cascades[name] for name in cascade.inputs)
         return next((c.name for c in inputs if c.phase is cascade.phase and c.stage != cascade.stage), None)
 
     def spec(self, name: str) -> TensorSpec:
         """Of the message that a cascade of another stage hands on to one of this rank: of that one's own clips."""
         reader = self.readers[name]
-        message = self.coming(name, self.cut(own_part(reader, self.pipeline.rank)))
+        message = self.coming(name, self.cut(reader))
         parts: tuple[tuple[int, int, int], ...] = ()
         if self._in_ranges(self.cascades[name], reader):
             places = zip(message.parts, message.places, strict=True)
@@ -124,23 +142,26 @@ class StageMessages:
         return TensorSpec((message.size,), torch.uint8, parts)
 
     def cut(self, cascade: Cascade) -> Cut:
-        return self.pipeline.cuts.at(self.clips[cascade.clips[0]], len(cascade.clips))
+        """Of this rank's clips of a cascade."""
+        return self._cuts[cascade.name]
 
     def coming(self, name: str, cut: Cut) -> Message:
         """What this rank gets of what a cascade of another stage hands on."""
-        producer, reader = self.cascades[name], self.readers[name]
-        return self._message(producer, reader, cut, reader)
+        if name not in self._coming:
+            producer, reader = self.cascades[name], self.readers[name]
+            self._coming[name] = self._message(producer, reader, cut, reader)
+        return self._coming[name]
 
     def going(self, cascade: Cascade, cut: Cut) -> Message:
-        """What this rank hands on of a cascade; whole where no other stage reads it."""
-        producer = self.cascades[cascade.name]
-        message = self._message(producer, self.readers.get(cascade.name), cut, producer)
-        self._sent[cascade.name] = {p.peer: place for p, place in zip(message.parts, message.places, strict=True)}
-        return message
-
-    def own_dims(self, cascade: Cascade, cut: Cut) -> Mapping[Output, int]:
-        """Of what this rank hands on of a cascade, along which dimension its own tokens alone."""
-        return self._token_dims(self.cascades[cascade.name], self.readers.get(cascade.name), cut)
+        """What this rank hands on of a cascade; whole where no other stage reads it. ``dims`` are of its own tokens
+        alone."""
+        name = cascade.name
+        if name not in self._going:
+            producer = self.cascades[name]
+            message = self._message(producer, self.readers.get(name), cut, producer)
+            self._sent[name] = {p.peer: place for p, place in zip(message.parts, message.places, strict=True)}
+            self._going[name] = message
+        return self._going[name]
 
     def sent_to(self, name: str, peer: int) -> slice | None:
         """The part of a message of this rank that goes to a rank; None where all of it does."""

@@ -51,7 +51,7 @@ class StepAccount:
         skipped, or no clip is left."""
         busy = report.busy_ms(measured.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
-        peaks = report.peak_memory_gib(context.runtime), report.peak_reserved_gib(context.runtime)
+        peaks = report.peaks_gib(context.runtime)
         copies = context.host_copies
         moved = (0, 0) if copies is None else copies.counted()
         mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved]

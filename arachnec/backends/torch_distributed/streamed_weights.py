@@ -8,7 +8,7 @@ every rank reads its own pieces of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -31,7 +31,7 @@ from arachnec.backends.torch_distributed.shared_weights import (
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
-from arachnec.models.initial_weights import InitialWeights, initial_weights
+from arachnec.models.initial_weights import initial_weights
 from arachnec.models.streamed_build import Construction, OtherConstruction, streamed_build, watched_build
 from arachnec.runtime.agreement import agree, gather_text
 
@@ -46,6 +46,21 @@ class Offered(Protocol):
     def whole(self) -> Tensor:
         """All of it, in memory of its own."""
         ...
+
+
+class StoredWeights(Protocol):
+    """Weights in files, as ``models.initial_weights.InitialWeights`` has them."""
+
+    @property
+    def sources(self) -> Mapping[str, str]: ...
+
+    def value(self, name: str, dtype: torch.dtype) -> Tensor | None: ...
+
+    def piece(self, name: str, dtype: torch.dtype, start: int, size: int) -> Tensor: ...
+
+    def fill_buffers(self, module: nn.Module) -> None: ...
+
+    def fingerprint(self) -> str: ...
 
 
 Take = Callable[[str, Offered], None]
@@ -94,16 +109,26 @@ def streamed_model(
     rank reads what it keeps, or rank 0 reads one at a time and sends it where not all ranks see the same files. Raises
     ``UserError`` where the ranks' models have other tensors, or ``init`` has other weights.
     """
-    build = partial(build_model, model_file, training)
+    return streamed(partial(build_model, model_file, training), device, taking, init, initial_weights)
+
+
+def streamed(
+    build: Callable[[torch.device], nn.Module],
+    device: torch.device,
+    taking: Callable[[nn.Module], Take],
+    init: Path | None,
+    stored: Callable[[Path, nn.Module], StoredWeights],
+) -> nn.Module:
+    """``streamed_model`` of any module: ``build`` makes it on a device, ``stored`` finds its weights. Collective."""
     construction, weights = None, None
     if dist.get_rank() == 0:
         model, construction = _watched(build)
-        weights = None if init is None else initial_weights(init, model)
+        weights = None if init is None else stored(init, model)
     else:
         model = without_memory(lambda home: {"model": build(home)})["model"]
     agree({"the tensors of the model": digest_of({"model": model})})
     take = taking(model)
-    own = _own_files(init, model, weights)
+    own = None if init is None else _own_files(init, model, weights, stored)
     exchange = _Exchange(model, device, take)
     if dist.get_rank() == 0:
         source = _sent(build, model, construction, exchange, weights, frozenset(() if own is None else own.sources))
@@ -123,13 +148,16 @@ def streamed_model(
     return model
 
 
-def _own_files(init: Path | None, model: nn.Module, weights: InitialWeights | None) -> InitialWeights | None:
+def _own_files(
+    init: Path,
+    model: nn.Module,
+    weights: StoredWeights | None,
+    stored: Callable[[Path, nn.Module], StoredWeights],
+) -> StoredWeights | None:
     """The folder's weights for this rank to read, where every rank sees those of rank 0; else None. Collective."""
-    if init is None:
-        return None
     try:
-        weights = initial_weights(init, model) if weights is None else weights
-        seen = weights.files.fingerprint()
+        weights = stored(init, model) if weights is None else weights
+        seen = weights.fingerprint()
     except UserError:
         seen = ""
     return weights if set(gather_text(seen)) == {seen} and seen else None
@@ -151,7 +179,7 @@ def _sent(
     model: nn.Module,
     construction: Construction | None,
     exchange: _Exchange,
-    weights: InitialWeights | None,
+    weights: StoredWeights | None,
     unsent: Collection[str],
 ) -> nn.Module:
     """Rank 0's part; ``unsent`` is what every rank reads. Returns the model that has the buffers."""
@@ -194,7 +222,7 @@ class _Sent:
 class _Stored:
     """A parameter in a file, of which is read what is asked for. ``like`` has its strides and precision."""
 
-    weights: InitialWeights
+    weights: StoredWeights
     name: str
     like: Tensor
     device: torch.device

@@ -21,7 +21,12 @@ from arachnec.backends.torch_distributed import checkpoint, events, report
 from arachnec.backends.torch_distributed.audit_log import STEPS_OF_A_FILE, AuditLog
 from arachnec.backends.torch_distributed.drawn_batches import demand_no_order, drawn_batches
 from arachnec.backends.torch_distributed.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.initial_run import frozen_fingerprint, init_notes, newest_checkpoint
+from arachnec.backends.torch_distributed.initial_run import (
+    demand_average_goes_on,
+    frozen_fingerprint,
+    init_notes,
+    newest_checkpoint,
+)
 from arachnec.backends.torch_distributed.interpreter import run_iteration
 from arachnec.backends.torch_distributed.iteration import Iteration, Run, Share, program_of
 from arachnec.backends.torch_distributed.learned_sparsity import (
@@ -155,6 +160,8 @@ class Trainer:
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
+        if resumed is not None:
+            demand_average_goes_on(resumed, training, options)
         self._resume(resumed)
         log = options.checkpoint or executable.folder
         audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
@@ -257,7 +264,7 @@ class Trainer:
                 limit = self._limits.of_step(planned)
                 self._enter(f"the validation behind step {number}", limit, "--step-timeout")
                 self._prepare(planned.module, MEASURES)
-                loss.add(self._context, planned, self._received(planned))
+                loss.add(self._context, planned, self._received(planned, self._messages(planned)))
         drop_gradients(self._context.parameters)
         told = "is not finite" if loss.mean is None else f"{loss.mean:.6f}"
         events.emit(report.Note(f"step {number}: validation loss {told}, {counted(loss.clips, 'clip')}"))
@@ -338,23 +345,27 @@ class Trainer:
         known = self._own.get(planned.key)
         if known is not None and known.module is planned.module and not given:
             return replace(known, step=planned.step, clips=planned.clips)
-        received = self._received(planned)
-        own = Iteration.of(planned.module, self._context.rank, planned.clips, received, planned.step, given)
+        messages = self._messages(planned)
+        received, rank = self._received(planned, messages), self._context.rank
+        own = Iteration.of(planned.module, rank, planned.clips, received, planned.step, given, messages)
         if not given:
             self._own[planned.key] = own
             if len(self._own) > KEPT:
                 self._own.pop(next(iter(self._own)))
         return own
 
-    def _received(self, planned: Planned) -> dict[str, TensorSpec]:
+    def _messages(self, planned: Planned) -> StageMessages | None:
+        """What goes between this rank and other stages; None where the model is one stage."""
+        pipeline, sequence = self._context.pipeline, self._context.sequence
+        return None if pipeline is None else StageMessages(pipeline, planned.module, planned.clips, sequence)
+
+    def _received(self, planned: Planned, messages: StageMessages | None) -> dict[str, TensorSpec]:
         """The spec of every value this rank receives, by cascade."""
         module, clips, program = planned.module, planned.clips, program_of(planned.module, self._context.rank)
         specs = self._specs.received(module, program, clips)
-        pipeline = self._context.pipeline
-        if pipeline is not None:
-            staged = StageMessages(pipeline, module, clips, self._context.sequence)
+        if messages is not None:
             names = {step.target for step in program.instructions if step.op == "receive"}
-            specs |= {name: staged.spec(name) for name in names - set(specs)}
+            specs |= {name: messages.spec(name) for name in names - set(specs)}
         return specs
 
     def _enter_step(self, planned: Planned, progress: StepProgress | None = None) -> None:
@@ -413,6 +424,15 @@ class Trainer:
         mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps * self._each)
         seed, model = self._context.training.seed, self._executable.digests[MODEL]
         return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source, self._each)
+
+    def start_gathers(self) -> None:
+        """Begin already to gather what ranks have updated in parts, which else the next step does first."""
+        self._context.start_gathers(program_of(self.module, self._context.rank).instructions)
+
+    def finish_gathers(self) -> None:
+        """Wait for what this rank has begun to gather. Not collective."""
+        for updated in self._context.updated.values():
+            updated.finish()
 
     def close(self) -> None:
         """End the planner and the threads."""

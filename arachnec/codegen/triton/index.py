@@ -1,7 +1,7 @@
 """Where an element lies, as a sum of multiples of coordinates: what views do to an index, exactly.
 
 Coordinates count the rows (of sizes that clips change: symbols) and the lanes of a row. Lanes are split so finely that
-every shape of a region is a product of neighbouring ones: 40 heads of 128 whose pairs are turned are 40 x 64 x 2. Then
+every shape of a region is a product of neighbouring ones: 40 heads of 128 whose pairs are rotated are 40 x 64 x 2. Then
 reshapes, slices and joins only add, multiply and divide without remainder.
 """
 

@@ -1,1 +1,1 @@
-"""Parameters that are dealt out over cells of ranks: held, gathered, summed and saved (docs/sharded_parameters.md)."""
+"""Parameters that are dealt out over cells of ranks: held, gathered, reduced and saved (docs/sharded_parameters.md)."""

@@ -113,17 +113,17 @@ class FlatLayer:
         assert work is not None
         return Scattering(self, flat, parts, work)
 
-    def add(self, sums: Tensor) -> None:
+    def add(self, reduced: Tensor) -> None:
         """A cascade's gradient of the shard, a view for the moment; from a rank alone, with those of the cascades
         before."""
         if self.host is not None:
             if self.layout.ranks > 1 and self.gradient is not None:
-                before = torch.empty_like(sums)
+                before = torch.empty_like(reduced)
                 self.host.bring_gradient(before, self.gradient)
-                sums = sums.add_(before)
-            self.gradient = self.host.take_gradient(sums)
+                reduced = reduced.add_(before)
+            self.gradient = self.host.take_gradient(reduced)
             return
-        self.gradient = sums.clone() if self.gradient is None else self.gradient.add_(sums)
+        self.gradient = reduced.clone() if self.gradient is None else self.gradient.add_(reduced)
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,8 @@ class Scattering:
     @torch.no_grad()
     def finish(self) -> None:
         self.work.wait()
-        sums = self.arriving
-        if sums.numel() == self.flat.numel() and self.flat_layer.layout.ranks > 1:
-            parts = sums.view(self.flat_layer.layout.ranks, -1)
-            sums = parts.sum(0, dtype=torch.float32).to(self.flat.dtype)
-        self.flat_layer.add(sums)
+        reduced = self.arriving
+        if reduced.numel() == self.flat.numel() and self.flat_layer.layout.ranks > 1:
+            parts = reduced.view(self.flat_layer.layout.ranks, -1)
+            reduced = parts.sum(0, dtype=torch.float32).to(self.flat.dtype)
+        self.flat_layer.add(reduced)

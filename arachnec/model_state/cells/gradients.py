@@ -1,4 +1,4 @@
-"""The gradients of shards: summed between cells once a step, put together where they are asked for as a whole.
+"""The gradients of shards: all-reduced between cells once a step, put together where they are asked for as a whole.
 
 It stands in the place of ``GradientSynchronisation``. Inside a cell the backwards have summed them already.
 """
@@ -89,7 +89,7 @@ class ShardGradients:
         group = self.groups.get(reduce.peers)
         for flat in flats:
             if flat.host is not None and group is not None:
-                _sum_from_host(flat, group)
+                _all_reduce_from_host(flat, group)
         shards = [] if group is None else [_with_gradient(flat) for flat in flats if flat.host is None]
         sent = [] if group is None else [Piece.sent(run, group) for run in pieces_of(shards, self.piece_bytes)]
         self._pending.append(_Started(flats, shards, sent, used, told))
@@ -128,7 +128,7 @@ class ShardGradients:
         return self.whole.done and all(started.done for started in self._pending)
 
     def wait(self) -> None:
-        """Wait for the sums, and give every piece its gradient, or None where no rank had one."""
+        """Wait for the all-reduces, and give every piece its gradient, or None where no rank had one."""
         self.whole.wait()
         for started in self._pending:
             started.finish()
@@ -195,7 +195,7 @@ def _names(flats: Sequence[FlatLayer]) -> list[tuple[FlatLayer, str]]:
     return [(flat, slot.name) for flat in flats for slot in flat.layout.slots]
 
 
-def _sum_from_host(flat: FlatLayer, group: dist.ProcessGroup) -> None:
+def _all_reduce_from_host(flat: FlatLayer, group: dist.ProcessGroup) -> None:
     """Sum a gradient that lies in the hosts: through the device, one flat tensor after another."""
     assert flat.host is not None and flat.gradient is not None
     value = nn.Parameter(torch.empty(flat.layout.shard_size, dtype=flat.layout.dtype, device=flat.whole.device))
@@ -210,7 +210,7 @@ def _sum_from_host(flat: FlatLayer, group: dist.ProcessGroup) -> None:
 
 
 def _with_gradient(flat: FlatLayer) -> nn.Parameter:
-    """The shard with its gradient, as code that sums gradients of parameters takes it."""
+    """The shard with its gradient, as code that all-reduces gradients of parameters takes it."""
     shard = nn.Parameter(flat.shard)
     if hasattr(shard, "grad_dtype"):
         shard.grad_dtype = flat.gradient_dtype

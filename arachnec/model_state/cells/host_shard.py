@@ -45,11 +45,11 @@ class HostShard:
         if gradient is not None:
             self.copies.bring(target, gradient, self._taken).wait()
 
-    def take_gradient(self, sums: Tensor) -> Tensor:
+    def take_gradient(self, reduced: Tensor) -> Tensor:
         """Start to take a gradient to the host; the tensor that it will be in."""
-        if self._gradient is None or self._gradient.dtype != sums.dtype:
-            self._gradient = self.copies.buffer(sums.numel(), sums.dtype)
-        self._taken = self.copies.take(self._gradient, sums, self._taken)
+        if self._gradient is None or self._gradient.dtype != reduced.dtype:
+            self._gradient = self.copies.buffer(reduced.numel(), reduced.dtype)
+        self._taken = self.copies.take(self._gradient, reduced, self._taken)
         return self._gradient
 
     def no_gradient(self, size: int, dtype: torch.dtype) -> Tensor:

@@ -35,10 +35,12 @@ def first_bad(module: Module, pipeline: Pipeline, good: Predicate = lambda modul
     """The first pass that crashes, or after which ``good`` no longer holds.
 
     ``good`` is asked by bisection, so it must hold up to some pass and fail from it on. The default is "verifies".
+    Raises ``UserError`` where the passes do not fit the module.
     """
     if not good(module):
         return Verdict(-1, module, "the input is bad before any pass")
-    modules, crash = _run(module, pipeline.passes)
+    pipeline.demand_fit(module)
+    modules, crash = _run(module, pipeline.informed)
     if good(modules[-1]):
         return Verdict(len(modules) - 1, modules[-1], crash) if crash else Verdict(None, modules[-1])
     low, high = 0, len(modules) - 1

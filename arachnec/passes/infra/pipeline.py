@@ -12,6 +12,7 @@ import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from arachnec.ir.diagnostic import UserError
@@ -83,9 +84,18 @@ class Pipeline:
         if problems := verify(module):
             raise UserError(*problems)
         for index in indices:
-            step = self.passes[index].informed(self.passes[index + 1 :])
-            module = _run_one(self, index, step, module, instruments)
+            module = _run_one(self, index, self.informed[index], module, instruments)
         return module
+
+    @cached_property
+    def informed(self) -> tuple[Pass, ...]:
+        """The passes as they run, each with what it reads of those behind it."""
+        return tuple(step.informed(self.passes[index + 1 :]) for index, step in enumerate(self.passes))
+
+    def demand_fit(self, module: Module) -> None:
+        """Raises ``UserError`` where these passes cannot run on the module, one after the other; runs none of them."""
+        _demand_order(self.passes)
+        _demand_levels(self.passes, module)
 
     def demand(self, begins: Level, ends: Level) -> None:
         """Raises UserError where these passes do not lead from one level to the other; runs none of them."""
@@ -258,7 +268,9 @@ def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Reg
             raise UserError(pipeline_errors.MalformedPipeline(span, expected="`option=value`"))
         span = _span(text, begin, begin + len(key))
         if key not in kinds:
-            remedy = did_you_mean(key, list(kinds), "its options are") if kinds else "it has no options"
+            near = difflib.get_close_matches(key, list(kinds), 1)
+            meant = f"did you mean `{near[0]}`? " if near else ""
+            remedy = f"{meant}its options are {', '.join(kinds)}" if kinds else "it has no options"
             raise UserError(pipeline_errors.UnknownOption(span, name=name, option=key, remedy=remedy))
         if key in values:
             raise UserError(pipeline_errors.RepeatedOption(span, name=name, option=key))

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from arachnec.cluster.topology import penalty
@@ -41,9 +40,8 @@ def evolve(
     generations: int,
     population: int,
     seed: int,
-    stop: Callable[[], bool] = lambda: False,
 ) -> Individual:
-    """The best individual of all generations, or of those before ``stop`` says so."""
+    """The best individual of all generations."""
     rng = random.Random(seed)
     bound = lower_bound(problem)
     individuals = [_first(problem, bound, rng) for _ in range(population)]
@@ -51,8 +49,6 @@ def evolve(
         (decode(problem, cluster, individual)[1], number, individual) for number, individual in enumerate(individuals)
     )
     for _ in range(generations):
-        if stop():
-            break
         children = [individual for _, _, individual in rated[:ELITE]]
         while len(children) < population:
             # the best of a few drawn at random has the lowest place

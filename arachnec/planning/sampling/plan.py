@@ -45,6 +45,7 @@ from arachnec.solver.search import solve
 CLOSE = 1e-3  # of the bound, from which on nothing else is tried
 BATCHES = (2, 4, 8)  # sizes that are tried
 SAVED = 5e-3  # of the work of a request, from which on a batch is worth a try
+PLACINGS = 3  # what a schedule of the portfolio takes to be placed, in times of what one takes that has ranks
 Policy = Literal["search", "replica", "one-degree", "two-pools"]
 Objective = Literal["makespan", "mean-latency", "p95-latency"]
 
@@ -96,9 +97,11 @@ def planned(
     best = min(plans, key=lambda plan: plan.value(objective), default=None)
     chosen, gpus = cost.module if best is None else best.rates.cost.module, cost.cluster.world
     cost = cost if best is None else best.rates.cost
+    before = clock.spent()
     placed = None if best is None else placed_segments(chosen, best.cascades(), cost)
     if policy == "search" and objective == "makespan" and not is_close(placed, bound):
-        placed = _improved(chosen, cost, placed, clock, seed)
+        ending = PLACINGS * (clock.spent() - before)
+        placed = _improved(chosen, cost, placed, clock.slice(clock.left() - ending), seed)
     if placed is None:
         raise UserError(NotThisWay(None, policy, counted(gpus, "GPU"), _reason(cost, policy)))
     makespan = end_of(placed)

@@ -132,7 +132,10 @@ def side_by_side(chains: Sequence[Chain], gpus: int, node: int, bound: int) -> l
     """
     if len(chains) > gpus:
         return None
-    kinds = {chain: sorted({rate.degree for run in chain.runs for rate in run.rates}) for chain in set(chains)}
+    kinds = {
+        chain: sorted({rate.degree for run in chain.runs for rate in run.rates if rate.degree >= chain.narrowest})
+        for chain in set(chains)
+    }
     below, best = bound - 1, None
     high = max((chain.ticks_at(1) for chain in kinds), default=0)
     while below + 1 + bound // 1000 < high:

@@ -83,8 +83,9 @@ def divided_stage(
     return replace(stage, attrs=attrs), None
 
 
-def per_token(points: Sequence[tuple[int, float]]) -> Formula:
-    """GiB for B clips of S tokens: the line through one or two points that is nowhere below them, nor below 0."""
+def per_token(points: Sequence[tuple[int, float]], symbol: str = "S") -> Formula:
+    """GiB for B clips of so many tokens each, ``symbol``: the line through one or two points that is nowhere below
+    them, nor below 0."""
     slope = max(size / tokens for tokens, size in points)
     constant = 0.0
     if len(points) == 2:
@@ -92,7 +93,7 @@ def per_token(points: Sequence[tuple[int, float]]) -> Formula:
         slope = max(0.0, (large - small) / (many - few))
         constant = max(0.0, small - slope * few)
         slope = max((size - constant) / tokens for tokens, size in points)
-    terms = [Term(slope / GIB, (("B", 1), ("S", 1))), Term(constant / GIB, (("B", 1),))]
+    terms = [Term(slope / GIB, (("B", 1), (symbol, 1))), Term(constant / GIB, (("B", 1),))]
     return Formula(tuple(term for term in terms if term.coefficient > 0) or (Term(0.0),), "GiB")
 
 
@@ -108,12 +109,12 @@ def part_of(encoder: nn.Module, clip: VideoClip, tokens: int) -> Part | None:
             return None
         if calls := calls_of(encoder, loaded):
             return _of_tiles(calls, tokens)
-        alone = _Counts()
+        alone = Counts()
         with alone.bytes, alone.flops:
             output = encoder(loaded)
         most = max(output.shape[-2:])
         ranks = min(RANKS, most)
-        shared, peers = _Counts(), Counted(ranks - 1)
+        shared, peers = Counts(), Counted(ranks - 1)
         with shared.bytes, shared.flops:
             encode_divided(encoder, loaded, peers, ranks)
     work = shared.flops.total, alone.flops.total
@@ -154,6 +155,8 @@ class _PartFlops(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-class _Counts:
+class Counts:
+    """What one rank does: ``bytes.peak`` at once, and ``flops.total``."""
+
     def __init__(self) -> None:
         self.bytes, self.flops = _PartBytes(), _PartFlops()  # type: ignore[no-untyped-call]

@@ -158,8 +158,17 @@ def viewed(layout: Layout, shape: Sequence[int]) -> Layout:
             dim.append(outer)
             rest.append(inner)
             left = 1
-        dims.append(joined(dim))
+        dims.append(_merged(joined(dim)))
     return replace(layout, dims=tuple(dims))
+
+
+def _merged(dim: Dim) -> Dim:
+    """Whole entries of a part are a longer part: heads that are cut, flattened with what is in a head."""
+    if len(dim) < 2 or dim[-1].axis is not None or dim[-2].axis is None:
+        return dim
+    *outer, cut, inner = dim
+    bounds = tuple(bound * inner.size for bound in cut.bounds)
+    return (*outer, Factor(cut.size * inner.size, cut.axis, bounds))
 
 
 def _divided(factor: Factor, outer: int, rest: Sequence[Factor]) -> tuple[Factor, Factor]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from arachnec.models.encoders import tiling_vae
+from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.spmd.spatial.peers import Peers
 
 
@@ -55,7 +54,7 @@ def calls_of(encoder: nn.Module, loaded: Tensor) -> tuple[Call, ...]:
         calls.append(Call(tile, tensors[0].numel(), tuple(first.shape), first.dtype, given))
         return output
 
-    with _called(vae, record):
+    with tiles_called(vae, record):
         encoder(loaded)
     return tuple(calls) if calls and calls[-1].tile > 0 else ()
 
@@ -78,10 +77,10 @@ def encode_tiles(encoder: nn.Module, loaded: Tensor, peers: Peers, ranks: int, c
         call = calls[number]
         return _given(call, torch.zeros(call.shape, dtype=call.dtype, device=loaded.device))
 
-    with _called(vae, run_own):
+    with tiles_called(vae, run_own):
         encoder(loaded)
     outputs = iter(_everyones(own, peers, ranks, calls, owners, loaded.device))
-    with _called(vae, lambda *_, **__: next(outputs)):
+    with tiles_called(vae, lambda *_, **__: next(outputs)):
         whole: Tensor = encoder(loaded)
     return whole
 
@@ -121,16 +120,3 @@ def _everyones(
 def _given(call: Call, tensor: Tensor) -> Any:
     """What a call returns, without its caches: nobody reads them."""
     return pytree.tree_unflatten([tensor, *[None] * (call.given.num_leaves - 1)], call.given)
-
-
-@contextmanager
-def _called(vae: nn.Module, call: Callable[..., Any]) -> Iterator[None]:
-    """Whoever calls the VAE's ``encoder`` calls this, with what it would have called."""
-    module = vae.encoder
-    assert isinstance(module, nn.Module)
-    run = module.forward
-    module.__dict__["forward"] = lambda *args, **kwargs: call(run, *args, **kwargs)
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]

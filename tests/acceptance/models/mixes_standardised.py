@@ -1,4 +1,4 @@
-"""Standard deviation, norm and cumulative sums over the tokens, tokens shifted by one and turned around."""
+"""Standard deviation, norm and cumulative sums over the tokens, tokens shifted by one and flipped."""
 
 import torch
 import torch.nn.functional as F

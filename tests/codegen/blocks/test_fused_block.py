@@ -26,7 +26,17 @@ from arachnec.tracing.captured import lifted
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.graph import block_graph
 from tests.kernels.triton_interpreter import in_interpreter
-from tests.spmd.sequence_models import HEADS, MODELS, WIDTH, FusedBlock, ModelCase, PlainModel, Size, user_written
+from tests.spmd.sequence_models import (
+    HEADS,
+    MODELS,
+    WIDTH,
+    FusedBlock,
+    ModelCase,
+    PlainModel,
+    Size,
+    randomised,
+    user_written,
+)
 
 
 class HalfRotatedBlock(FusedBlock):
@@ -127,14 +137,6 @@ TESTED = (
 )
 TORCHS_OWN_WARNINGS = "ignore:The .grad attribute of a Tensor", "ignore:`torch.jit.script_method` is deprecated"
 SIZES = (Size(), Size(3, 6, 10, 11, 1))
-
-
-def randomised(model: nn.Module) -> nn.Module:
-    """Gates and modulations often start at zero: what is fused wrongly would go unnoticed."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    return model
 
 
 Captured = tuple[ModelCase, nn.Module, CapturedModel, list[Graph]]

@@ -63,7 +63,7 @@ def parted(x: Tensor, text: Tensor, gate: Tensor, y: Tensor) -> tuple[Tensor, Te
     return text + gate * x[:, :tokens], y + gate * x[:, tokens:]
 
 
-def turned(x: Tensor, text: Tensor, cos: Tensor, sin: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
+def rotated(x: Tensor, text: Tensor, cos: Tensor, sin: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
     """Norm of all, rotary positions of the tokens behind the caption, written in place."""
     n = F.rms_norm(x, (8,), w, 1e-6)
     video = n[:, :, text.shape[1] :]
@@ -105,7 +105,7 @@ def counted(x: Tensor, heads: Tensor) -> Tensor:
     return x * angles.cos() + torch.cat([-hi, lo], -1) * angles.sin() + heads
 
 
-def beside(x: Tensor, y: Tensor) -> Tensor:
+def joined_widths(x: Tensor, y: Tensor) -> Tensor:
     """Lanes of two widths joined: heads from attention, and a feed-forward's."""
     return torch.cat([x.transpose(1, 2).flatten(2), F.gelu(y, approximate="tanh")], -1)
 
@@ -136,7 +136,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Shape, ...]]] = {
     "one count of rows": (flat, (("S", 5), (5,))),
     "joined": (joined, (("B", "T", 12), ROWS, VECTOR, VECTOR, (12,))),
     "parted": (parted, (("B", "T+S", 12), ("B", "T", 12), VECTOR, ROWS)),
-    "turned behind": (turned, (("B", 3, "T+S", 8), ("B", "T", 8), ("S", 8), ("S", 8), (8,))),
+    "rotated behind": (rotated, (("B", 3, "T+S", 8), ("B", "T", 8), ("S", 8), ("S", 8), (8,))),
     "positions": (positions, (ROWS, (1, "S", 12), VECTOR)),
     "merged": (merged, (("S*B", 12), ROWS)),
     "centred": (centred, (ROWS, VECTOR)),
@@ -144,7 +144,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[Shape, ...]]] = {
     "as wide as clips": (standardised, (("B", "S", "T"),)),
     "activations": (activations, (ROWS, ROWS)),
     "counted": (counted, (HEADS, (3, 8))),
-    "beside": (beside, (("B", 3, "S", 8), ("B", "S", 48))),
+    "joined widths": (joined_widths, (("B", 3, "S", 8), ("B", "S", 48))),
     "scalars": (scalars, (ROWS, ("B", 1, 1), ("B", "S", 1))),
     "means": (lambda x, w: x.tanh() + x.mean(-1, keepdim=True) * w, (ROWS, (1,))),
     "widths": (widths, (ROWS, ("B", "S", 5))),

@@ -48,9 +48,13 @@ def test_ranks_of_a_group_encode_as_one_in_any_order() -> None:
     assert max(*run_ranks(2, _apart, (0, 1), 12), *run_ranks(2, _apart, (1, 0), 7)) < 1e-5
 
 
-def test_diffusers_vaes_by_three_and_four_ranks_are_the_vae_on_one() -> None:
+def test_vaes_by_their_frames_and_text_encoders_by_their_width_are_the_encoder_on_one_rank() -> None:
     pytest.importorskip("diffusers")
-    names = ("wan", "cogvideox", "hunyuan")
-    differences = largest_differences(names)
-    assert differences.keys() == {(name, degree) for name in names for degree in (3, 4)}
+    pytest.importorskip("transformers")
+    vaes, texts = ("wan", "cogvideox", "hunyuan"), ("umt5", "t5", "clip", "llama")
+    differences = largest_differences(vaes, texts)
+    assert differences.keys() == {
+        *((name, degree) for name in vaes for degree in (3, 4)),
+        *((name, degree) for name in texts for degree in (1, 2, 3, 4)),
+    }
     assert max(differences.values()) <= 1e-5, differences

@@ -11,17 +11,14 @@ import pytest
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.data.clip import VideoClip
-from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
-from arachnec.models.file import load_model_file
 from arachnec.passes.check import checked
 from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
 from tests.distributed.executor_cases import (
     ADAPTERS,
     DOUBLE,
-    MODEL,
     TIED,
     Work,
     assert_same_gradients,
@@ -29,6 +26,7 @@ from tests.distributed.executor_cases import (
     losses,
     lowered,
     plain_loop,
+    proved_executable,
     traced,
     train_on,
 )
@@ -63,18 +61,8 @@ def executable(
     clips: Sequence[VideoClip] = CLIPS,
     dealt_out: bool = False,
 ) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "source.py").write_text(MODEL + more)
     module = in_cells(traced(world, [clips]), cell, layers, dealt_out=dealt_out)
-    return write_executable(
-        folder,
-        program=checked(lowered(module, works)),
-        traced=module,
-        pipeline="default",
-        model_file=load_model_file(folder / "source.py"),
-        clips=list(clips),
-        training=training,
-    )
+    return proved_executable(folder, module, works, clips, training=training, more=more)
 
 
 def ordered(*groups: tuple[tuple[int, ...], tuple[int, ...]], **attrs: object) -> list[Work]:

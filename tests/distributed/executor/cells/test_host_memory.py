@@ -12,13 +12,11 @@ from pathlib import Path
 import pytest
 
 from arachnec.data.clip import VideoClip
-from arachnec.executable.folder import read_executable, write_executable
+from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.host_placement import PLACED
 from arachnec.ir.nodes import Module, integer
 from arachnec.ir.values import Formula, Quantity, Term
-from arachnec.models.file import load_model_file
-from arachnec.passes.check import checked
 from tests.distributed.executor.cells.test_cells import (
     ADAPTERS,
     AGAIN,
@@ -32,12 +30,11 @@ from tests.distributed.executor.cells.test_cells import (
     ordered,
 )
 from tests.distributed.executor_cases import (
-    MODEL,
     Work,
     assert_same_gradients,
     losses,
-    lowered,
     plain_loop,
+    proved_executable,
     traced,
     train_on,
 )
@@ -90,20 +87,10 @@ def executable(
     training: Training | None = None,
     clips: Sequence[VideoClip] = CLIPS,
 ) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "source.py").write_text(MODEL + more)
     module = traced(world, [clips])
     if what is not None:
         module = in_host(module, what, cell, layers, "f64" if more else "f32", trained)
-    return write_executable(
-        folder,
-        program=checked(lowered(module, works)),
-        traced=module,
-        pipeline="default",
-        model_file=load_model_file(folder / "source.py"),
-        clips=list(clips),
-        training=training,
-    )
+    return proved_executable(folder, module, works, clips, training=training, more=more)
 
 
 def planned_bytes(folder: Path) -> tuple[int, int]:

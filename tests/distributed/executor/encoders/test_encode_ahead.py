@@ -57,7 +57,7 @@ class Vae(Vae):
 
 
 def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
-    """On one rank; ``waits``: sums are never, or always, still coming when it asks. Notes a ``|`` for every step."""
+    """``waits``: all-reduces are never, or always, under way when it asks. Notes a ``|`` for every step."""
     step = Optimizer.step
     place = folder / f"notes-{dist.get_rank()}"
 
@@ -135,10 +135,10 @@ def test_encoding_ahead_ends_when_there_is_nothing_to_wait_for() -> None:
     assert list(ahead.values) == ["a", "b"]
 
 
-def test_receives_are_posted_later_where_values_from_the_last_step_take_the_room() -> None:
+def test_receives_start_later_where_values_from_the_last_step_take_the_room() -> None:
     module, program = programs(encode("a"), Instruction("free", "a"), encode("b", 3.0), received("r", 1.0))
     values = Values(module)
     assert planned_memory(values, program) == (3.0, 3.0, 5.0, 6.0)
     assert planned_memory(values, program, {"b"}) == (6.0, 6.0, 5.0, 6.0)
-    assert [len(posts) for posts in prefetch_receives(values, program, 6.0)] == [1, 0, 0, 0]
-    assert [len(posts) for posts in prefetch_receives(values, program, 6.0, {"b"})] == [0, 0, 1, 0]
+    assert [len(receives) for receives in prefetch_receives(values, program, 6.0)] == [1, 0, 0, 0]
+    assert [len(receives) for receives in prefetch_receives(values, program, 6.0, {"b"})] == [0, 0, 1, 0]

@@ -1,4 +1,4 @@
-"""When receives are posted: as early as their order and the planned memory allow."""
+"""When receives start: as early as their order and the planned memory allow."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_what_a_weight_still_reads_takes_room() -> None:
     cascades = tuple(Cascade(name, phase, "dit", (0,), 1, 4, 0, inputs) for name, (phase, inputs) in phases.items())
     values = Values(Module("m", Level.LOWERED, stages=(Stage("dit", True),), cascades=cascades, programs=(SPLIT,)))
     assert planned_memory(values, SPLIT) == (5.0, 8.0, 4.0, 3.0, 3.0)
-    assert [len(posts) for posts in prefetch_receives(values, SPLIT, 6.0)] == [0, 0, 1, 0, 0]
-    assert [len(posts) for posts in prefetch_receives(values, SPLIT, 5.5)] == [0, 0, 0, 1, 0]
+    assert [len(receives) for receives in prefetch_receives(values, SPLIT, 6.0)] == [0, 0, 1, 0, 0]
+    assert [len(receives) for receives in prefetch_receives(values, SPLIT, 5.5)] == [0, 0, 0, 1, 0]
 
 
 def values_of(program: Program) -> Values:
@@ -61,15 +61,15 @@ def values_of(program: Program) -> Values:
 
 
 def places(limit: float) -> dict[str, int]:
-    posted = prefetch_receives(values_of(PROGRAM), PROGRAM, limit)
-    return {post.target: index for index, posts in enumerate(posted) for post in posts}
+    prefetched = prefetch_receives(values_of(PROGRAM), PROGRAM, limit)
+    return {step.target: index for index, receives in enumerate(prefetched) for step in receives}
 
 
 def test_the_planned_memory_is_what_the_instructions_state() -> None:
     assert planned_memory(values_of(PROGRAM), PROGRAM) == (6.0, 7.0, 3.0, 4.0, 7.0, 7.0, 4.0, 2.0)
 
 
-def test_with_memory_to_spare_every_receive_is_posted_at_the_start() -> None:
+def test_with_memory_to_spare_every_receive_starts_first() -> None:
     assert places(100.0) == {"x": 0, "y": 0}
 
 
@@ -82,7 +82,7 @@ def test_a_receive_never_passes_an_earlier_one() -> None:
     assert places(8.0) == {"x": 2, "y": 2}
 
 
-def test_a_receive_is_posted_as_far_ahead_as_it_fits() -> None:
+def test_a_receive_starts_as_far_ahead_as_it_fits() -> None:
     assert places(9.0) == {"x": 0, "y": 2}
 
 
@@ -90,7 +90,7 @@ def test_a_receive_is_posted_as_far_ahead_as_it_fits() -> None:
     st.lists(st.tuples(st.integers(0, 3), st.integers(1, 4)), max_size=12),
     st.integers(4, 40),
 )
-def test_receives_are_posted_as_early_as_each_finds_room_behind_the_one_before(
+def test_receives_start_as_early_as_each_finds_room_behind_the_one_before(
     parts: list[tuple[int, int]], limit: int
 ) -> None:
     """Whole GiB, so that sums are exact: by trying every place, from the receive's own backwards."""

@@ -54,7 +54,7 @@ def send_before_it_is_there() -> float:
         moved.finish()
         threads.close()
         return 7.0
-    received = moved.post("x", TensorSpec((3,), torch.float32), 0).wait()
+    received = moved.prefetch("x", TensorSpec((3,), torch.float32), 0).wait()
     threads.close()
     return float(received.mean())
 
@@ -71,7 +71,7 @@ def send_in_another_order() -> list[float]:
         moved.finish()
         threads.close()
         return []
-    coming = [moved.post(name, TensorSpec((4,), torch.float32), 0) for name in "xyz"]
+    coming = [moved.prefetch(name, TensorSpec((4,), torch.float32), 0) for name in "xyz"]
     received = [float(value.wait()[0]) for value in coming]
     threads.close()
     return received
@@ -86,7 +86,7 @@ def send_and_free() -> float:
     """Both send first and receive later; the sender lets go of its value at once."""
     moved, threads = handoffs("xy", (0, 1))
     me = dist.get_rank()
-    coming = moved.post("yx"[me], TensorSpec((1000,), torch.float32), 1 - me)
+    coming = moved.prefetch("yx"[me], TensorSpec((1000,), torch.float32), 1 - me)
     moved.send("xy"[me], here(torch.full((1000,), float(me))), 1 - me)
     received = float(coming.wait().mean())
     moved.finish()

@@ -1,4 +1,4 @@
-"""Gradients that are summed in buckets, inside the last backward where they can be, are the gradients."""
+"""Gradients that are all-reduced in buckets, inside the last backward where they can be, are the gradients."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def _order() -> None:
     assert started == [(1, False), (0, True)]
 
 
-def test_only_backwards_that_are_the_last_of_all_their_ranks_hold_sums() -> None:
+def test_only_backwards_that_are_the_last_of_all_their_ranks_hold_all_reduces() -> None:
     module = bucketed(lowered(traced(4, [CLIPS]), UNEVEN[4]), (1, 1, 0))
     inside = {program.rank: _inside(program) for program in module.programs}
     assert inside == {0: {"c4": 2}, 1: {"c3": 2}, 2: {"c5": 2}, 3: {"c5": 2}}

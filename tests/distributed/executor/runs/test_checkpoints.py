@@ -13,8 +13,11 @@ import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed import checkpoint
+from arachnec.backends.torch_distributed.initial_run import demand_average_goes_on
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.checkpoint.folder import Position, committed, read_commit, step_folder
-from arachnec.checkpoint.parts import Part, State
+from arachnec.checkpoint.parts import AVERAGE, Part, State
+from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError, run_ranks
@@ -108,3 +111,29 @@ def test_a_run_begins_where_there_is_no_checkpoint_and_keeps_out_of_anothers(tmp
     commit = read_commit(step_folder(kept, 4))
     assert commit is not None
     assert (commit.position.steps, commit.position.clips) == (4, 8)
+
+
+def ends_of_averages(folder: Path) -> list[str]:
+    for name in ("with", "without"):
+        values = {"master/w": torch.ones(2)} | ({f"{AVERAGE}/w": torch.ones(2)} if name == "with" else {})
+        checkpoint.save(folder / name, values, POSITION)
+    cases = [
+        ("with", 0.9, RunOptions()),
+        ("with", 0.0, RunOptions()),
+        ("with", 0.0, RunOptions(ema=0.0)),
+        ("with", 0.0, RunOptions(settings=("ema=0",))),
+        ("without", 0.0, RunOptions()),
+    ]
+    return [told(functools.partial(resumed_with, folder / name, ema, options)) for name, ema, options in cases]
+
+
+def resumed_with(folder: Path, ema: float, options: RunOptions) -> None:
+    whole = checkpoint.newest(folder)
+    assert whole is not None
+    demand_average_goes_on(whole, Training(ema=ema), options)
+
+
+def test_averages_end_only_where_a_run_is_told_so(tmp_path: Path) -> None:
+    for said in run_ranks(2, ends_of_averages, tmp_path):
+        assert "has averages of the weights (ema), and this run would keep none" in said[1]
+        assert said[:1] + said[2:] == [""] * 4

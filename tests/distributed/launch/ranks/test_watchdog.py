@@ -36,7 +36,7 @@ time.sleep(600)
 
 
 class Run:
-    """A store, and watchdogs of some ranks in this process that put down their exit codes instead of ending it."""
+    """A store, and watchdogs of some ranks in this process that note their exit codes and end nothing."""
 
     def __init__(self) -> None:
         self.master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)

@@ -1,0 +1,146 @@
+"""Two clips in one forward, against each of them alone: whether a model keeps the clips of a batch apart.
+
+In: a model, on the meta device or with values, and a small call of it. Out: nothing, a refusal, or why it cannot be
+told. The model runs in numbers, one block of each structure (``tracing.small_model``).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.batch import is_batched
+from arachnec.tracing.errors import RandomOperation
+from arachnec.tracing.record import ExampleCall
+from arachnec.tracing.sample import ModelSource, clip_of, sample_of
+from arachnec.tracing.small_model import TOLERANCE, CannotRun, SmallModel, raised, small_model
+from arachnec.tracing.verify import random_like
+
+Sample = tuple[dict[str, Any], Tensor]
+
+
+@dataclass(frozen=True)
+class ClipsMixed(Diagnostic):
+    title: ClassVar[str] = "two clips in a batch are not what they are alone: {what}"
+    help: ClassVar[str] = (
+        "an argument with a first dimension of 1 must be a value of its clip; what is shared needs another first "
+        "dimension, and statistics over a batch mix its clips"
+    )
+    what: str
+
+
+def demand_clips_apart(
+    model: nn.Module, source: ModelSource, call: ExampleCall, like: VideoClip, encoders: Mapping[str, nn.Module]
+) -> str | None:
+    """None, or why it cannot be told. ``call`` is a small call of the model, of a clip ``like`` this one.
+
+    Raises ``UserError`` where the predictions or the loss of a batch differ from those of its clips, and where the
+    model draws its prediction.
+    """
+    try:
+        first, second = _two_samples(source, clip_of(like, call.clip, call.text), encoders)
+        _compare(small_model(model, call), first, second, source.loss)
+    except CannotRun as reason:
+        return str(reason)
+    return None
+
+
+def _compare(small: SmallModel, first: Sample, second: Sample, loss: Any) -> None:
+    alone = [small.run(arguments) for arguments, _ in (first, second)]
+    if not all(prediction.isfinite().all() for prediction in alone):
+        raise CannotRun("its prediction is not finite with random weights")
+    if small.drawn and not _apart(small.run(first[0], seed=1), alone[0]) <= TOLERANCE:
+        raise UserError(RandomOperation(None, small.name, small.drawn))
+    try:
+        together = small.run(_joined(first[0], second[0]))
+    except CannotRun as error:
+        raise UserError(ClipsMixed(None, f"together they raise {error}")) from error
+    apart = _apart(together, _cat(alone))
+    if not apart <= TOLERANCE:
+        names = ", ".join(_not_per_clip(small, first[0], second[0]))
+        reason = f" ({names} has a first dimension of 1 and is no value of its clip)" if names else ""
+        size = f"differs by {apart:.1%}" if math.isfinite(apart) else "has another size"
+        raise UserError(ClipsMixed(None, f"the prediction {size}{reason}"))
+    if loss is None:
+        return
+    targets = torch.cat([first[1], second[1]]) if is_batched(first[1]) else first[1]
+    try:
+        mean = (float(loss(alone[0], first[1])) + float(loss(alone[1], second[1]))) / 2
+        actual = float(loss(together, targets))
+    except Exception as error:
+        raise CannotRun(f"loss() raises {raised(error)}") from error
+    if not abs(actual - mean) <= TOLERANCE * abs(mean):
+        raise UserError(ClipsMixed(None, f"their loss is {actual:.4g}, the mean of the two alone {mean:.4g}"))
+
+
+def _not_per_clip(small: SmallModel, first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:
+    """The arguments that do not reach the clip whose they are: the clips of a batch differ in one at a time."""
+    for name, value in first.items():
+        if is_batched(value) and not torch.equal(value, second[name]):
+            other = first | {name: second[name]}
+            try:
+                together = small.run(_joined(first, other))
+                apart = _apart(together, _cat([small.run(first), small.run(other)]))
+            except CannotRun:
+                continue
+            if not apart <= TOLERANCE:
+                yield f"`{name}`"
+
+
+def _two_samples(source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn.Module]) -> tuple[Sample, Sample]:
+    """Two equal clips' arguments and targets, in numbers: as ``sample`` draws them, else at random in its shapes.
+
+    A ``sample`` that reads a clip's files cannot draw for one that has none.
+    """
+    shapes = sample_of(source, clip, encoders, device="meta")
+    for other in (replace(clip, id=f"{clip.id}.1"), clip):
+        try:
+            first, second = (sample_of(source, c, encoders, device="cpu", seed=n) for n, c in enumerate((clip, other)))
+        except Exception:
+            continue
+        if _form(first) == _form(second) == _form(shapes):
+            return first, _with_shared(first, second)
+    generator = torch.Generator("cpu").manual_seed(0)
+    first, second = (_at_random(shapes, generator) for _ in range(2))
+    return first, _with_shared(first, second)
+
+
+def _form(sample: Sample) -> list[tuple[str, Any]]:
+    """Names, and sizes and types of tensors."""
+    leaves, spec = pytree.tree_flatten(sample)
+    return [(str(spec), ""), *(("", (x.shape, x.dtype) if isinstance(x, Tensor) else type(x)) for x in leaves)]
+
+
+def _at_random(shapes: Sample, generator: torch.Generator) -> Sample:
+    drawn: Sample = pytree.tree_map_only(Tensor, lambda like: random_like(like, generator), shapes)
+    return drawn
+
+
+def _with_shared(first: Sample, second: Sample) -> Sample:
+    """The second clip with what is passed once for both, as it is passed for the first."""
+    own = {name: second[0][name] if is_batched(value) else value for name, value in first[0].items()}
+    return own, second[1] if is_batched(first[1]) else first[1]
+
+
+def _joined(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: torch.cat([value, second[name]]) if is_batched(value) else value for name, value in first.items()}
+
+
+def _cat(predictions: Sequence[Tensor]) -> Tensor:
+    return torch.cat([prediction.reshape(-1) for prediction in predictions])
+
+
+def _apart(prediction: Tensor, expected: Tensor) -> float:
+    """The largest difference, as a part of the largest value; infinite where there is another number of values."""
+    if prediction.numel() != expected.numel():
+        return math.inf
+    difference = (prediction.reshape(-1) - expected.reshape(-1)).abs().max()
+    return float(difference / expected.abs().max().clamp_min(1e-30))

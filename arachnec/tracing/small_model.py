@@ -1,0 +1,147 @@
+"""A model small enough to run in numbers. In: a model on any device, and a call of it. Out: its prediction, on the CPU.
+
+One block of each structure has weights; the others return what the first of theirs returned, so that a model of 40
+layers costs little more than one of a single layer. Weights are random and of the size that keeps a signal's: none is
+zero, as an adapter or a gate may begin, so every argument reaches the prediction.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from arachnec.ir.diagnostic import UserError
+from arachnec.models.batch import prediction_of
+from arachnec.tracing.export import is_seeded
+from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
+from arachnec.tracing.record import ExampleCall, Repeats, is_meta, run_once, training_mode
+from arachnec.tracing.verify import SEED, TILE, fill, random_like
+
+TOLERANCE = 1e-4  # of the largest value, in float32
+MOST_FLOPS = 5e11  # of one forward: a few seconds of a processor
+SURELY_FEW = 1e11  # weights times the values of an argument: fewer need not be counted
+MOST_WEIGHTS = 2**31  # with values: 8 GiB
+
+
+class CannotRun(Exception):
+    """Why the model gives no prediction here."""
+
+
+@dataclass(eq=False)
+class SmallModel:
+    """``drawn``: the last random operation of a forward, where there was one."""
+
+    name: str
+    model: nn.Module
+    blocks: Mapping[str, nn.Module]  # one of each structure
+    drawn: str = field(default="", init=False)
+
+    def run(self, arguments: Mapping[str, Any], seed: int = 0) -> Tensor:
+        """The prediction, in float32. Raises ``CannotRun`` with what the model raised."""
+        repeats = Repeats(self.model, self.blocks, values=True)
+        with torch.random.fork_rng([]), torch.no_grad(), training_mode(self.model), repeats, _Drawn(self):
+            torch.manual_seed(seed)
+            try:
+                prediction = prediction_of(self.model(**pytree.tree_map_only(Tensor, _in_float32, dict(arguments))))
+            except Exception as error:
+                raise CannotRun(raised(error)) from error
+        return prediction.float()
+
+
+@dataclass
+class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    small: SmallModel
+
+    def __post_init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if is_seeded(func):
+            self.small.drawn = str(func)
+        return func(*args, **(kwargs or {}))
+
+
+def small_model(model: nn.Module, call: ExampleCall) -> SmallModel:
+    """Raises ``CannotRun`` where the call, or what has to have values, is too large, or there is no copying it."""
+    blocks = find_blocks(model)
+    unread = unread_settings(blocks, lambda: run_once(model, call))
+    firsts: dict[Any, nn.Module] = {}
+    copies: dict[int, Any] = {}
+    try:
+        for block in blocks.values():
+            copies[id(block)] = copy.deepcopy(firsts.setdefault(structure(block, unread), block), copies)
+        small = copy.deepcopy(model, copies)
+    except Exception as error:
+        raise CannotRun(f"there is no copying it: {raised(error)}") from error
+    weights = sum(parameter.numel() for parameter in small.parameters())
+    if weights > MOST_WEIGHTS:
+        raise CannotRun(f"{weights / 1e9:.1f} billion weights lie outside its repeated blocks")
+    largest = max(leaf.numel() for leaf in pytree.tree_leaves(dict(call.arguments)) if isinstance(leaf, Tensor))
+    if is_meta(model) and weights * largest > SURELY_FEW:
+        _demand_few_flops(model, blocks, unread, call)
+    _give_values(small)
+    return SmallModel(type(model).__name__, small, {path: small.get_submodule(path) for path in blocks})
+
+
+def _demand_few_flops(model: nn.Module, blocks: Mapping[str, nn.Module], unread: Unread, call: ExampleCall) -> None:
+    with FlopCounterMode(display=False) as counter, Repeats(model, blocks, unread):
+        run_once(model, call)
+    flops = counter.get_total_flops() / call.batch
+    if flops > MOST_FLOPS:
+        raise CannotRun(f"its smallest clip takes {flops / 1e12:.1f} TFLOP")
+
+
+def _give_values(model: nn.Module) -> None:
+    """Random weights, in float32; buffers keep the values that they have."""
+    generator = torch.Generator("cpu").manual_seed(SEED)
+    tile = torch.empty(TILE).uniform_(-1, 1, generator=generator)
+    known: dict[int, Tensor] = {}  # tied ones stay tied
+    for module in model.modules():
+        for name, value in module._parameters.items():
+            if value is not None:
+                weight = known.setdefault(id(value), _weight(name, value, tile, generator))
+                module._parameters[name] = nn.Parameter(weight, requires_grad=value.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = known.setdefault(id(buffer), _in_float32(_real(buffer, generator)))
+        for name, held in vars(module).items():
+            if not name.startswith("_"):
+                module.__dict__[name] = pytree.tree_map_only(Tensor, lambda t: _real(t, generator), held)
+
+
+def _weight(name: str, like: Tensor, tile: Tensor, generator: torch.Generator) -> Tensor:
+    """Of a matrix so that what goes through keeps its size, of a norm's weight around 1."""
+    if not like.is_floating_point():
+        return torch.zeros(like.shape, dtype=like.dtype)
+    of_matrix = like.ndim > 1 and like.shape[0] > 1
+    scale = math.sqrt(3 * like.shape[0] / like.numel()) if of_matrix else 0.5
+    values = torch.empty(like.shape)
+    if like.numel() < TILE:
+        values.uniform_(-scale, scale, generator=generator)
+    else:
+        fill(values, tile.roll(int(torch.randint(TILE, (), generator=generator))) * scale)
+    return values.add_(1.0) if name == "weight" and like.ndim == 1 else values
+
+
+def _real(value: Tensor, generator: torch.Generator) -> Tensor:
+    return random_like(value, generator) if value.is_meta else value.detach().cpu()
+
+
+def _in_float32(value: Tensor) -> Tensor:
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def raised(error: Exception) -> str:
+    """An exception in a line."""
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")[:200]
