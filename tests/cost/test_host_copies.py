@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from arachnec.cost.host_copies import inputs_kept, step_copies, sum_copies, with_host_copies
+from arachnec.cost.host_copies import inputs_kept, reduce_copies, step_copies, with_host_copies
 from arachnec.cost.profile import Measurement, exponent_of, find_undivided, fit_profile
 from arachnec.cost.sparse_attention import coarse_groups, faster_sparse, head_weights, most_received, speeds
 from arachnec.ir.head_density import LayerDensity
@@ -96,9 +96,9 @@ def test_an_optimizer_in_the_host_gets_gradients_and_gives_parameters() -> None:
     assert step_copies(beside) == Attributes.of(from_host=round(own * 2), to_host=round(own * 4))
     assert step_copies(stage(("optimizer", "parameters"))) == step_copies(stage(())) == Attributes()
     both = Attributes.of(from_host=70, to_host=70)
-    assert sum_copies(stage(("optimizer", "parameters")), (0, 1), 70) == both
-    assert sum_copies(stage(("optimizer", "parameters")), (0,), 70) == Attributes()
-    assert sum_copies(beside, (0, 1), 70) == Attributes()
+    assert reduce_copies(stage(("optimizer", "parameters")), (0, 1), 70) == both
+    assert reduce_copies(stage(("optimizer", "parameters")), (0,), 70) == Attributes()
+    assert reduce_copies(beside, (0, 1), 70) == Attributes()
 
 
 # -- sparse layers -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from arachnec.planning.family_placement import family_placements
 from arachnec.planning.placement import cell_placements, end_of, in_order, on_ranks
 from arachnec.planning.rank_choice import TOLERANCE
 from arachnec.planning.staged_placement import PlaceTooSmall, is_pipeline, stage_places, staged_placements
-from arachnec.solver.portfolio import CLOSE
+from arachnec.solver.bound import NEGLIGIBLE
 from tests.planning.costed_modules import module
 
 GIB = 2**30
@@ -54,7 +54,7 @@ def demand_choices(cascades: Sequence[Cascade], placed: Sequence[Cascade], cost:
     for wanted, cascade in zip(in_order(cascades), placed, strict=True):
         assert wanted.name == cascade.name
         inputs = [done[name] for name in cascade.inputs if name in done]
-        slack = TOLERANCE + CLOSE * (wanted.end - wanted.start)
+        slack = TOLERANCE + NEGLIGIBLE * (wanted.end - wanted.start)
         assert cascade.ranks in choose(wanted, inputs, free, slack), (cascade.name, free)
         arrived = max((source.end + arrival(source, cascade, cost) for source in inputs), default=0.0)
         start = max(arrived, *(free[rank] for rank in cascade.ranks))
