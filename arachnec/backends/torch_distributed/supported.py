@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import ClassVar
 
-from arachnec.analysis.communicators import grid
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.head_density import layer_densities
 from arachnec.ir.host_placement import in_host
-from arachnec.ir.module_index import label
 from arachnec.ir.nodes import STAGE_OPS, Instruction, Module, Phase, Program
 
 
@@ -70,7 +68,7 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
     if len(trained) > 1 and len({stage.attrs.get("part_of", stage.name) for stage in trained}) > 1:
         names = " and ".join(f"`@{stage.name}`" for stage in trained)
         problems.append(SeveralTrainedStages(trained[1].span, names))
-    problems += islice(_sparse_problems(module, programs), 1)
+    problems += islice(_sparse_problems(module), 1)
     parts = {stage.name for stage in module.stages if "part_of" in stage.attrs}
     phases = {cascade.name: cascade.phase for cascade in module.cascades}
     apart = {c.name for c in module.cascades if c.phase in STAGED and c.stage not in parts}
@@ -84,7 +82,7 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
         raise UserError(*problems, *refused.values())
 
 
-def _sparse_problems(module: Module, programs: Sequence[Program]) -> Iterator[Diagnostic]:
+def _sparse_problems(module: Module) -> Iterator[Diagnostic]:
     """Attention to chosen keys runs in models that have all layers on every rank, its heads exchanged between the ranks
     of a clip."""
     whole = "compile with `sparsify,shard-optimizer,partition,annotate,schedule-z3,place,bucket,lower,check`"
@@ -99,12 +97,6 @@ def _sparse_problems(module: Module, programs: Sequence[Program]) -> Iterator[Di
         for cannot, how, remedy in refused:
             if cannot:
                 yield SparseCannotRun(stage.span, f"`@{stage.name}`", how, remedy)
-    sparse = {cascade.name: cascade for cascade in module.cascades if "sparse" in cascade.attrs}
-    for program in programs:
-        for step in program.instructions:
-            if step.op == "forward" and step.target in sparse and grid(step)[1] > 1:
-                how = "in a ring of keys and values"
-                yield SparseCannotRun(step.span, label(sparse[step.target]), how, "say `ring = 1` there")
 
 
 def _known(op: str, phase: Phase | None) -> bool:

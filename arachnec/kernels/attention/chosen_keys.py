@@ -60,9 +60,7 @@ class ChosenKeys:
         capacity: Capacity,
     ) -> None:
         self.division, self.parts, self.capacity = division, parts, capacity
-        self.me = shard.index % shard.ulysses
-        self.ranks = tuple(shard.ranks[p] for p in shard.ulysses_positions)
-        self.group = shard.ulysses_group
+        self.me, self.ranks, self.group = shard.index, shard.ranks, shard.group
         peers = range(len(self.ranks))
         mine = wanted.to(torch.uint8)
         shapes = [[(wanted.shape[0], len(own), wanted.shape[2])] for own in division]

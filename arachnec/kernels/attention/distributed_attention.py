@@ -80,9 +80,10 @@ def distributed_attention(
     ``mask`` is replicated and global: [B or 1, H or 1, all queries or 1, all keys], boolean (True takes part) or added
     to the scores, its rows and columns in the order of the parts. It gets no gradient. ``is_causal`` compares positions
     in that same order. A query that may look at nothing yields 0, as in torch. ``local`` computes the attention of a
-    rank's heads over all tokens instead; there is no ring then, no causality, and no head shares keys. ``division``
-    says which heads, and which queries of them, a rank has then; without it these are even runs. With a ``fetch`` a
-    rank gets only the keys that its queries chose, where there is room for them, and all keys without.
+    rank's heads over all tokens instead: these are divided over all ranks, whatever the grid, nothing is causal, and no
+    head shares keys. ``division`` says which heads, and which queries of them, a rank has then; without it these are
+    even runs. With a ``fetch`` a rank gets only the keys that its queries chose, where there is room for them, and all
+    keys without.
 
     Returns [B, H, Lq, Dv]; replicated parts are again the same on every rank. Gradients are partial in the sense of
     ``arachnec.kernels.attention.exchange``. Raises ValueError for shapes that do not fit together.
@@ -90,8 +91,6 @@ def distributed_attention(
     _check(query, key, value, shard, query_parts, key_parts, mask, is_causal, enable_gqa)
     scale = query.shape[3] ** -0.5 if scale is None else scale
     total, sharing, me = query.shape[1], query.shape[1] // max(1, key.shape[1]), shard.index % shard.ulysses
-    if local is not None and shard.ring > 1:
-        raise ValueError(f"attention by a function of one's own takes all tokens to a rank, not a ring of {shard.ring}")
     if shard.degree == 1 and local is not None:
         return local(query, key, value, mask, scale, tuple(map(HeadShare, range(total))))
     if shard.degree == 1:

@@ -1,4 +1,4 @@
-"""Heads divided unevenly over the ranks of a Ulysses group, some of them cut between queries.
+"""Heads divided unevenly over the ranks of a clip, some of them cut between queries.
 
 In: which queries of which heads each rank computes. Out: the all-to-all of queries, keys and values to these ranks, and
 that of the output back. A rank gets all keys and values of its heads; of a head that is cut its own queries alone, and
@@ -33,7 +33,7 @@ class HeadShare:
 
 
 Division = tuple[tuple[HeadShare, ...], ...]
-"""By rank of the Ulysses group; whole heads stand before those that are cut."""
+"""By rank of the clip; whole heads stand before those that are cut."""
 
 
 def whole_heads(total: int, ranks: int) -> Division:
@@ -75,9 +75,7 @@ class DividedHeads:
         """``cut``: whether a tensor has only a share's rows of a head that is cut. ``parts`` as in
         ``tokens_to_heads``, by tensor."""
         self.division, self.cut, self.parts = division, tuple(cut), tuple(parts)
-        self.me = shard.index % shard.ulysses
-        self.ranks = tuple(shard.ranks[p] for p in shard.ulysses_positions)
-        self.group = shard.ulysses_group
+        self.me, self.ranks, self.group = shard.index, shard.ranks, shard.group
 
     def to_heads(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         peers = range(len(self.ranks))

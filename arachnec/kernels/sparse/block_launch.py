@@ -16,6 +16,8 @@ from torch import Tensor
 from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.block_rows import attention_forward, key_gradients, query_gradients
 
+CHUNK = 64  # columns of 32-bit heads that scores are summed up from at a time: more spill on an H100
+
 
 @dataclass(frozen=True)
 class Tile:
@@ -138,11 +140,11 @@ def launch_options(
     size: int, dtype: torch.dtype, longest: int, of_keys: bool, tile: Tile | None = None
 ) -> dict[str, Any]:
     """The constants of a launch over heads of a size, whose runs, of queries for keys' gradients, have ``longest``."""
-    tile = tile or tile_of(size, dtype)
+    tile, wide = tile or tile_of(size, dtype), max(16, 1 << (size - 1).bit_length())
     return {
-        "D": size, "WIDE": max(16, 1 << (size - 1).bit_length()), "QUERIES": tile.queries, "KEYS": tile.keys,
+        "D": size, "WIDE": wide, "QUERIES": tile.queries, "KEYS": tile.keys,
         "SPLITS": -(-longest // (tile.queries if of_keys else tile.keys)), "MASKED": False, "ADDED": False,
-        "num_warps": tile.warps,
+        "CHUNK": wide if dtype.itemsize == 2 else min(wide, CHUNK), "num_warps": tile.warps,
     }  # fmt: skip
 
 

@@ -33,11 +33,29 @@ def _bias(mask, order, row, row_inside, column, column_inside, row_stride, ADDED
 
 
 @triton.jit
+def _products(
+    x, x_at, x_place, x_inside, y, y_at, y_place, y_inside, order,
+    D: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """Of all rows ``x`` with all rows ``y``. All warps have the rows of such a product whole: where these are too many
+    numbers for their registers, CHUNK columns at a time are read again."""
+    if CHUNK >= WIDE:
+        return tl.dot(x, tl.trans(y), input_precision="tf32x3")
+    sums = tl.zeros([x.shape[0], y.shape[0]], tl.float32)
+    for first in range(0, WIDE, CHUNK):
+        columns = first + tl.arange(0, CHUNK)
+        part_x = _rows(x_at, order, x_place, x_inside, columns, D, D)
+        part_y = _rows(y_at, order, y_place, y_inside, columns, D, D)
+        sums += tl.dot(part_x, tl.trans(part_y), input_precision="tf32x3")
+    return sums
+
+
+@triton.jit
 def attention_forward(
     query, key, value, mask, out, lse, order, tiles, tile_groups, groups, blocks, indices, starts,
     tokens, group_count, heads, mask_clip, mask_head, mask_row, scale,
     D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    MASKED: tl.constexpr, ADDED: tl.constexpr,
+    CHUNK: tl.constexpr, MASKED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, clip x head): QUERIES queries of a group. Heads are [B, H, S, D], contiguous."""
     head = tl.program_id(1).to(tl.int64)
@@ -60,7 +78,10 @@ def attention_forward(
             column = begin + split * KEYS + tl.arange(0, KEYS)
             column_inside = column < end
             k = _rows(key + shift, order, column, column_inside, columns, D, D)
-            scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
+            scores = _products(
+                q, query + shift, row, row_inside, k, key + shift, column, column_inside, order, D, WIDE, CHUNK
+            )
+            scores *= scale * LOG2E
             if MASKED:
                 scores += _bias(mask_at, order, row, row_inside, column, column_inside, mask_row, ADDED)
             scores = tl.where(column_inside[None, :], scores, float("-inf"))
@@ -82,14 +103,13 @@ def attention_forward(
 
 
 @triton.jit
-def _slopes(q, k, v, grad, row_lse, row_delta, bias, column_inside, scale, MASKED: tl.constexpr):
-    """Weights, and gradients of the scaled scores."""
-    scores = tl.dot(q, tl.trans(k), input_precision="tf32x3") * (scale * LOG2E)
+def _slopes(scores, inner, row_lse, row_delta, bias, column_inside, scale, MASKED: tl.constexpr):
+    """Weights, and gradients of the scaled scores, from products of queries with keys and of gradients with values."""
+    scores *= scale * LOG2E
     if MASKED:
         scores += bias
     weights = tl.exp2(scores - row_lse[:, None] * LOG2E)
     weights = tl.where(column_inside[None, :], weights, 0.0)
-    inner = tl.dot(grad, tl.trans(v), input_precision="tf32x3")
     return weights, weights * (inner - row_delta[:, None]) * scale
 
 
@@ -98,7 +118,7 @@ def query_gradients(
     grad, query, key, value, mask, lse, delta, of_query, order, tiles, tile_groups, groups, blocks, indices, starts,
     tokens, group_count, heads, mask_clip, mask_head, mask_row, scale,
     D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    MASKED: tl.constexpr, ADDED: tl.constexpr,
+    CHUNK: tl.constexpr, MASKED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """Program (tile, clip x head), over the tile's list; ``lse`` is +inf where a query sees nothing."""
     head = tl.program_id(1).to(tl.int64)
@@ -127,7 +147,13 @@ def query_gradients(
             bias = 0.0
             if MASKED:
                 bias = _bias(mask_at, order, row, row_inside, column, column_inside, mask_row, ADDED)
-            _, slopes = _slopes(q, k, v, g, row_lse, row_delta, bias, column_inside, scale, MASKED)
+            scores = _products(
+                q, query + shift, row, row_inside, k, key + shift, column, column_inside, order, D, WIDE, CHUNK
+            )
+            inner = _products(
+                g, grad + shift, row, row_inside, v, value + shift, column, column_inside, order, D, WIDE, CHUNK
+            )
+            _, slopes = _slopes(scores, inner, row_lse, row_delta, bias, column_inside, scale, MASKED)
             result += tl.dot(slopes.to(k.dtype), k, input_precision="tf32x3")
     at = of_query + shift + token[:, None] * D + columns[None, :]
     tl.store(at, result.to(of_query.dtype.element_ty), mask=row_inside[:, None] & (columns < D)[None, :])
@@ -138,7 +164,7 @@ def key_gradients(
     grad, query, key, value, mask, lse, delta, of_key, of_value, order, groups, blocks, readers, starts,
     tokens, block_count, heads, mask_clip, mask_head, mask_row, scale,
     D: tl.constexpr, WIDE: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr,
-    MASKED: tl.constexpr, ADDED: tl.constexpr,
+    CHUNK: tl.constexpr, MASKED: tl.constexpr, ADDED: tl.constexpr,
 ):  # fmt: skip
     """Program (block, clip x head, split of the block), over the groups that read it, in ascending order."""
     head = tl.program_id(1).to(tl.int64)
@@ -168,7 +194,13 @@ def key_gradients(
             bias = 0.0
             if MASKED:
                 bias = _bias(mask_at, order, row, row_inside, column, column_inside, mask_row, ADDED)
-            weights, slopes = _slopes(q, k, v, g, row_lse, row_delta, bias, column_inside, scale, MASKED)
+            scores = _products(
+                q, query + shift, row, row_inside, k, key + shift, column, column_inside, order, D, WIDE, CHUNK
+            )
+            inner = _products(
+                g, grad + shift, row, row_inside, v, value + shift, column, column_inside, order, D, WIDE, CHUNK
+            )
+            weights, slopes = _slopes(scores, inner, row_lse, row_delta, bias, column_inside, scale, MASKED)
             dv += tl.dot(tl.trans(weights.to(g.dtype)), g, input_precision="tf32x3")
             dk += tl.dot(tl.trans(slopes.to(q.dtype)), q, input_precision="tf32x3")
     token = tl.load(order + column, mask=column_inside, other=0)

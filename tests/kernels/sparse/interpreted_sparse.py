@@ -49,5 +49,5 @@ def errors(size: int, masked: str, dtype: str) -> dict[str, float]:
 
 
 def main() -> dict[str, dict[str, float]]:
-    cases = [(24, "keys", "fp32"), (16, "bias", "fp16")]
+    cases = [(80, "keys", "fp32"), (16, "bias", "fp16")]
     return {" ".join(map(str, case)): errors(*case) for case in cases}
