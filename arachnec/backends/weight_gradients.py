@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -98,9 +99,13 @@ class _Linear(torch.autograd.Function):
 
 @contextmanager
 def _calling(linear: Callable[..., Tensor]) -> Iterator[None]:
-    """Inside, modules call this in the place of ``functional.linear``, in all threads."""
-    before = functional.linear
-    functional.linear = linear
+    """Inside, this thread's modules call this in the place of ``functional.linear``; those of other threads do not."""
+    before, thread = functional.linear, get_ident()
+
+    def called(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return (linear if get_ident() == thread else before)(input, weight, bias)
+
+    functional.linear = called
     try:
         yield
     finally:
