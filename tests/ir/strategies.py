@@ -116,6 +116,7 @@ UNSAID: dict[str, None] = dict.fromkeys(
         "most_clips",
         "graphs",
         "cell",
+        "tensor_parallel",
         "host",
         "density",
         "measured",
