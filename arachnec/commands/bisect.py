@@ -24,7 +24,7 @@ def command(file: Path, passes: str | None, predicate: str | None, load: tuple[P
     """Find the first pass after which the module in FILE is bad.
 
     Bad is a pass that crashes and a module that does not verify; with --predicate, a module it refuses. Exit code 0:
-    every pass is good. 1: one is bad; what it was given is written to a file.
+    it is good after all passes. 1: one is bad; what it was given is written to a file.
     """
     registry = installed()
     for path in load:
@@ -34,7 +34,7 @@ def command(file: Path, passes: str | None, predicate: str | None, load: tuple[P
     module = parse_module(text, str(file))
     verdict = first_bad(module, pipeline, command_predicate(predicate)) if predicate else first_bad(module, pipeline)
     if verdict.index is None:
-        click.echo("every pass is good")
+        click.echo(f"good after all {len(pipeline.passes)} passes")
         return 0
     if verdict.index < 0:
         click.echo(verdict.reason)

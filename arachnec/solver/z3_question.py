@@ -88,11 +88,14 @@ class Question:
         return core
 
     def answered(self, ask: Callable[[], tuple[Answer, T | None]]) -> tuple[Answer, T | None]:
-        """What ``ask`` answers; unknown where this was stopped, be it while constraints are made or a model is read."""
+        """What ``ask`` answers; unknown where this was stopped, be it while constraints are made or a model is read.
+
+        An interrupt that comes behind the end of one answer cancels the next, which nobody stopped.
+        """
         try:
             return ask()
-        except z3.Z3Exception:
-            if self.stopped:
+        except z3.Z3Exception as error:
+            if self.stopped or "canceled" in str(error):
                 return Answer.UNKNOWN, None
             raise
 

@@ -44,6 +44,15 @@ class StartTimes:
 
     def answer(self, horizon: int, effort: Effort) -> tuple[Answer, Schedule | None]:
         """A schedule that ends by ``horizon``, or the certainty that there is none, or neither within the effort."""
+        try:
+            return self._answered(horizon, effort)
+        except z3.Z3Exception:
+            self.model = self.horizon = (
+                None  # it may hold a horizon for good, or lack a part of one
+            )
+            raise
+
+    def _answered(self, horizon: int, effort: Effort) -> tuple[Answer, Schedule | None]:
         self.question.allow(effort)
         if self.model is None:
             solver = self.question.begin(effort, self.seed, z3.SimpleSolver)

@@ -52,7 +52,7 @@ def test_what_is_no_program_exits_with_2(command: str, tmp_path: Path, capsys: p
     placed = GOLDEN / "lower" / "pipeline_1f1b.cascade"
     for wrong, reason in (
         (tmp_path, "has no program.cascade"),
-        (tmp_path / "none", "cannot be read"),
+        (tmp_path / "none", "there is no "),
         (placed, "placed"),
     ):
         assert run([command, str(wrong)]) == 2

@@ -37,7 +37,7 @@ def test_what_would_change_a_plan_is_planned_and_said(capsys: pytest.CaptureFixt
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
-    [(["none"], "cannot be read"), ([str(HERE / "plan.cascade"), "--budget", "soon"], "such as 500ms")],
+    [(["none"], "there is no none"), ([str(HERE / "plan.cascade"), "--budget", "soon"], "such as 500ms")],
 )
 def test_wrong_input_exits_with_2_and_says_why(
     arguments: list[str], reason: str, capsys: pytest.CaptureFixture[str]

@@ -1,6 +1,7 @@
 """The scheduler against known optima, brute force, and its own independent checker."""
 
 import itertools
+from functools import partial
 
 import pytest
 import z3
@@ -14,7 +15,7 @@ from arachnec.solver.list_schedule import list_schedule, list_schedules, orders
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
 from arachnec.solver.search import solve
 from arachnec.solver.z3_question import Answer, Question, true
-from arachnec.solver.z3_schedule import find_schedule
+from arachnec.solver.z3_schedule import StartTimes, find_schedule
 
 # Durations in 10 ms at degree 1, 2, 4, 8 of VAE and DiT (degree 2, 4, 8 where there are three).
 FOUR_TASKS = (
@@ -156,6 +157,18 @@ def test_a_question_stopped_while_its_model_is_read_has_no_answer() -> None:
         return Answer.POSSIBLE, true(model, boolean)
 
     assert question.answered(read) == (Answer.UNKNOWN, None)
+
+
+def test_an_interrupt_that_comes_late_cancels_one_answer_and_no_later_one() -> None:
+    problem = four_tasks(8)
+    best = solve(problem, Clock(0.0, 0.0, steps=60), seed=0).schedule.makespan(problem)
+    inquiry = StartTimes(problem, 0)
+    assert inquiry.question.answered(lambda: inquiry.answer(2 * best, Effort()))[0] is Answer.POSSIBLE
+    inquiry.question.stop()
+    for horizon in (3 * best, 2 * best, 3 * best):
+        answer, schedule = inquiry.question.answered(partial(inquiry.answer, horizon, Effort()))
+        assert answer is Answer.POSSIBLE or (answer is Answer.UNKNOWN and horizon == 3 * best)
+        assert schedule is None or schedule.makespan(problem) <= horizon
 
 
 def test_equal_seeds_and_steps_give_equal_schedules() -> None:
