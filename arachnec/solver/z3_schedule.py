@@ -47,9 +47,7 @@ class StartTimes:
         try:
             return self._answered(horizon, effort)
         except z3.Z3Exception:
-            self.model = self.horizon = (
-                None  # it may hold a horizon for good, or lack a part of one
-            )
+            self.model = self.horizon = None  # it may hold a horizon for good, or lack a part of one
             raise
 
     def _answered(self, horizon: int, effort: Effort) -> tuple[Answer, Schedule | None]:
