@@ -163,5 +163,5 @@ def test_bf16_with_masters_and_averages_steps_alike_in_other_stages_and_cells(tm
         train_on(world, folder, steps=3)
         steps = msgspec.json.decode((folder / "run.json").read_bytes())["steps"]
         curves.append([step["loss"] for step in steps])
-    assert curves[1] == pytest.approx(curves[0], rel=5e-3)
+    assert curves[1] == pytest.approx(curves[0], rel=2**-7)  # one rounding of a loss in bf16
     assert curves[0][2] != curves[0][0]
