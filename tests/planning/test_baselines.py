@@ -21,9 +21,11 @@ from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.planning.baselines.dynamic_cp import dynamic_rounds
 from arachnec.planning.baselines.flexsp import buckets_of, cut_by_length, solve_groups
 from arachnec.planning.baselines.knapformer import cuts
-from arachnec.planning.family_placement import PRICE, markup
+from arachnec.planning.family_placement import markup
+from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.placed_search import Measure
+from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.planning.validate import validate_schedule
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.group_rounds import Group, in_rounds, least_loaded, power_sizes, sinks_of, ticks_at
@@ -70,12 +72,21 @@ def test_the_default_is_never_slower_than_a_baseline(tokens: list[int], baseline
     costed = module("2x4:h100-80g", tokens)
     ours = Place().run(ScheduleZ3(budget=Duration(400.0)).run(costed))
     theirs = Place().run(baseline.run(costed))
-    assert priced(ours) <= priced(theirs) * (1 + PRICE)  # alike, but for the price of one group
+    # A part of the makespan alone: the update that follows is most of so short an iteration
+    assert priced_iteration(ours) <= priced_iteration(theirs) + 0.001 * priced(theirs)
 
 
 def priced(placed: Module) -> float:
     """ms of a placed module, with the price of its process groups outside the family."""
     return quantity(placed.attrs["makespan"]) * markup(placed.cascades, CostModel(placed))
+
+
+def priced_iteration(placed: Module) -> float:
+    """ms of the simulated iteration, which the default makes short, with the price of its process groups."""
+    following = Following(topology=True, buckets=True, mib=None, reversible=True)
+    assert placed.cluster is not None
+    simulated = simulated_ms(placed, placed.cluster, list(placed.cascades), following)
+    return simulated * markup(placed.cascades, CostModel(placed))
 
 
 def train(planned: Module) -> list[Cascade]:
