@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from arachnec.backends.simulator import Simulation, simulate
-from arachnec.backends.torch_distributed.encode_ahead import encoders_first
+from arachnec.backends.torch_distributed.executor.encode_ahead import encoders_first
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.infra.pipeline import Pipeline
@@ -240,7 +240,7 @@ def worker(output: Path, rounds: int, jobs: list[tuple[str, str, bool]]) -> None
     import torch.distributed as dist
 
     from arachnec.backends.torch_distributed.options import RunOptions
-    from arachnec.backends.torch_distributed.training_run import Trainer
+    from arachnec.backends.torch_distributed.run.training_run import Trainer
     from arachnec.executable.folder import read_executable
     from arachnec.launch.ranks import as_rank
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.driver import compile as compile_model
 from arachnec.executable.folder import Executable, read_executable
 from arachnec.models.batch import clip_generator

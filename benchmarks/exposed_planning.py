@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.plans import Plans, checked_program
+from arachnec.backends.torch_distributed.plans.step_plans import Plans, checked_program
 from arachnec.driver import compile as compile_model
 from arachnec.executable.folder import read_executable
 from arachnec.ir.printer import print_module

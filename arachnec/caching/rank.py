@@ -12,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.cascade_step import encode_loaded
-from arachnec.backends.torch_distributed import events, report
-from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
-from arachnec.backends.torch_distributed.encoder_setup import rank_encoders
-from arachnec.backends.torch_distributed.iteration import program_of
-from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
-from arachnec.backends.torch_distributed.plans import Planned, Plans
-from arachnec.backends.torch_distributed.training_run import Enter, unwatched
+from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead, encoded_here
+from arachnec.backends.torch_distributed.executor.iteration import program_of
+from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans
+from arachnec.backends.torch_distributed.reporting import events, report
+from arachnec.backends.torch_distributed.run.training_run import Enter, unwatched
+from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
+from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
 from arachnec.caching.files import EncodedFiles
 from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip

@@ -42,8 +42,8 @@ def command(options: CacheOptions, cluster: str | None) -> None:
 
 
 def _show(data: bytes) -> None:
-    from arachnec.backends.torch_distributed.events import decode
-    from arachnec.backends.torch_distributed.report import Note
+    from arachnec.backends.torch_distributed.reporting.events import decode
+    from arachnec.backends.torch_distributed.reporting.report import Note
 
     event = decode(data)
     if isinstance(event, Note):

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.supported import demand_supported
+from arachnec.backends.torch_distributed.plans.supported import demand_supported
 from arachnec.equivalence.execution import OnRank, captured_blocks, run_rank, run_reference_steps
 from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
 from arachnec.equivalence.small_program import CannotExecute, Small, small

@@ -28,8 +28,8 @@ from arachnec.backends.cascade_step import (
     encode,
     trained_parameters,
 )
-from arachnec.backends.torch_distributed.divided_encoders import DividedEncoders
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
+from arachnec.backends.torch_distributed.weights.shared_weights import shared_encoders, shared_model
 from arachnec.cost.communication import encoder_volumes, volumes
 from arachnec.cost.profile import BATCH, LinkProfile, Measurement, Synchronisation
 from arachnec.cost.sparse_profile import AttentionTime

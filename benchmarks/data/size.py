@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
 
-from arachnec.backends.torch_distributed.plans import KEPT
+from arachnec.backends.torch_distributed.plans.step_plans import KEPT
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.long_manifest import read_long_manifest
 from arachnec.data.parquet_clips import WINDOW, ParquetClips

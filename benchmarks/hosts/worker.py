@@ -18,7 +18,7 @@ import torch.distributed as dist
 from hosts.fabric import sent_by_racks
 
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import read_executable
 from arachnec.launch.ranks import as_rank, exit_with
 

@@ -18,7 +18,7 @@ from torch.distributed.pipelining import PipelineStage, schedules
 
 from arachnec.backends.staged_model import parts_of
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import Executable, read_executable
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.launch.ranks import as_rank, exit_with

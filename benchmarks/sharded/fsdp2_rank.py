@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import Executable, read_executable
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.batch import clip_generator

@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import read_executable
 from arachnec.model_state.parameter_parts import GatheredParts
 from arachnec.model_state.updated_parameters import UpdatedParameters

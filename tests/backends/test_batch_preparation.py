@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from arachnec.backends.torch_distributed.batch_preparation import BatchPreparation, HostBatch
+from arachnec.backends.torch_distributed.batches.batch_preparation import BatchPreparation, HostBatch
 from arachnec.ir.nodes import Cascade, Phase
 from arachnec.runtime.device_runtime import DeviceRuntime
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.torch_distributed.report import PlannedTimes, busy_ms
+from arachnec.backends.torch_distributed.reporting.report import PlannedTimes, busy_ms
 from arachnec.ir.parser import parse_module
 from arachnec.runtime.clock import Interval
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.torch_distributed.plans import checked_program
-from arachnec.backends.torch_distributed.supported import SeveralTrainedStages, demand_supported
+from arachnec.backends.torch_distributed.plans.step_plans import checked_program
+from arachnec.backends.torch_distributed.plans.supported import SeveralTrainedStages, demand_supported
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.parser import parse_file
 

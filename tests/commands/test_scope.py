@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import arachnec
-from arachnec.backends.torch_distributed.background_planner import IterationPlanner
+from arachnec.backends.torch_distributed.plans.background_planner import IterationPlanner
 from arachnec.executable.folder import read_executable
 from arachnec.ir.parser import parse_file
 from arachnec.passes import Pipeline, registry

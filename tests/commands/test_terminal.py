@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from arachnec.backends.torch_distributed.display import Display
-from arachnec.backends.torch_distributed.report import Note
+from arachnec.backends.torch_distributed.reporting.display import Display
+from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.cli import run
 from arachnec.commands.tables import plain_table
 from arachnec.views.format import terminal

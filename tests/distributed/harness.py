@@ -30,7 +30,7 @@ PRELOAD = (
     "pytest",
     "hypothesis",
     "arachnec.backends.torch_distributed.engine",
-    "arachnec.backends.torch_distributed.checkpoint",
+    "arachnec.backends.torch_distributed.checkpoints.checkpoint",
     "arachnec.spmd.sharded_model",
     "arachnec.tracing.blocks",
 )

@@ -12,7 +12,7 @@ import pytest
 from arachnec.cli import group
 from arachnec.passes.infra.named_pipelines import NOT_COMPARED, PIPELINES
 from tests.docs.worked_examples import blocks
-from tests.house.test_house import FLOORS, ROOT, modules
+from tests.house.test_house import EXECUTOR_FLOORS, FLOORS, ROOT, modules
 from tests.house.test_words import DIALECT, may_say, words
 
 TOPS = ("arachnec", "tests", "benchmarks", "examples")
@@ -131,12 +131,19 @@ def test_every_pipeline_that_is_compared_is_described_and_said_to_differ() -> No
     assert not compared - rows[1] - {"default"}
 
 
-def test_the_drawing_of_the_house_is_the_house() -> None:
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+def drawn_in(text: str) -> dict[str, int]:
+    """The floor of every room of a drawing, which says it at the first room of a floor."""
     drawn: dict[str, int] = {}
     floor = 0
     for number, room in re.findall(r"^ ?([ \d]\d|  ) {2}(\w+) {2,}\S", text, re.M):
         floor = int(number) if number.strip() else floor
         drawn[room] = floor
+    return drawn
+
+
+def test_the_drawing_of_the_house_is_the_house() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    house, inside = (drawn_in(drawing) for drawing in text.split("```")[3:6:2])
     unseen = {"version", "__main__"}  # a number, and one line that calls cli
-    assert drawn == {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms if room not in unseen}
+    assert house == {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms if room not in unseen}
+    assert inside == {room: number for number, rooms in enumerate(EXECUTOR_FLOORS, 1) for room in rooms}

@@ -31,6 +31,17 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("__main__",),
 )
+# The same inside ``backends/torch_distributed``: folders, and the files that lie beside them.
+EXECUTOR = "arachnec.backends.torch_distributed"
+EXECUTOR_FLOORS: tuple[tuple[str, ...], ...] = (
+    ("options", "reporting", "weights"),
+    ("batches", "plans"),
+    ("rank",),
+    ("executor", "checkpoints"),
+    ("run",),
+    ("engine", "local_run"),
+    ("worker",),
+)
 FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
 LARGEST_SHARE = 0.12  # of the package's lines, that one room may hold
 
@@ -79,6 +90,19 @@ def test_imports_only_go_down() -> None:
         for importer, module in imports().edges
         if room(importer) and room(module) and room(importer) != room(module)
         if FLOOR[room(module)] >= FLOOR[room(importer)]
+    ]
+    assert not upward, "\n".join(upward)
+
+
+def test_inside_the_back_end_of_ranks_imports_only_go_down() -> None:
+    floor = {name: number for number, names in enumerate(EXECUTOR_FLOORS, 1) for name in names}
+    inside = {name: name.removeprefix(f"{EXECUTOR}.").split(".")[0] for name in modules() if f"{EXECUTOR}." in name}
+    assert set(inside.values()) == set(floor)
+    upward = [
+        f"{importer} (floor {floor[inside[importer]]}) imports {module} (floor {floor[inside[module]]})"
+        for importer, module in imports().edges
+        if importer in inside and module in inside and inside[importer] != inside[module]
+        if floor[inside[module]] >= floor[inside[importer]]
     ]
     assert not upward, "\n".join(upward)
 

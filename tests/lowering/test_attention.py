@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from arachnec.backends.torch_distributed.attention import attention_by_grid, attention_of
+from arachnec.backends.torch_distributed.executor.attention import attention_by_grid, attention_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Stage
 from arachnec.ir.parser import parse_module

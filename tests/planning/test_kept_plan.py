@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.backends.simulator import simulate
-from arachnec.backends.torch_distributed.kept_plan import better_plan, have_moved, with_densities
+from arachnec.backends.torch_distributed.plans.kept_plan import better_plan, have_moved, with_densities
 from arachnec.ir.diagnostic import render
 from arachnec.ir.head_density import latest_densities, sparse_layers
 from arachnec.ir.nodes import Module

@@ -19,17 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from arachnec.backends.torch_distributed import checkpoint, events, report
-from arachnec.backends.torch_distributed.attention import attention_by_grid
-from arachnec.backends.torch_distributed.initial_run import newest_checkpoint
-from arachnec.backends.torch_distributed.iteration import program_of
-from arachnec.backends.torch_distributed.job_end import end_of_job
+from arachnec.backends.torch_distributed.batches.own_batches import Compiling, own_executable
+from arachnec.backends.torch_distributed.checkpoints import checkpoint
+from arachnec.backends.torch_distributed.checkpoints.initial_run import newest_checkpoint
+from arachnec.backends.torch_distributed.checkpoints.job_end import end_of_job
+from arachnec.backends.torch_distributed.executor.attention import attention_by_grid
+from arachnec.backends.torch_distributed.executor.iteration import program_of
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.own_batches import Compiling, own_executable
-from arachnec.backends.torch_distributed.run_files import write_measured
-from arachnec.backends.torch_distributed.step_limits import planned_for_cpu
-from arachnec.backends.torch_distributed.step_log import StepLog, metrics_of
-from arachnec.backends.torch_distributed.training_run import (
+from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
+from arachnec.backends.torch_distributed.reporting import events, report
+from arachnec.backends.torch_distributed.reporting.run_files import write_measured
+from arachnec.backends.torch_distributed.reporting.step_log import StepLog, metrics_of
+from arachnec.backends.torch_distributed.run.training_run import (
     Enter,
     Trainer,
     described,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import msgspec
 
-from arachnec.backends.torch_distributed.display import Display
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.report import RunReport
+from arachnec.backends.torch_distributed.reporting.display import Display
+from arachnec.backends.torch_distributed.reporting.report import RunReport
 from arachnec.cluster.resize import cluster_for
 from arachnec.executable.folder import demand_folder, read_executable
 from arachnec.executable.train_file import located

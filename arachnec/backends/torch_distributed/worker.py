@@ -21,7 +21,7 @@ def command(folder: Path, options: RunOptions) -> None:
     """Run this rank's part of the executable FOLDER. Rank and world size come from torchrun's environment."""
     with joined_rank(START_S if options.start_timeout is None else options.start_timeout) as joined:
         from arachnec.backends.torch_distributed.engine import train
-        from arachnec.backends.torch_distributed.step_limits import planned_for_cpu
+        from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
         from arachnec.executable.folder import read_executable
 
         executable = read_executable(folder)

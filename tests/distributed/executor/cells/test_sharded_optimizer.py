@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed import checkpoint
+from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import part_of
 from arachnec.executable.folder import read_executable, write_executable

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from tests.distributed.executor.cells.test_cells import CLIPS, LAYERS, ordered

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values
 from arachnec.backends.cascade_step import trained_parameters
-from arachnec.backends.torch_distributed import interpreter
-from arachnec.backends.torch_distributed.interpreter import grid_of, run_iteration
-from arachnec.backends.torch_distributed.iteration import Iteration
-from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here
-from arachnec.backends.torch_distributed.rank_context import RankContext
-from arachnec.backends.torch_distributed.sharded_blocks import Sequences
+from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead, encoded_here
+from arachnec.backends.torch_distributed.executor import interpreter
+from arachnec.backends.torch_distributed.executor.interpreter import grid_of, run_iteration
+from arachnec.backends.torch_distributed.executor.iteration import Iteration
+from arachnec.backends.torch_distributed.rank.rank_context import RankContext
+from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.driver import Compiled, compile, plan_iteration
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Module

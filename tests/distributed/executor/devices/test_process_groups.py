@@ -10,8 +10,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.backends.torch_distributed import engine, training_run
+from arachnec.backends.torch_distributed import engine
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.run import training_run
 from arachnec.executable.folder import read_executable
 from arachnec.kernels.attention.process_groups import ProcessGroups, disjoint, too_many
 from tests.distributed.executor_cases import Work, clip, executable

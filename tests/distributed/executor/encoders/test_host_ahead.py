@@ -15,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arachnec.backends.torch_distributed import engine, training_run
-from arachnec.backends.torch_distributed.load_ahead import LoadAhead, encoded_here, own_clips
+from arachnec.backends.torch_distributed import engine
+from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead, encoded_here, own_clips
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.run import training_run
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import UnreadableVideo
 from arachnec.executable.folder import read_executable

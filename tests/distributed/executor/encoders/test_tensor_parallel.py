@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from arachnec.backends.cascade_step import build_encoders
-from arachnec.backends.torch_distributed.encoder_setup import rank_encoders
+from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module

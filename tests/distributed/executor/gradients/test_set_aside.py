@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.audit_log import lines_of
-from arachnec.backends.torch_distributed.load_ahead import TRIES, LoadAhead
-from arachnec.backends.torch_distributed.set_aside import LeftOut, is_unreadable, reason_of, usable
+from arachnec.backends.torch_distributed.batches.load_ahead import TRIES, LoadAhead
+from arachnec.backends.torch_distributed.batches.set_aside import LeftOut, is_unreadable, reason_of, usable
+from arachnec.backends.torch_distributed.reporting.audit_log import lines_of
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import UnreadableVideo
 from arachnec.executable.training_options import Training
@@ -111,7 +111,7 @@ class Flaky(nn.Module):
 
 @pytest.fixture(autouse=True)
 def _no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arachnec.backends.torch_distributed.load_ahead.BETWEEN_TRIES_S", 0.0)
+    monkeypatch.setattr("arachnec.backends.torch_distributed.batches.load_ahead.BETWEEN_TRIES_S", 0.0)
 
 
 @pytest.mark.parametrize("works", [1, TRIES, TRIES + 1])

@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arachnec.backends.torch_distributed.iteration import Run
+from arachnec.backends.torch_distributed.executor.iteration import Run
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.supported import SparseCannotRun, demand_supported
-from arachnec.backends.torch_distributed.training_run import Trainer
+from arachnec.backends.torch_distributed.plans.supported import SparseCannotRun, demand_supported
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError

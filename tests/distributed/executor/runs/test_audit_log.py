@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.torch_distributed.audit_log import AuditLine, AuditLog, lines_of
+from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, lines_of
 from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError

@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed import checkpoint
-from arachnec.backends.torch_distributed.initial_run import demand_average_goes_on
+from arachnec.backends.torch_distributed.checkpoints import checkpoint
+from arachnec.backends.torch_distributed.checkpoints.initial_run import demand_average_goes_on
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.checkpoint.folder import Position, committed, read_commit, step_folder
 from arachnec.checkpoint.parts import AVERAGE, Part, State

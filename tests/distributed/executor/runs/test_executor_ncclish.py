@@ -16,7 +16,8 @@ import torch
 import torch.distributed as dist
 
 from arachnec.analysis.uses import overlapped_reduces
-from arachnec.backends.torch_distributed import engine, interpreter
+from arachnec.backends.torch_distributed import engine
+from arachnec.backends.torch_distributed.executor import interpreter
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training

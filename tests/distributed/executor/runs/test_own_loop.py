@@ -172,7 +172,7 @@ def test_what_a_dataset_does_wrong_is_one_message_and_what_was_trained_is_kept(t
 
 
 def _breaks(folder: Path) -> tuple[str, int]:
-    from arachnec.backends.torch_distributed import checkpoint
+    from arachnec.backends.torch_distributed.checkpoints import checkpoint
     from arachnec.backends.torch_distributed.engine import Engine
 
     def batches() -> Iterator[list[dict[str, Any]]]:

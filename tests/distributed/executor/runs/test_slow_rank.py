@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed import report
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.reporting import report
 from arachnec.runtime.clock import Interval
 from tests.distributed.executor_cases import Work, clip, executable, train
 from tests.distributed.harness import run_ranks

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arachnec.backends.torch_distributed.samples import Samples
+from arachnec.backends.torch_distributed.run.samples import Samples
 from arachnec.driver import compile as compile_model
 from arachnec.executable.folder import HEADER, read_executable
 from arachnec.executable.train_file import training_of

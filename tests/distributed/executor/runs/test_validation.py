@@ -111,7 +111,7 @@ def test_it_is_told_every_so_many_steps_as_other_metrics_are(tmp_path: Path) -> 
 
 
 def test_what_the_model_remembers_and_draws_is_put_back() -> None:
-    from arachnec.backends.torch_distributed.validation import undisturbed
+    from arachnec.backends.torch_distributed.run.validation import undisturbed
 
     model = torch.nn.BatchNorm1d(3)
     state, random = {k: v.clone() for k, v in model.state_dict().items()}, torch.get_rng_state()

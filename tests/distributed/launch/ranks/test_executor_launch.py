@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from arachnec import cli
-from arachnec.backends.torch_distributed import plans
-from arachnec.backends.torch_distributed.background_planner import BackgroundPlanner, Question
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.plans import step_plans
+from arachnec.backends.torch_distributed.plans.background_planner import BackgroundPlanner, Question
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.parser import parse_file
@@ -63,7 +63,7 @@ def build(inner=build):
 """
 BUGGY = """
 
-import arachnec.backends.torch_distributed.training_run as run
+import arachnec.backends.torch_distributed.run.training_run as run
 run.run_iteration = None  # a bug of the executor: no line of this file raises
 """
 
@@ -111,8 +111,8 @@ def _planner_events(folder: Path) -> list[str]:
             return super().fetch(question)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plans, "BackgroundPlanner", Noted)
-        kept = plans.Plans(read_executable(folder), 0, 1)
+        patch.setattr(step_plans, "BackgroundPlanner", Noted)
+        kept = step_plans.Plans(read_executable(folder), 0, 1)
         for number in (0, 1, 2, 0, 1):
             planned = kept.get(number)
             assert planned is not None

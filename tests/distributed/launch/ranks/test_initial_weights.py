@@ -12,9 +12,9 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.dealt_out_model import DealtStage, dealt_out_model
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
-from arachnec.backends.torch_distributed.streamed_weights import own_model
+from arachnec.backends.torch_distributed.weights.dealt_out_model import DealtStage, dealt_out_model
+from arachnec.backends.torch_distributed.weights.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.weights.streamed_weights import own_model
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import load_model_file

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.torch_distributed.plans import Plans
-from arachnec.backends.torch_distributed.shape_trials import ShapeTrials
+from arachnec.backends.torch_distributed.plans.shape_trials import ShapeTrials
+from arachnec.backends.torch_distributed.plans.step_plans import Plans
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import HEADER, read_executable
 from arachnec.ir.diagnostic import UserError, render

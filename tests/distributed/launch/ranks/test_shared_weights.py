@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from arachnec.backends.cascade_step import build_model
-from arachnec.backends.torch_distributed.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.weights.shared_weights import shared_encoders, shared_model
 from arachnec.executable.training_options import Training
 from arachnec.models.file import load_model_file
 from tests.distributed.harness import RankError, run_ranks

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.cascade_step import build_model
-from arachnec.backends.torch_distributed.streamed_weights import own_model
+from arachnec.backends.torch_distributed.weights.streamed_weights import own_model
 from arachnec.executable.training_options import Training
 from arachnec.models.file import load_model_file
 from tests.distributed.harness import run_ranks

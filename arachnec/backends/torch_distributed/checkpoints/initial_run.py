@@ -1,0 +1,87 @@
+"""What a run begins from: a checkpoint, or weights that it remembers and says something of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import torch.distributed as dist
+from torch import nn
+
+from arachnec.backends.torch_distributed.checkpoints import checkpoint
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.rank.rank_context import RankContext
+from arachnec.backends.torch_distributed.reporting import events, report
+from arachnec.checkpoint.parts import AVERAGE
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.initial_weights import ENCODER_FOLDERS, config_differences, encoder_folder, model_folder
+from arachnec.models.weight_files import weight_files
+from arachnec.runtime.agreement import gather_text
+
+
+@dataclass(frozen=True)
+class AverageEnds(Diagnostic):
+    title: ClassVar[str] = "the checkpoint {folder} has averages of the weights (ema), and this run would keep none"
+    help: ClassVar[str] = (
+        "give the decay that they were made with, such as --ema 0.999; or --ema 0 to end them here: `arachnec export "
+        "--ema` writes them before"
+    )
+    folder: str
+
+
+def frozen_fingerprint(init: Path | None, context: RankContext) -> str:
+    """Of the weights in ``init``, where some of them stay frozen: a checkpoint holds only what trains. Else empty.
+
+    Collective: rank 0 alone reads.
+    """
+    model = context.model if context.pipeline is None else context.pipeline.cuts.model
+    if init is None or all(parameter.requires_grad for parameter in model.parameters()):
+        return ""
+    return gather_text(weight_files(model_folder(init)).fingerprint() if dist.get_rank() == 0 else "")[0]
+
+
+def init_notes(init: Path | None, model: nn.Module, encoders: Iterable[str]) -> list[str]:
+    """What a person should know of the weights before the first step."""
+    if init is None or dist.get_rank() != 0:
+        return []
+    notes = []
+    if differences := config_differences(init, model):
+        notes.append(f"the config.json of {init} says other things than the model's: {'; '.join(differences)}")
+    built = [name for name in encoders if not encoder_folder(init, name).is_dir()]
+    if built:
+        folders = ", ".join(f"{ENCODER_FOLDERS.get(name, name)}/" for name in built)
+        notes.append(f"{init} has no {folders}: the weights of {', '.join(built)} are those that encoders() makes")
+    return notes
+
+
+def newest_checkpoint(options: RunOptions) -> checkpoint.Whole | None:
+    """The checkpoint that a run goes on from. Raises ``UserError`` where it must not write among those of another."""
+    if options.checkpoint is None:
+        return None
+    if not options.resume:
+        checkpoint.demand_empty(options.checkpoint)
+        return None
+    whole = checkpoint.newest(options.checkpoint)
+    if whole is None:
+        there = len(list(options.checkpoint.glob("step-*")))
+        which = f"none of the {there} checkpoints in {options.checkpoint} is whole"
+        none = which if there else f"no checkpoint in {options.checkpoint} yet"
+        events.emit(report.Note(f"{none}: beginning at step 0"))
+    return whole
+
+
+def demand_average_goes_on(whole: checkpoint.Whole, training: Training, options: RunOptions) -> None:
+    """A run that keeps no averages leaves those of its checkpoint behind: only where it is told to.
+
+    Raises ``UserError`` where it is not. Notes it where it is.
+    """
+    if training.ema or not any(name.startswith(f"{AVERAGE}/") for name in checkpoint.tensors_of(whole)):
+        return
+    standing = msgspec.structs.replace(training, ema=0.5)
+    if options.training(standing).ema:
+        raise UserError(AverageEnds(None, str(whole.path)))
+    events.emit(report.Note(f"the averages of the weights (ema) end with {whole.path}: this run keeps none"))

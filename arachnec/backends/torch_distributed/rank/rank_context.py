@@ -1,0 +1,108 @@
+"""What a rank keeps from step to step: its model, its optimizer, its groups, its threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Set
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from arachnec.analysis.gathers import layers_listed
+from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead
+from arachnec.backends.torch_distributed.rank.cell_parameters import CellParameters
+from arachnec.backends.torch_distributed.rank.pipeline_rank import PipelineRank
+from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
+from arachnec.executable.training_options import Training
+from arachnec.ir.nodes import Instruction
+from arachnec.ir.parameter_cells import own_cell
+from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.kernels.attention.sequence_shard import SequenceShard
+from arachnec.model_state.optimizer import Optimizer
+from arachnec.model_state.sparse_predictors import SparsePredictors
+from arachnec.model_state.updated_parameters import UpdatedParameters
+from arachnec.models.file import ModelFile
+from arachnec.runtime.device_runtime import DeviceRuntime
+from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.host_inputs import HostInputs
+from arachnec.runtime.link_watch import HandoffNotes
+from arachnec.runtime.rank_threads import RankThreads
+from arachnec.spmd.block_forward import InputsAway
+from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
+
+
+class SequenceParallel(Protocol):
+    """A model whose blocks can run on a shard of the tokens: ``arachnec.spmd.sharded_model.SequenceModel``."""
+
+    def use(
+        self,
+        shard: SequenceShard | None,
+        recompute: bool | Set[str],
+        recomputing: AbstractContextManager[object] | None = None,
+        away: InputsAway | None = None,
+        sparse: SparseCascade | None = None,
+    ) -> AbstractContextManager[object]: ...
+
+    def sparsify(self, rank: int, seed: int) -> dict[Layer, LayerState]: ...
+
+    def token_dims(self, path: str) -> dict[int, int]: ...
+
+    def of_tokens(self, local: Tensor, dim: int, length: int) -> Tensor: ...
+
+    def own_tokens(self, value: Tensor, dim: int) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class RankContext:
+    """What a rank keeps from step to step."""
+
+    rank: int
+    runtime: DeviceRuntime
+    model_file: ModelFile
+    model: nn.Module
+    parameters: Mapping[str, Tensor]  # those that train, under the module's own names
+    encoders: Mapping[str, nn.Module]
+    sequence: SequenceParallel | None  # None: only degree 1 without recomputation
+    optimizer: Optimizer
+    groups: ProcessGroups
+    gradient_groups: ProcessGroups  # of gradient all-reduces alone: they run beside the collectives of cascades
+    host_groups: ProcessGroups  # of the same ranks, for the hosts' tensors
+    connections: HandoffConnections
+    threads: RankThreads
+    loads: LoadAhead
+    training: Training
+    cells: CellParameters | None = None  # None: every rank holds all parameters
+    pipeline: PipelineRank | None = None  # where the model is cut into stages
+    notes: HandoffNotes | None = None  # where plans follow the links' measured speeds
+    updated: Mapping[str, UpdatedParameters] = field(default_factory=dict)  # of stages whose optimizer is dealt out
+    host_copies: HostCopies | None = None  # None: nothing of the model lies in the host's memory
+    predictors: SparsePredictors | None = None  # of layers that attend to chosen keys
+    divided: DividedEncoders = field(default_factory=DividedEncoders)
+
+    @cached_property
+    def host_inputs(self) -> HostInputs | None:
+        """Where inputs of blocks are kept in the host's memory."""
+        return None if self.host_copies is None else HostInputs(self.host_copies)
+
+    @property
+    def device(self) -> torch.device:
+        return self.runtime.device
+
+    def start_gathers(self, instructions: Iterable[Instruction]) -> None:
+        """Start to gather what ranks have updated in parts, as the ``gather`` among them say. Collective."""
+        for gather in instructions:
+            if gather.op == "gather":
+                group = self.gradient_groups.get(gather.peers)
+                self.updated[gather.target].start(layers_listed(gather, "layers"), group)
+
+    def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
+        """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""
+        for stage in self.cells.stages.values() if self.cells is not None else ():
+            if own_cell(self.rank, stage.flats[0].layout.ranks) == ranks:
+                return stage.cell
+        return self.gradient_groups.get(ranks)

@@ -1,0 +1,96 @@
+"""What became of every clip: ``audit/epoch-00000.jsonl``, a line for each global batch, one file an epoch.
+
+Always true: of the batches of steps that count, each has one line. A run that goes on from a checkpoint drops the
+lines of steps that were lost, and writes them anew. So the lines of an epoch name every clip of the manifest once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.backends.torch_distributed.reporting.report import ClipNote
+from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+
+FOLDER = "audit"
+STEPS_OF_A_FILE = 1000  # where batches come from outside, and there are no epochs
+
+
+@dataclass(frozen=True)
+class DamagedAuditLog(Diagnostic):
+    title: ClassVar[str] = "line {line} of the audit log {file} cannot be read: {reason}"
+    help: ClassVar[str] = "restore that file, or move it away: the log then names no clips of the steps in it"
+    file: str
+    line: int
+    reason: str
+
+
+class AuditLine(msgspec.Struct, frozen=True):
+    """A step. ``trained`` took part in it, ``set_aside`` could not be used; where the step was ``skipped`` its clips
+    were seen, and changed nothing."""
+
+    step: int
+    trained: list[str | int]
+    skipped: bool = False
+    not_finite: list[ClipNote] = []
+    set_aside: list[ClipNote] = []
+
+
+class AuditLog:
+    """The log of one run, in the folder of its checkpoints or else of its executable; one rank writes it.
+
+    ``iterations`` is the number of global batches in an epoch, or of steps in a file; ``done`` the number of steps that
+    count so far.
+    """
+
+    def __init__(self, folder: Path, iterations: int, done: int) -> None:
+        self._folder = folder / FOLDER
+        self._iterations = iterations
+        self._folder.mkdir(parents=True, exist_ok=True)
+        for file in self._folder.glob("epoch-*.jsonl"):
+            kept = [line for line in lines_of(file) if line.step < done] if done else []
+            if not kept:
+                file.unlink()
+            else:
+                draft = file.with_suffix(".draft")
+                with writing(draft):
+                    draft.write_bytes(b"".join(map(_encoded, kept)))
+                draft.rename(file)
+
+    def add(self, line: AuditLine) -> None:
+        """One more step. It is with the system, not yet on the disk, when this returns."""
+        path = self._file(line.step)
+        with writing(path), path.open("ab") as file:
+            file.write(_encoded(line))
+
+    def sync(self, step: int) -> None:
+        """Have on the disk all up to ``step``, which a checkpoint is about to count as done."""
+        file = self._file(step)
+        if file.exists():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+
+    def _file(self, step: int) -> Path:
+        return self._folder / f"epoch-{step // self._iterations:05d}.jsonl"
+
+
+def lines_of(file: Path) -> Iterator[AuditLine]:
+    """The lines of one epoch. A last one that was not written to its end, because the host died, is none.
+
+    Raises ``UserError`` for a damaged one."""
+    for number, text in enumerate(file.read_bytes().splitlines(keepends=True), 1):
+        if not text.endswith(b"\n"):
+            return
+        try:
+            yield msgspec.json.decode(text, type=AuditLine)
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            raise UserError(DamagedAuditLog(None, str(file), number, str(error))) from None
+
+
+def _encoded(line: AuditLine) -> bytes:
+    return msgspec.json.encode(line) + b"\n"

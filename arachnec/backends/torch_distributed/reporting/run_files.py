@@ -1,0 +1,54 @@
+"""What a run leaves behind besides its checkpoints: the last gradient, the report, the last step to be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+from torch import Tensor
+
+from arachnec.backends.torch_distributed.reporting import report
+from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, Executable
+from arachnec.ir.nodes import Module
+from arachnec.ir.printer import print_module
+from arachnec.runtime.agreement import gather_text
+from arachnec.runtime.clock import Interval
+from arachnec.views.executable_page import PAGE, executable_page
+from arachnec.views.timeline import planned, read_measured
+from arachnec.views.timeline_svg import draw
+
+
+def gradient_saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
+    """What ``run_iteration`` calls with the whole gradient: writes it to ``path``, on rank 0."""
+    if path is None:
+        return None
+
+    def save(gradients: Mapping[str, Tensor]) -> None:
+        if dist.get_rank() != 0:
+            return
+        from safetensors.torch import save_file
+
+        path.parent.mkdir(parents=True, exist_ok=True)
+        save_file({name: value.cpu().contiguous() for name, value in gradients.items()}, path)
+
+    return save
+
+
+def write_measured(
+    executable: Executable, program: Module, last: report.StepReport, intervals: Sequence[Interval]
+) -> None:
+    """Write the last step's program and what all ranks measured of it into the executable's folder, as data and as
+    pictures. Collective; ``intervals`` are this rank's."""
+    rows = gather_text(msgspec.json.encode(intervals).decode())
+    if dist.get_rank() != 0:
+        return
+    everyone = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
+    place = executable.folder / MEASURED
+    report.write_json(place, report.Measured(last.step, last.iteration, everyone))
+    (executable.folder / MEASURED_PROGRAM).write_text(print_module(program), encoding="utf-8")
+    measured = read_measured(place)
+    place.with_suffix(".svg").write_text(draw(program, planned(program), measured), encoding="utf-8")
+    page = executable_page(program, measured, pipeline=executable.header.pipeline, clips=executable.clips)
+    (executable.folder / PAGE).write_text(page, encoding="utf-8")

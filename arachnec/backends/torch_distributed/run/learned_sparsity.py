@@ -1,0 +1,81 @@
+"""Layers that attend to chosen keys, step by step of a run: their predictors, and plans that follow what they learn.
+
+In: the first plan, and each step's. Out: a rank context with predictors, where a stage has densities; plans that are
+asked for anew. All ranks call these together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
+
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.plans.kept_plan import have_moved
+from arachnec.backends.torch_distributed.plans.step_plans import Plans
+from arachnec.backends.torch_distributed.rank.rank_context import RankContext
+from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
+from arachnec.executable.training_options import Training
+from arachnec.ir.nodes import Module
+from arachnec.model_state.kept_gradients import drop_gradients
+from arachnec.model_state.sparse_predictors import ListFiles, SparsePredictors, sparse_stage
+
+
+def with_predictors(
+    context: RankContext, first: Module, sequences: Sequences, training: Training, options: RunOptions
+) -> RankContext:
+    """The context with predictors of the layers that the ``first`` plan may make sparse, if there are some."""
+    stage = sparse_stage(first)
+    if stage is None:
+        return context
+    sequence = sequences.for_program(first)
+    assert sequence is not None, "a sparse stage needs its blocks traced"
+    predictors = SparsePredictors.of(stage, sequence, training.seed)
+    predictors.files = ListFiles(options.save_lists, options.replay_lists)
+    cluster = first.cluster
+    if cluster is not None and cluster.nodes > 1 and training.accumulate == 1:  # a batch alone cannot be done again
+        predictors.node = cluster.gpus
+    return replace(context, predictors=predictors)
+
+
+def lacks_keys(context: RankContext, step: int) -> bool:
+    """Whether a step is to be done again with all keys, as some that were chosen had no room: nothing was updated."""
+    predictors = context.predictors
+    if predictors is None or not predictors.fetches(step) or not predictors.lacked_keys(_everyone(context)):
+        return False
+    drop_gradients(context.parameters)
+    context.optimizer.done -= 1  # rates go by updates
+    return True
+
+
+def finish_step(context: RankContext, step: int, *, skipped: bool) -> None:
+    """Update the predictors behind an optimizer step."""
+    if context.predictors is not None:
+        context.predictors.finish(step, _everyone(context), skipped=skipped)
+        context.predictors.all_keys = False
+
+
+def _everyone(context: RankContext) -> dist.ProcessGroup | None:
+    return context.gradient_groups.get(tuple(range(dist.get_world_size())))
+
+
+@dataclass
+class FollowedDensities:
+    """What plans were last made for, and asking for others. The step after the next one follows what a step measured:
+    all ranks know it then."""
+
+    plans: Plans
+    batches: int  # of an optimizer step
+    _last: Mapping[int, tuple[float, ...]] | None = None
+
+    def follow(self, context: RankContext, number: int) -> None:
+        """Behind optimizer step ``number``, which is not the last."""
+        predictors = context.predictors
+        if predictors is None or not self.plans.follows_densities:
+            return
+        step, now = (number + 1) * self.batches + 1, predictors.running
+        if have_moved(self._last, now):
+            self._last = now
+            self.plans.follow_densities(now, step)
+        self.plans.prepare(step)

@@ -1,0 +1,136 @@
+"""What a step came to on all ranks: put together, told, written to the audit log, and held against what a run bears."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+import torch
+
+from arachnec.backends.torch_distributed.batches.set_aside import NothingLeft, notes_of_left_out
+from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
+from arachnec.backends.torch_distributed.plans.step_plans import Planned
+from arachnec.backends.torch_distributed.rank.rank_context import RankContext
+from arachnec.backends.torch_distributed.reporting import events, report
+from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog
+from arachnec.backends.torch_distributed.run.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
+from arachnec.cluster.topology import slowdowns_of
+from arachnec.ir.diagnostic import UserError
+from arachnec.runtime.agreement import gather
+from arachnec.runtime.clock import Interval
+from arachnec.runtime.slow_ranks import SlowRanks
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Of one batch on this rank, in ms: its steps, and what of planning was not hidden."""
+
+    intervals: Sequence[Interval]
+    elapsed: float
+    exposed_planning: float
+
+
+@dataclass
+class StepAccount:
+    """Of one run, on every rank. ``most_skipped`` steps in a row end it; one rank has the ``audit`` log; an optimizer
+    step has ``batches`` batches."""
+
+    most_skipped: int
+    audit: AuditLog | None
+    batches: int
+    _skipped: int = 0  # steps in a row
+    _slow: SlowRanks = field(default_factory=SlowRanks)
+    _seen: list[AuditLine] = field(default_factory=list)  # of the batches of a step that has not ended
+
+    def report(
+        self, context: RankContext, own: Iteration, planned: Planned, run: Run, measured: Measured
+    ) -> report.StepReport:
+        """Put together what all ranks measured of one batch. Collective. Raises ``UserError`` where too many steps were
+        skipped, or no clip is left."""
+        busy = report.busy_ms(measured.intervals)
+        norm = 0.0 if run.norm is None else float(run.norm)
+        peaks = report.peaks_gib(context.runtime)
+        copies = context.host_copies
+        moved = (0, 0) if copies is None else copies.counted()
+        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved]
+        everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
+        loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
+        aside, clips = _left_out(context, own, run), len(own.module.clips)
+        if not own.share.clips:
+            loss *= clips / max(1, clips - len(aside))
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        notes = [] if finite else notes_of_clips(run.not_finite(own, context.rank))
+        unused = {note.clip for note in aside}
+        names = [own.clips[clip.id].id for clip in own.module.clips]
+        self._seen.append(AuditLine(own.step, [name for name in names if name not in unused], False, notes, aside))
+        self._watch_ranks(planned, everyone[:, 2].tolist())
+        if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
+            self._end_step(own.step // self.batches, finite, norm)
+        step_ms = float(everyone[:, 1].max())
+        return report.StepReport(
+            step=own.step,
+            iteration=planned.number,
+            loss=loss if math.isfinite(loss) else None,
+            gradient_norm=norm if math.isfinite(norm) else None,
+            step_ms=step_ms,
+            planned_ms=planned.times.ends,
+            imbalance=report.imbalance(everyone[:, 2].tolist()),
+            tokens_per_s=sum(clip.tokens for clip in own.module.clips) / step_ms * 1e3,
+            exposed_planning_ms=measured.exposed_planning,
+            peak_memory_gib=float(everyone[:, 3].max()),
+            cascades=len(own.module.cascades),
+            peak_reserved_gib=float(everyone[:, 5].max()),
+            from_host=int(everyone[:, 6].sum()),
+            to_host=int(everyone[:, 7].sum()),
+            skipped=own.share.ends and not finite,
+            not_finite=notes,
+            lr=context.optimizer.rate,
+            set_aside=aside,
+        )
+
+    def sync(self, step: int) -> None:
+        """Have on the disk the lines of an optimizer step, which a checkpoint is about to count as done."""
+        if self.audit is not None:
+            for batch in range(step * self.batches, (step + 1) * self.batches):
+                self.audit.sync(batch)
+
+    def _end_step(self, step: int, finite: bool, norm: float) -> None:
+        """Keep account of a step and its batches, and say whether it was skipped."""
+        self._skipped = 0 if finite else self._skipped + 1
+        notes = [note for line in self._seen for note in line.not_finite]
+        if self.audit is not None:
+            for line in self._seen:
+                self.audit.add(msgspec.structs.replace(line, skipped=not finite))
+        self._seen.clear()
+        if not finite:
+            self._tell_skipped(step, cause_of_skip(notes, norm))
+
+    @property
+    def slowed(self) -> Mapping[int, float]:
+        """Ranks that plans are to count as so many times slower, from now on."""
+        return self._slow.planned
+
+    def _watch_ranks(self, planned: Planned, busy: Sequence[float]) -> None:
+        assert planned.module.cluster is not None
+        expected = [planned.times.busy.get(rank, 0.0) for rank in range(len(busy))]
+        self._slow = self._slow.after(expected, busy, slowdowns_of(planned.module.cluster))
+
+    def _tell_skipped(self, step: int, cause: str) -> None:
+        if self._skipped >= self.most_skipped:
+            raise UserError(TooManySkipped(None, step - self._skipped + 1, step, cause))
+        events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
+
+
+def _left_out(context: RankContext, own: Iteration, run: Run) -> list[report.ClipNote]:
+    """The clips of the batch that were set aside. Raises ``UserError`` where that are all."""
+    total = run.left_out.total()
+    if not total:
+        return []
+    notes = notes_of_left_out(run.left_out.clips, context.loads.unreadable)
+    for note in notes:
+        events.emit(report.Note(f"step {own.step}: clip {note.clip} is set aside: {note.reason}"))
+    if round(total) >= len(own.module.clips):
+        raise UserError(NothingLeft(None, own.step, f"clip {notes[0].clip}: {notes[0].reason}"))
+    return notes

@@ -1,0 +1,116 @@
+"""A model whose weights rank 0 draws or every rank reads, and every rank keeps its shards of: none holds the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arachnec.backends.torch_distributed.weights.shared_weights import put_in_place
+from arachnec.backends.torch_distributed.weights.streamed_weights import Offered, Take, absent, streamed_model
+from arachnec.executable.training_options import Training
+from arachnec.model_state.cells.flat_layer import FlatLayer
+from arachnec.model_state.cells.layout import FlatLayout, layouts_of
+from arachnec.models.file import ModelFile
+from arachnec.runtime.host_copies import HostCopies
+from arachnec.tracing.layers import layer_of_parameters
+
+
+@dataclass(frozen=True)
+class DealtStage:
+    """What of a model is dealt out over cells of ``cell`` ranks each: the ``parameters`` of a stage, None for all.
+
+    ``paths`` are its layers, ``ranks`` those that hold it.
+    """
+
+    name: str
+    paths: tuple[str, ...]
+    parameters: frozenset[str] | None
+    ranks: tuple[int, ...]
+    cell: int
+    in_host: bool = False  # whether shards and gradients lie in the hosts' memory
+
+
+def dealt_out_model(
+    model_file: ModelFile,
+    training: Training,
+    device: torch.device,
+    stages: Sequence[DealtStage],
+    own: Collection[str] | None = None,
+    copies: HostCopies | None = None,
+    init: Path | None = None,
+) -> tuple[nn.Module, dict[str, list[FlatLayer]]]:
+    """The model of ``build_model``, its parameters dealt out as the stages say; the flat tensors of those on this rank.
+
+    With ``copies`` the shards of stages that are ``in_host`` lie there. What no stage deals out is whole on the ranks
+    whose ``own`` it is. Of all else nothing is kept. ``init`` and ``UserError`` as in ``streamed_model``. Collective.
+    """
+    shards_of: dict[str, _Shards] = {}
+    kept: dict[str, Tensor] = {}
+
+    def taking(model: nn.Module) -> Take:
+        left = dict(model.named_parameters())
+        for stage in stages:
+            named = {n: left.pop(n) for n in list(left) if stage.parameters is None or n in stage.parameters}
+            if dist.get_rank() in stage.ranks:
+                layouts = layouts_of(named, numbered(model, stage.paths), stage.cell)
+                shards_of[stage.name] = _Shards(layouts, device, copies if stage.in_host else None)
+
+        def take(name: str, value: Offered) -> None:
+            for shards in shards_of.values():
+                shards.take(name, value)
+            if name in left and (own is None or name in own):
+                kept[name] = value.whole()
+
+        return take
+
+    model = streamed_model(model_file, training, device, taking, init)
+    parameters = dict(model.named_parameters())
+    flats = {
+        name: [
+            shards.flat(layout, shard, {slot.name: parameters.pop(slot.name) for slot in layout.slots})
+            for layout, shard in zip(shards.layouts, shards.values, strict=True)
+        ]
+        for name, shards in shards_of.items()
+    }
+    for name, parameter in parameters.items():
+        here = kept.pop(name, None)
+        put_in_place(parameter, absent(parameter, device) if here is None else here)
+        parameter.requires_grad_(parameter.requires_grad and here is not None)
+    model.to(device)  # what is no tensor of the module, such as a device that it remembers
+    return model, flats
+
+
+def numbered(model: nn.Module, paths: Sequence[str]) -> dict[str, int]:
+    """The layer of every parameter; the last number for one that lies in no layer, or in several."""
+    layers = layer_of_parameters(model, paths, frozen=True)
+    return {name: len(paths) if layer is None else layer for name, layer in layers.items()}
+
+
+class _Shards:
+    """This rank's shards of the layouts that are its own, filled from parameters as they come."""
+
+    def __init__(self, layouts: Sequence[FlatLayout], device: torch.device, copies: HostCopies | None) -> None:
+        self.layouts, self._copies = layouts, copies
+        self.member = dist.get_rank() % layouts[0].ranks if layouts else 0
+        if copies is None:
+            self.values = [torch.zeros(layout.shard_size, dtype=layout.dtype, device=device) for layout in layouts]
+        else:
+            self.values = [copies.buffer(layout.shard_size, layout.dtype).zero_() for layout in layouts]
+        self._pieces = {
+            piece.slot.name: (piece, shard)
+            for layout, shard in zip(layouts, self.values, strict=True)
+            for piece in layout.pieces(self.member)
+        }
+
+    def flat(self, layout: FlatLayout, shard: Tensor, parameters: Mapping[str, nn.Parameter]) -> FlatLayer:
+        return FlatLayer.of(layout, shard, parameters, self.member, self._copies)
+
+    def take(self, name: str, value: Offered) -> None:
+        if name in self._pieces:
+            piece, shard = self._pieces[name]
+            shard[piece.place : piece.place + piece.size] = value.piece(piece.start, piece.size)

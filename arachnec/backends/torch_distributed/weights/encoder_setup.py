@@ -1,0 +1,87 @@
+"""The encoders of a rank, as the stages of a program say: whole, or of some a part of the weights.
+
+Where one is divided, every encoder is built or read one parameter at a time (``streamed_weights``): no rank holds all
+weights of one at any moment, and each keeps its own part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from arachnec.backends.cascade_step import build_encoders
+from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
+from arachnec.backends.torch_distributed.weights.shared_weights import put_in_place, shared_encoders
+from arachnec.backends.torch_distributed.weights.streamed_weights import Offered, Take, absent, streamed
+from arachnec.data.clip import VideoClip
+from arachnec.executable.training_options import Training
+from arachnec.ir.nodes import Module
+from arachnec.ir.tensor_parallel import divided_encoders
+from arachnec.models.encoder_weights import EncoderWeights
+from arachnec.models.file import ModelFile
+from arachnec.spmd.tensor_parallel.weights import COLUMNS, WeightCuts, WeightPart, cuts_of
+from arachnec.tracing.sample import meta_encoders
+
+META = torch.device("meta")
+
+
+def rank_encoders(
+    running: ModelFile, training: Training, first: Module, clip: VideoClip, device: torch.device, init: Path | None
+) -> tuple[dict[str, nn.Module], DividedEncoders]:
+    """The encoders of a model file, by name, and what of them this rank divides with others, as the stages say.
+
+    Of a weight that is divided, the encoder has zeros without memory. ``clip`` is one that the encoders take, ``init``
+    the folder of their weights. Collective. Raises as ``shared_encoders``.
+    """
+    ranks = divided_encoders(first)
+    if not ranks:
+        return shared_encoders(running, training, device, init), DividedEncoders()
+    cuts = encoder_cuts(running, ranks, clip)
+    kept: dict[str, Tensor] = {}
+    parts: dict[str, dict[str, WeightPart]] = {name: {} for name in ranks}
+
+    def taking(encoders: nn.Module) -> Take:
+        shapes = {name: parameter.detach() for name, parameter in encoders.named_parameters()}
+
+        def take(name: str, offered: Offered) -> None:
+            encoder, _, own = name.partition(".")
+            if encoder not in cuts or own not in cuts[encoder].dims:
+                kept[name] = offered.whole()
+            else:
+                parts[encoder][own] = _part(cuts[encoder], own, shapes[name], offered, ranks[encoder])
+
+        return take
+
+    def build(home: torch.device) -> nn.Module:
+        return nn.ModuleDict(build_encoders(running, training, home))
+
+    encoders = streamed(build, device, taking, init, EncoderWeights.of)
+    for name, parameter in list(encoders.named_parameters()):
+        here = kept.pop(name, None)
+        put_in_place(parameter, absent(parameter, device) if here is None else here)
+        parameter.requires_grad_(False)
+    encoders.to(device)  # what is no tensor of the module, such as a device that it remembers
+    return dict(encoders.named_children()), DividedEncoders(parts=parts)
+
+
+def encoder_cuts(model_file: ModelFile, ranks: dict[str, int], clip: VideoClip) -> dict[str, WeightCuts]:
+    """How the weights of each of these encoders are cut: the same on every rank, and as tracing found it."""
+    meta = meta_encoders(model_file)
+    with META:
+        return {name: cuts_of(meta[name].eval(), meta[name].load(clip, META)) for name in ranks}  # type: ignore[operator]
+
+
+def _part(cuts: WeightCuts, name: str, weight: Tensor, offered: Offered, ranks: int) -> WeightPart:
+    """This rank's part of a weight that it is offered, in memory of its own. Rows that lie together are read alone."""
+    place = dist.get_rank() % ranks
+    layout = cuts.layout(name, tuple(weight.shape), ranks)
+    if cuts.dims[name] != COLUMNS:
+        whole = offered.piece(0, weight.numel()).view(weight.shape)
+        return WeightPart(cuts.part(name, whole, ranks, place).local.clone(), layout)
+    (first, _), *_ = layout.held(place)
+    shape = layout.local_shape(place)
+    width = weight[0].numel()
+    return WeightPart(offered.piece(first * width, shape[0] * width).clone().view(shape), layout)
