@@ -29,6 +29,9 @@ module @stages attributes { level = "traced" } {
     output = 1e-06*B*S GiB, flops = 1e-7*B*S^2 + 0.003*B*S TFLOP }
 }
 """
+VAE = (
+    "  stage @vae frozen { state = 1 GiB, workspace = 2e-05*B*S GiB, output = 1e-05*B*S GiB, flops = 0.001*B*S TFLOP }"
+)
 SHAPES = ((17, 256, 256), (9, 128, 128), (33, 480, 832))
 
 
@@ -36,12 +39,20 @@ def tokens(request: Request) -> int:
     return ((request.frames - 1) // 4 + 1) * (request.height // 16) * (request.width // 16)
 
 
-def traced(requests: list[Request], forecasts: list[SwitchForecast], *, gpus: int = 4, memory: int = 80) -> Module:
-    module = parse_module(TEXT.replace("MEMORY", str(memory)).replace("gpus = 4", f"gpus = {gpus}"))
+def traced(
+    requests: list[Request],
+    forecasts: list[SwitchForecast],
+    *,
+    gpus: int = 4,
+    memory: int = 80,
+    decoder: str | None = None,
+) -> Module:
+    text = TEXT.replace("\n}", f"\n{VAE}\n}}") if decoder else TEXT
+    module = parse_module(text.replace("MEMORY", str(memory)).replace("gpus = 4", f"gpus = {gpus}"))
     assert module.cluster is not None
     names = ("large", "small")
-    switch = "adaptive=0.1"
-    return sampling_module(requests, tokens, module.stages, names, module.cluster, switch=switch, forecasts=forecasts)
+    ways = {"switch": "adaptive=0.1", "decoder": decoder}
+    return sampling_module(requests, tokens, module.stages, names, module.cluster, forecasts=forecasts, **ways)
 
 
 def request(number: int, shape: tuple[int, int, int], **keys: float) -> Request:
@@ -64,13 +75,19 @@ def requests(draw: st.DrawFn, most: int) -> tuple[list[Request], list[SwitchFore
     return rows, forecasts
 
 
-@given(requests(6), st.sampled_from(["search", "two-pools", "replica", "one-degree"]), st.integers(2, 4))
-@settings(max_examples=40, deadline=None)
+@given(
+    requests(6),
+    st.sampled_from(["search", "two-pools", "replica", "one-degree"]),
+    st.integers(2, 4),
+    st.sampled_from([None, "vae"]),
+    st.sampled_from([2, 9]),
+)
+@settings(max_examples=60, deadline=None)
 def test_every_plan_is_proved_for_all_outcomes_and_survives_printing(
-    drawn: tuple[list[Request], list[SwitchForecast]], policy: str, gpus: int
+    drawn: tuple[list[Request], list[SwitchForecast]], policy: str, gpus: int, decoder: str | None, length: int
 ) -> None:
-    pipeline = f"segment{{length=2}},annotate,schedule-sampling{{policy={policy},steps=20}},place,lower,check"
-    module = Pipeline.parse(pipeline).run(traced(*drawn, gpus=gpus))
+    pipeline = f"segment{{length={length}}},annotate,schedule-sampling{{policy={policy},steps=20}},place,lower,check"
+    module = Pipeline.parse(pipeline).run(traced(*drawn, gpus=gpus, decoder=decoder))
     assert quantity(module.attrs["makespan"]) >= quantity(module.attrs["bound"]) * (1 - 1e-6)
     assert parse_module(print_module(module)) == module
 

@@ -36,6 +36,7 @@ from arachnec.planning.sampling.policies import (
     side_by_side,
     wrap_arounds,
 )
+from arachnec.planning.sampling.rounds import moved, with_memory
 from arachnec.planning.sampling.segments import batched
 from arachnec.solver.budget import Clock
 from arachnec.solver.malleable import Chain, Piece, least_makespan, length
@@ -105,6 +106,9 @@ def planned(
     if placed is None:
         raise UserError(NotThisWay(None, policy, counted(gpus, "GPU"), _reason(cost, policy)))
     makespan = end_of(placed)
+    placed = with_memory(
+        replace(module, cascades=tuple(placed)), placed
+    )  # a segment reads what the one before hands on
     return replace(
         module,
         level=Level.SCHEDULED,
@@ -306,6 +310,7 @@ def _with_empty(requests: Sequence[RequestChain], placed: Sequence[Cascade], rat
         for cascade in request.cascades:
             own = named.get(cascade.name)
             if own is not None:
+                own = moved(own, max(0.0, ready - own.start))
                 near, ready = own if own.phase is Phase.DENOISE else near, max(ready, own.end)
                 yield own.with_attrs(assigned=own.ranks, ranks=None, ulysses=None, ring=None)
                 continue
