@@ -125,10 +125,8 @@ def _views(family: Nested, cost: CostModel, clock: Clock) -> tuple[_View, list[_
 
 def _nested(problem: Problem, cost: CostModel, bound: int, clock: Clock) -> list[tuple[Nested, First]]:
     """Degrees whose blocks nest, the shortest last; none within one node, any GPUs of which are equally near."""
-    ways: list[tuple[Nested, First]] = []
-    for way in nested(problem, cost.cluster.gpus, bound) if cost.cluster.nodes > 1 else ():
-        if not ways or clock.any_left():
-            ways.append((way, First.of(way.problem, bound, clock)))
+    views = nested(problem, cost.cluster.gpus, bound) if cost.cluster.nodes > 1 else []
+    ways = [(view, First.of(view.problem, bound, clock)) for view in views]
     return sorted(ways, key=lambda way: -way[1].schedule.makespan(way[0].problem))
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from arachnec.analysis.uses import Values
+from arachnec.analysis.uses import READS_GRADIENTS, Values
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Reduce, Step
 from arachnec.ir.values import Attributes
 from arachnec.lowering.buckets import with_buckets
@@ -43,4 +43,4 @@ def simulated_ms(
     lowered = lower(with_buckets(placed, following.mib, following.reversible) if following.buckets else placed)
     engine = Engine(Values(lowered), cluster)
     engine.run()
-    return max((interval.end for interval in engine.intervals if interval.op not in ("norm", "step")), default=0.0)
+    return max((interval.end for interval in engine.intervals if interval.op not in READS_GRADIENTS), default=0.0)
