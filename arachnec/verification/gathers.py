@@ -127,7 +127,7 @@ Steps: TypeAlias = list[tuple[Instruction, _Sharded]]
 
 
 def check_gathers(values: Values) -> Iterator[Diagnostic]:
-    sharded = {stage.name: _sharded(stage, cell) for stage in values.module.stages if (cell := cell_of(stage))}
+    sharded = {stage.name: _sharded(stage, size) for stage in values.module.stages if (size := cell_of(stage))}
     if not sharded:
         return
     split = split_backwards(values.module)
