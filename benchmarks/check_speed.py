@@ -4,8 +4,10 @@
     python benchmarks/check_speed.py --clips 1024 --gpus 256 --repeat 5
 
 The clips and the model are those of `scale.py`. The program is lowered once, with gradient buckets; each row is the
-least of ``--repeat`` proofs, the module's caches being empty at each. Ends with 1 where `check` refuses a row that it
-must accept.
+least of ``--repeat`` proofs, the module's caches being empty at each. All rules are gone through in every row, and what
+the first broken one says is shown. `lower` makes programs for handoffs over the hosts: ends with 1 where these are
+refused. From device to device a clip that one rank encodes for eight others leaves more kernels waiting than a device
+has queues for, so large programs of this mix are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ MODELS = {
     "handoffs=device,receives=after-dependencies": DEVICE_HANDOFFS,
     "connections=first-use": ExecutionModel(connections="first-use"),
 }
-ACCEPTED = ("default", "handoffs=device,receives=after-dependencies")
+MUST_HOLD = "default"
 
 
 def seconds(work: Callable[[], object], repeat: int) -> float:
@@ -58,7 +60,7 @@ def main() -> int:
     refused = False
     for name, model in MODELS.items():
         problems = find_problems(module, model)
-        refused |= name in ACCEPTED and bool(problems)
+        refused |= name == MUST_HOLD and bool(problems)
         took = seconds(lambda model=model: find_problems(replace(module), model), options.repeat)  # type: ignore[misc]
         print(f"{name:45} {took:6.2f} s  {problems[0].title.format(**vars(problems[0])) if problems else 'accepted'}")
     return int(refused)

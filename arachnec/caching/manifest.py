@@ -27,6 +27,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.local_ranks import RankCrashed, launch
+from arachnec.launch.timeouts import Timeouts
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.passes.infra.pipeline import Pipeline
@@ -181,12 +182,14 @@ def encoding_plan(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, 
     )
 
 
-def on_this_machine(tell: Callable[[bytes], None]) -> Run:
+def on_this_machine(tell: Callable[[bytes], None], timeouts: Timeouts) -> Run:
     """All ranks are started here; ``tell`` gets each line that rank 0 reports."""
+    limits = (("start", timeouts.start), ("plan", timeouts.plan), ("stall", timeouts.stall))
+    limited = [word for phase, s in limits if s is not None for word in (f"--{phase}-timeout", str(s))]
 
     def run(encoding: Encoding, files: EncodedFiles, plan: Path) -> None:
         init = [] if encoding.init is None else ["--init", str(encoding.init)]
-        arguments = [str(plan), str(files.folder), "--identity", files.identity, *init]
+        arguments = [str(plan), str(files.folder), "--identity", files.identity, *init, *limited]
         try:
             launch(encoding.cluster.world, arguments, tell, worker=WORKER)
         except RankCrashed as crash:

@@ -10,6 +10,8 @@ from typing import Any, TypeVar
 
 import click
 
+from arachnec.launch.timeouts import Timeouts
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)
 FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
@@ -25,6 +27,23 @@ class CacheOptions:
     seed: int
     batch: int | None  # clips planned together
     as_json: bool
+    start_timeout: float | None = None
+    plan_timeout: float | None = None
+    stall_timeout: float | None = None
+
+    @property
+    def timeouts(self) -> Timeouts:
+        return Timeouts(self.start_timeout, self.plan_timeout, stall=self.stall_timeout)
+
+
+LIMITS = tuple(
+    click.option(f"--{phase}-timeout", type=click.FloatRange(min=0, min_open=True), help=f"Seconds {what}.")
+    for phase, what in (
+        ("start", "that reading the encoders' weights may take; default: 600"),
+        ("plan", "that a batch may wait for its plan; default: 600"),
+        ("stall", "beyond its planned time that an instruction may take which waits for no other; default: 60"),
+    )
+)
 
 
 OPTIONS = (
@@ -42,7 +61,13 @@ OPTIONS = (
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights without --init."),
     click.option("--batch", type=click.IntRange(min=1), help="Clips planned together; default: 16 a rank."),
     click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON."),
+    *LIMITS,
 )
+
+
+def limit_options(command: Command) -> Command:
+    """Give a click command the options of ``LIMITS``, as ``start_timeout`` and so on."""
+    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(LIMITS), command)
 
 
 def cache_options(command: Command) -> Command:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import click
 
+from arachnec.caching.options import limit_options
 from arachnec.launch.ranks import exit_with, joined_rank
+from arachnec.launch.timeouts import Timeouts
 
 FOLDER = click.Path(path_type=Path)
 
@@ -16,7 +18,8 @@ FOLDER = click.Path(path_type=Path)
 @click.argument("output", type=FOLDER)
 @click.option("--identity", required=True)
 @click.option("--init", type=FOLDER)
-def command(plan: Path, output: Path, identity: str, init: Path | None) -> None:
+@limit_options
+def command(plan: Path, output: Path, identity: str, init: Path | None, **limits: float | None) -> None:
     """Run this rank's part of PLAN, and write into OUTPUT."""
     with joined_rank() as joined:
         from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
@@ -28,7 +31,9 @@ def command(plan: Path, output: Path, identity: str, init: Path | None) -> None:
         device, _ = joined.agree_on_devices(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
         joined.make_process_group(device)
         encoders = tuple(stage.name for stage in executable.traced.stages)
-        encode_batches(executable, EncodedFiles(output, identity, encoders), init, device, joined.watchdog.enter)
+        files = EncodedFiles(output, identity, encoders)
+        timeouts = Timeouts(limits["start_timeout"], limits["plan_timeout"], stall=limits["stall_timeout"])
+        encode_batches(executable, files, init, device, joined.watchdog.enter, timeouts)
 
 
 if __name__ == "__main__":

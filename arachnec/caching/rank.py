@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import Tensor
 from arachnec.backends.cascade_step import encode_loaded
 from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.executor.iteration import program_of
+from arachnec.backends.torch_distributed.plans.step_limits import StepLimits
 from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.run.training_run import Enter, unwatched
@@ -24,19 +26,22 @@ from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import counted
-from arachnec.ir.nodes import Cascade, Module
+from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.timeouts import GROUP_TIMEOUT, Timeouts
 from arachnec.models.encoders import running_encoders
 from arachnec.runtime.agreement import agree, gather_text
+from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.process_groups import wanted_groups
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.step_progress import StepProgress
 from arachnec.spmd.spatial.peers import Group
 
 SET_ASIDE = "set_aside.jsonl"
 NOT_FINITE = "what its encoder gave is not finite"
 CPU = torch.device("cpu")
+DERIVED = Timeouts()
 
 
 class SetAside(msgspec.Struct, frozen=True):
@@ -47,13 +52,17 @@ class SetAside(msgspec.Struct, frozen=True):
 
 
 def encode_batches(
-    executable: Executable, files: EncodedFiles, init: Path | None, device: torch.device, enter: Enter = unwatched
+    executable: Executable,
+    files: EncodedFiles,
+    init: Path | None,
+    device: torch.device,
+    enter: Enter = unwatched,
+    timeouts: Timeouts = DERIVED,
 ) -> None:
     """Encode every clip of the executable, batch by batch as planned. Every rank of the default group calls it.
 
     Clips that cannot be read are noted beside the executable. Raises ``UserError`` for what no clip is to blame for.
     """
-    timeouts = Timeouts()
     enter("start", timeouts.of_start(executable.program), "--start-timeout")
     rank, count = dist.get_rank(), executable.header.iterations
     agree(executable.digests)
@@ -62,7 +71,7 @@ def encode_batches(
         model_file, executable.training, executable.program, executable.clips[0], device, init
     )
     runtime, threads = DeviceRuntime.of(device), RankThreads()
-    plans = Plans(executable, rank, dist.get_world_size())
+    plans, limits = Plans(executable, rank, dist.get_world_size()), StepLimits.of(timeouts, executable, device)
     work = _Work(files, device, encoders, LoadAhead(threads.loads, encoders, runtime), divided, executable)
     done = 0
     try:
@@ -73,8 +82,9 @@ def encode_batches(
             if number + 1 < count:
                 plans.prepare(number + 1)
             work.join(planned.module)
-            enter(f"batch {number}", timeouts.of_step(planned.times.ends, 0.0, applies=False))
-            aside = work.encode(planned)
+            began = time.perf_counter()
+            aside = work.encode(planned, enter, limits.of_instructions(planned))
+            limits.took(planned, (time.perf_counter() - began) * 1e3)
             done += len(planned.clips)
             _note(executable.folder, aside, rank)
             events.emit(report.Note(f"{done} of {counted(len(executable.clips), 'clip')}"))
@@ -109,15 +119,19 @@ class _Work:
         self.groups.ensure(wanted_groups(module), device=self.device)
         self.hosts.ensure(wanted_groups(module), device=CPU)
 
-    def encode(self, planned: Planned) -> list[SetAside]:
+    def encode(self, planned: Planned, enter: Enter, limit: Callable[[Instruction], float]) -> list[SetAside]:
         """This rank's part of a batch; the clips that it could not encode."""
         module, clips = planned.module, planned.clips
         program = program_of(module, dist.get_rank())
+        clock = Clock(program.rank, DeviceRuntime.of(self.device))
+        progress = StepProgress(module, program.rank, planned.step, clips, clock, limit)
+        enter(f"batch {planned.step}", progress=progress)
         cascades = {cascade.name: cascade for cascade in module.cascades}
         stages = {stage.name: stage for stage in module.stages}
         self.loads.want(planned.step, encoded_here(program, cascades, clips))
         aside: list[SetAside] = []
-        for step in program.instructions:
+        for index, step in enumerate(program.instructions):
+            progress.at(index)
             if step.op != "encode":
                 continue
             cascade, ranks = cascades[step.target], step.peers or (program.rank,)
@@ -132,6 +146,7 @@ class _Work:
                     aside.append(SetAside(id, NOT_FINITE))
                 else:
                     self.files.write(cascade.stage, clips[id], value)
+        progress.at(len(program.instructions))
         return aside
 
     def _encoded(self, cascade: Cascade, clip: VideoClip, step: int, ranks: tuple[int, ...]) -> Tensor | None:

@@ -55,7 +55,7 @@ def command(options: CacheOptions, cluster: str) -> None:
         joined.make_process_group(device)
 
         def encode(plan: Path, files: EncodedFiles) -> None:
-            encode_batches(read_executable(plan), files, options.init, device, joined.watchdog.enter)
+            encode_batches(read_executable(plan), files, options.init, device, joined.watchdog.enter, options.timeouts)
 
         if joined.rank:
             joined.watchdog.enter("the plan of rank 0")

@@ -29,7 +29,9 @@ def command(options: CacheOptions, cluster: str | None) -> None:
     encoding = Encoding.of(options, manifest.clips, machine)
     for note in encoding.notes:
         click.echo(note, err=True)
-    cached = cache(encoding, manifest, options.output, batch=options.batch, run=on_this_machine(_show))
+    cached = cache(
+        encoding, manifest, options.output, batch=options.batch, run=on_this_machine(_show, options.timeouts)
+    )
     if options.as_json:
         json.dump(cached.report, sys.stdout, indent=2)
         print()

@@ -67,7 +67,6 @@ def _cascade(instruction: Instruction, cascade: Cascade, stage: Stage, *, first:
         return instruction
     kept = round(inputs_kept(cascade, stage) * GIB)
     brought = round(_gathered_bytes(instruction, stage)) if layers else 0
-    taken = 0
     attrs = instruction.attrs
     if instruction.op == "forward":
         taken = kept

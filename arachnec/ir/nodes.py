@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from typing import cast
 
 from arachnec.ir.span import Span as Span
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
@@ -298,6 +299,8 @@ def integer(value: Value) -> int:
 def integers(value: Value) -> tuple[int, ...]:
     if not isinstance(value, tuple):
         raise TypeError(f"expected a list of integers, got {value!r}")
+    if set(map(type, value)) <= {int}:
+        return cast(tuple[int, ...], value)
     return tuple(integer(item) for item in value)
 
 

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeAlias, Union
+from typing import TypeAlias, TypeVar, Union, overload
 
 from arachnec.ir.span import Span
 
+Default = TypeVar("Default")
 UNITS = ("ms", "us", "GiB", "MiB", "GB/s", "TFLOP", "TFLOP/s")
 
 
@@ -91,6 +92,18 @@ class Attributes(Mapping[str, Value]):
 
     def __contains__(self, key: object) -> bool:
         return key in self._named
+
+    @overload
+    def get(self, key: str, /) -> Value | None: ...
+
+    @overload
+    def get(self, key: str, /, default: Value) -> Value: ...
+
+    @overload
+    def get(self, key: str, /, default: Default) -> Value | Default: ...
+
+    def get(self, key: str, /, default: object = None) -> object:  # Mapping's own raises for what is not there
+        return self._named.get(key, default)
 
     def __iter__(self) -> Iterator[str]:
         return (name for name, _ in self.pairs)

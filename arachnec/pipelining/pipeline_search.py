@@ -30,7 +30,7 @@ class Candidate:
 
     sizes: tuple[int, ...]
     placement: tuple[int, ...]
-    split: bool = True
+    split: bool
     share: float = 1.0
 
 

@@ -74,9 +74,12 @@ def _compare(small: SmallModel, first: Sample, second: Sample, loss: Any) -> Non
     targets = torch.cat([first[1], second[1]]) if is_batched(first[1]) else first[1]
     try:
         mean = (float(loss(alone[0], first[1])) + float(loss(alone[1], second[1]))) / 2
-        actual = float(loss(together, targets))
     except Exception as error:
         raise CannotRun(f"loss() raises {raised(error)}") from error
+    try:
+        actual = float(loss(together, targets))
+    except Exception as error:
+        raise UserError(ClipsMixed(None, f"their loss raises {raised(error)}, that of each alone does not")) from error
     if not abs(actual - mean) <= TOLERANCE * abs(mean):
         raise UserError(ClipsMixed(None, f"their loss is {actual:.4g}, the mean of the two alone {mean:.4g}"))
 

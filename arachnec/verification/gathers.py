@@ -127,7 +127,7 @@ Steps: TypeAlias = list[tuple[Instruction, _Sharded]]
 
 
 def check_gathers(values: Values) -> Iterator[Diagnostic]:
-    sharded = {stage.name: _sharded(stage) for stage in values.module.stages if cell_of(stage)}
+    sharded = {stage.name: _sharded(stage, size) for stage in values.module.stages if (size := cell_of(stage))}
     if not sharded:
         return
     split = split_backwards(values.module)
@@ -143,10 +143,10 @@ def check_gathers(values: Values) -> Iterator[Diagnostic]:
             yield from _alike(rank, other, program, mine)
 
 
-def _sharded(stage: Stage) -> _Sharded:
+def _sharded(stage: Stage, cell: int) -> _Sharded:
     sizes = layer_sizes(stage)
     trained = frozenset(number for number, size in enumerate(sizes) if size.trained)
-    return _Sharded(stage, cell_of(stage) or 1, last_layer(stage) + 1, trained)
+    return _Sharded(stage, cell, last_layer(stage) + 1, trained)
 
 
 def _of_stages(values: Values, program: Program) -> Iterator[tuple[Instruction, str]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,9 @@ import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
 
+from arachnec.backends.cascade_step import encode_loaded
 from arachnec.caching import manifest as planning
+from arachnec.caching import rank as caching_rank
 from arachnec.caching.files import EncodedFiles, identity_of
 from arachnec.caching.manifest import CLIPS, Encoding, NoneEncoded, Run, cache, encoding_plan
 from arachnec.caching.rank import SET_ASIDE, encode_batches
@@ -23,6 +26,8 @@ from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError, render
+from arachnec.launch.progress import Progress
+from arachnec.launch.timeouts import Timeouts
 from arachnec.models.encoders import TextEncoder, VideoEncoder
 from arachnec.models.file import load_model_file
 from arachnec.tracing.captions_read import demand_captions_read
@@ -158,6 +163,37 @@ def _on_hosts(folder: Path) -> tuple[int, int] | list[str]:
     with captured_once():
         first, second = (lead(given, manifest, output, 3, encode).encoded for _ in range(2))
     return first, second
+
+
+def test_a_rank_that_hangs_in_a_video_is_named_with_it(tmp_path: Path) -> None:
+    given = encoding(tmp_path)
+    files = files_of(given, tmp_path / "latents")
+    with captured_once():
+        plan = encoding_plan(given, files.missing(CLIPS_OF_A_STEP), files.folder / "plan", batch=3)
+    told = run_ranks(2, _told_while_encoding, plan, files)
+    doing = [text for own in told for text, _ in own]
+    assert {name for text in doing for name in re.findall(r"\(clip (\w)\)", text)} == set("abcd"), doing
+    assert all(5 < limit < 10 for own in told for _, limit in own)
+
+
+def _told_while_encoding(plan: Path, files: EncodedFiles) -> list[tuple[str, float]]:
+    """What the watchdog is told of this rank while an encoder runs, and for how long it may."""
+    now: list[Progress] = []
+    told: list[tuple[str, float]] = []
+
+    def enter(phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
+        now[:] = [] if progress is None else [progress]
+
+    def watched(encoder: torch.nn.Module, values: list[torch.Tensor]) -> torch.Tensor:
+        place = now[0].place()
+        assert place.limit is not None
+        told.append((place.doing, place.limit))
+        return encode_loaded(encoder, values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(caching_rank, "encode_loaded", watched)
+        encode_batches(read_executable(plan), files, None, torch.device("cpu"), enter, Timeouts(stall=5.0))
+    return told
 
 
 def test_a_host_that_does_not_see_the_folder_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,6 +136,20 @@ def test_a_profile_from_before_sizes_were_kept_is_read(tmp_path: Path) -> None:
     assert find_clip_time(read, "vae", {"frames": 1, "height": 48, "width": 64, "text": 30}) is None
 
 
+def test_plain_messages_count_only_where_those_of_cascades_are_of_one_size() -> None:
+    plain = LinkProfile(latency=10.0, intra=5.0)
+
+    def links(shared: list[Measurement]) -> LinkProfile:
+        fitted = fit_profile([("dit", "forward", ALONE + shared)], machine="m", device="cpu", links=plain)
+        assert fitted.links is not None
+        return fitted.links
+
+    assert links(SHARED).latency == pytest.approx(1e3 * ALPHA, rel=1e-3)
+    assert links(SHARED).intra == pytest.approx(BETA * 1e3 / 1e9, rel=1e-3)
+    assert links([shared(1000, 9, 1e6)] * 3).intra == plain.intra
+    assert links([shared(1000, 9, 1e6)] * 3).latency == pytest.approx(1e3 * (ALPHA + 1e6 / 9 * (1 / BETA - 1e-6 / 5)))
+
+
 def test_the_links_are_what_cascades_on_several_ranks_took_beyond_their_computing(tmp_path: Path) -> None:
     loaded = profile(tmp_path / "p.json")
     assert loaded.links is not None

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.buckets import with_buckets
-from arachnec.lowering.order import depths
+from arachnec.lowering.order import TOLERANCE_MS, InputNotReady, depths, global_order
 from tests.passes.plans import DIT, cluster, equal_clips, module_of, timed
 
 LAYERS = (("blocks.0", 1000), ("blocks.1", 1000))
@@ -21,6 +22,21 @@ def test_a_cascade_is_as_deep_as_the_longest_chain_below_it() -> None:
         for name, inputs in (("a", ()), ("b", ("a",)), ("c", ("a", "b")), ("d", ("c", "a")))
     )
     assert depths(chain) == {"a": 0, "b": 1, "c": 2, "d": 3}
+
+
+@pytest.mark.parametrize("late", [0.0, 0.5 * TOLERANCE_MS, TOLERANCE_MS])
+def test_an_input_that_is_later_by_rounding_comes_first(late: float) -> None:
+    reader = timed("a", Phase.TRAIN, 0, 1000, ("e",), (0.0, 1.0), (0,))
+    encoder = timed("e", Phase.ENCODE, 0, 1000, (), (late, 1.0), (0,))
+    assert [cascade.name for cascade in global_order((reader, encoder))] == ["e", "a"]
+
+
+def test_an_input_that_is_later_than_rounding_is_refused() -> None:
+    reader = timed("a", Phase.TRAIN, 0, 1000, ("e",), (0.0, 1.0), (0,))
+    encoder = timed("e", Phase.ENCODE, 0, 1000, (), (1.5 * TOLERANCE_MS, 1.0), (0,))
+    with pytest.raises(UserError) as caught:
+        global_order((reader, encoder))
+    assert isinstance(caught.value.diagnostics[0], InputNotReady)
 
 
 def trained_on(gpus: int, **reduce: Quantity | int) -> Module:

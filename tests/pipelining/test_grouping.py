@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.errors import GroupExceedsMemory
 from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times
-from arachnec.pipelining.grouping import choose_k, require_held
+from arachnec.pipelining.grouping import choose_k, groupings, require_held
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import kfkb
 
@@ -51,6 +51,13 @@ def test_k_changes_with_a_link_that_drops_to_a_tenth_and_recovers_and_not_for_no
     good, bad = (evaluate(kfkb(4, 16, chosen[2]), link(c)).makespan for c in (0, 1.5))
     assert bad <= 0.9 * evaluate(kfkb(4, 16, 1), link(1.5)).makespan
     assert good <= 1.02 * evaluate(kfkb(4, 16, 1), link(0)).makespan
+
+
+@given(st.integers(1, 200))
+def test_groups_worth_a_look_are_all_divisors_and_powers_of_two_and_no_others(count: int) -> None:
+    divisors = {k for k in range(1, count + 1) if any(k * times == count for times in range(1, count + 1))}
+    powers = {2**n for n in range(8) if 2**n <= count}
+    assert groupings(count) == sorted(divisors | powers)
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(0, 9), st.integers(1, 40))

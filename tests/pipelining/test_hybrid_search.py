@@ -53,6 +53,23 @@ def test_inputs_of_the_model_cross_no_cut_and_a_skip_crosses_all_that_it_spans()
     assert read_profile(text, "skip.txt").cuts == (0, 10, 30)
 
 
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (4, 0, 1), (4, 2, 0), (-4, 2, 2), (4, -2, 2), (5, 2, 2), (2, 4, 2)])
+def test_a_batch_has_whole_micro_batches_of_at_least_a_clip(sizes: tuple[int, int, int]) -> None:
+    profile = LayerProfile((Layer("l", 1.0, 1.0, 0.0, 0.0),), ())
+    with pytest.raises(UserError) as refused:
+        Instance(profile, Machines(1, 1), *sizes)
+    assert isinstance(refused.value.diagnostics[0], profile_errors.BatchDoesNotDivide)
+    for fitting in ((4, 2, 1), (1, 1, 7), (6, 6, 2)):
+        assert Instance(profile, Machines(1, 1), *fitting).batch == fitting[0]
+
+
+@pytest.mark.parametrize("machines", [Machines(0, 1), Machines(1, 0), Machines(-1, 2), Machines(2, -1)])
+def test_a_plan_needs_a_device(machines: Machines) -> None:
+    with pytest.raises(UserError) as refused:
+        Instance(LayerProfile((Layer("l", 1.0, 1.0, 0.0, 0.0),), ()), machines, 2, 1, 1)
+    assert isinstance(refused.value.diagnostics[0], profile_errors.NoDevices)
+
+
 @st.composite
 def instances(draw: st.DrawFn, most_layers: int = 8) -> Instance:
     number = st.integers(0, 20)

@@ -17,7 +17,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module, Phase, Reduce
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.planning.family_placement import family_placements
-from arachnec.planning.placement import cell_placements, end_of, in_order, on_ranks
+from arachnec.planning.placement import _free_cells, cell_placements, end_of, in_order, on_ranks
 from arachnec.planning.rank_choice import TOLERANCE
 from arachnec.planning.staged_placement import PlaceTooSmall, is_pipeline, stage_places, staged_placements
 from arachnec.solver.bound import NEGLIGIBLE
@@ -133,6 +133,22 @@ def test_what_is_dealt_out_takes_the_cells_that_are_free_first(
 
     cascades = scheduled(cost.module, [max(2, degree) for degree in degrees], starts)
     demand_choices(cascades, cell_placements(cascades, cost), cost, choose)
+
+
+@pytest.mark.parametrize(("late", "cell"), [(0.0, 1), (0.99, 1), (1.01, 0)])
+@pytest.mark.parametrize("took", [0.5, 30.0, 4000.0])
+def test_a_cell_that_holds_the_input_may_be_free_later_by_a_small_part_of_the_time(
+    took: float, late: float, cell: int
+) -> None:
+    costed = module("1x4:h100-80g", [900], encoders=1)
+    dit = costed.stages[-1]
+    cost = CostModel(replace(costed, stages=(*costed.stages[:-1], replace(dit, attrs=dit.attrs.updated(cell=2)))))
+    encoder, cascade = costed.cascades
+    source = encoder.with_attrs(start=Quantity(0.0, "ms"), end=Quantity(0.0, "ms"), ranks=(2,))
+    times = {"start": Quantity(0.0, "ms"), "end": Quantity(took, "ms")}
+    free = late * (TOLERANCE + NEGLIGIBLE * took)
+    ranks = _free_cells(cascade.with_attrs(degree=2, **times), 2, [source], (0.0, 0.0, free, free), cost)
+    assert ranks == (2 * cell, 2 * cell + 1)
 
 
 @given(CASES)

@@ -102,6 +102,12 @@ def apart(read: Read, loss: Callable[..., Tensor] | None = mean, sample: Callabl
     return demand_clips_apart(model, source, call, CLIP, {})
 
 
+def one_clips(prediction: Tensor, target: Tensor) -> Tensor:
+    if len(prediction) > 1:
+        raise ValueError("one clip at a time")
+    return mean(prediction, target)
+
+
 @pytest.mark.parametrize("loss", [mean, None])
 @pytest.mark.parametrize("read", [per_clip, chance_unused])
 def test_a_model_that_keeps_clips_apart_passes(read: Read, loss: Callable[..., Tensor] | None) -> None:
@@ -116,6 +122,7 @@ def test_a_model_that_keeps_clips_apart_passes(read: Read, loss: Callable[..., T
         (branching, mean, "`levels` has a first dimension of 1"),
         (one_only, mean, "together they raise RuntimeError"),
         (per_clip, summed, "their loss is"),
+        (per_clip, one_clips, "their loss raises ValueError: one clip at a time, that of each alone does not"),
     ],
 )
 def test_clips_that_change_each_other_are_told(read: Read, loss: Callable[..., Tensor], says: str) -> None:

@@ -179,8 +179,8 @@ def load(folder: Path, state: State, wanted: Position) -> Position | None:
 def restore(whole: Whole, state: State, wanted: Position) -> None:
     """Read a checkpoint into ``state`` in place.
 
-    ``wanted`` says what this is a run of. Raises ``UserError`` for a checkpoint of another model, of other batches of
-    clips, of steps of other batches or another seed.
+    ``wanted`` says what this is a run of, and how many clips that many steps have. Raises ``UserError`` for a
+    checkpoint of another model, of other batches of clips, of steps of other batches, another seed or count of clips.
     """
     if difference := _difference(whole.position, wanted):
         raise UserError(ForeignCheckpoint(None, str(whole.path), difference))
@@ -226,6 +226,8 @@ def _difference(kept: Position, wanted: Position) -> str:
         return f"it draws with seed {kept.seed}, this run with {wanted.seed}"
     if kept.init != wanted.init:
         return "its frozen weights, which it does not hold, came from another --init folder, or from none"
+    if kept.clips not in (0, wanted.clips):
+        return f"it counts {kept.clips:,} clips, and {kept.steps:,} steps of these batches have {wanted.clips:,}"
     return ""
 
 

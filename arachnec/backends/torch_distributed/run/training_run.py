@@ -484,7 +484,7 @@ class Trainer:
         """Go on from a checkpoint, where there is one."""
         if whole is not None:
             state = self._state()
-            checkpoint.restore(whole, state, self._position(0))
+            checkpoint.restore(whole, state, self._position(whole.position.steps))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps
             if self._context.predictors is not None:
