@@ -164,7 +164,10 @@ class CostTable:
         """The ranks whose row these share: every node is like the first, or the first of its kind."""
         if ranks is None or len({node_of(self.devices.cluster, rank) for rank in ranks}) > 1:
             return ranks
-        return self.devices.like(ranks[0])[:degree] if self.devices.kinds else None
+        if not self.devices.kinds:
+            return None
+        alike = self.devices.like(ranks[0])
+        return alike[:degree] if set(ranks) <= set(alike) else ranks  # a node has ranks that a run found slow
 
     def _new(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None, strategy: Strategy) -> Entry:
         if strategy.side is None:
