@@ -83,7 +83,8 @@ def sampled(cascade: Cascade) -> dict[str, Any]:
     """Of a segment its first and last step, those it is planned to take, and how many branches lie side by side."""
     if cascade.phase is not Phase.DENOISE:
         return {}
-    return {"steps": list(segment_of(cascade)), "planned_steps": planned_steps(cascade), "side": cascade.side}
+    own = {"steps": list(segment_of(cascade)), "planned_steps": planned_steps(cascade), "side": cascade.side}
+    return own | ({"unconditional": list(other)} if (other := cascade.unconditional) else {})
 
 
 def alternatives(module: Module) -> list[dict[str, Any]]:

@@ -100,13 +100,24 @@ def cascade_groups(step: Instruction) -> tuple[tuple[int, ...], ...]:
         return (step.peers,)
     if step.op not in ("forward", "denoise"):
         return ()
-    side_groups = side_by_side(step.peers, integer(step.attrs.get("side", 1)))
-    return tuple(group for ranks in side_groups for group in subgroups(ranks, *grid(step)))
+    return tuple(group for ranks, product in sides_of(step) for group in subgroups(ranks, *product))
+
+
+def sides_of(step: Instruction) -> tuple[tuple[tuple[int, ...], tuple[int, int]], ...]:
+    """The ranks of each clip, or branch, side by side of a forward or denoise, and their Ulysses and ring degree."""
+    own, other = grid(step), integers(step.attrs.get("unconditional", ()))
+    if not other:
+        groups = side_by_side(step.peers, integer(step.attrs.get("side", 1)))
+        return tuple((ranks, own) for ranks in groups)
+    count = other[0] * other[1]
+    return (step.peers[:-count], own), (step.peers[-count:], (other[0], other[1]))
 
 
 def grid(step: Instruction) -> tuple[int, int]:
-    """Ulysses and ring degree of a forward or denoise; all ranks exchange heads where it does not say."""
-    degree = len(step.peers) // integer(step.attrs.get("side", 1))
+    """Ulysses and ring degree of a forward or denoise, or of its conditional branch; all ranks exchange heads where it
+    does not say."""
+    other = integers(step.attrs.get("unconditional", ()))
+    degree = len(step.peers) - other[0] * other[1] if other else len(step.peers) // integer(step.attrs.get("side", 1))
     ulysses = integer(step.attrs.get("ulysses", 1 if "ring" in step.attrs else degree))
     return ulysses, integer(step.attrs.get("ring", degree // ulysses))
 

@@ -112,8 +112,9 @@ def _steps(row: Mapping[str, Any]) -> str:
 
 
 def _branches(cascade: Cascade) -> str:
-    """``2 batched``, ``2 apart``, or 1."""
+    """``2 batched``, ``2 apart``, ``2 + 1`` ranks, or 1."""
     branches = branches_of(cascade)
     if cascade.phase is not Phase.DENOISE or branches == 1:
         return "" if cascade.phase is not Phase.DENOISE else "1"
-    return f"{branches} {'apart' if cascade.side > 1 else 'batched'}"
+    apart = " + ".join(map(str, cascade.sides)) if cascade.unconditional else "apart"
+    return f"{branches} {apart if cascade.side > 1 else 'batched'}"

@@ -91,6 +91,8 @@ def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
 def split_word(cascade: Cascade) -> str:
     """How the ranks of a cascade share it: branches of a step apart, then attention."""
     attention = attention_word(cascade.attrs.get("ulysses"), cascade.attrs.get("ring"))
+    if (other := cascade.unconditional) is not None:
+        return " and ".join(word or "1 rank" for word in (attention, attention_word(*other)))
     apart = f"branches {cascade.side}" if cascade.phase is Phase.DENOISE and cascade.side > 1 else ""
     return " x ".join(filter(None, (apart, attention)))
 

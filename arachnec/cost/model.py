@@ -27,7 +27,7 @@ from arachnec.cost import synchronisation
 from arachnec.cost.communication import Volumes
 from arachnec.cost.degrees import sides
 from arachnec.cost.memory import Memory
-from arachnec.cost.strategy import Attention, Strategy, grid_of
+from arachnec.cost.strategy import Attention, Strategy, grid_of, strategy_of
 from arachnec.cost.table import CostTable
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
@@ -123,6 +123,11 @@ class CostModel:
             strategy = replace(strategy, attention=grid_of(degree // (side or 1), ulysses, ring), side=side or 1)
         return self.table.entry(cascade, degree, ranks, strategy).time
 
+    def placed_time(self, cascade: Cascade) -> float:
+        """ms on its ranks, shared between them as it says."""
+        strategy = strategy_of(cascade, self.recomputed(cascade))
+        return self.table.entry(cascade, cascade.width, cascade.ranks, strategy).time
+
     def least_compute(self, cascade: Cascade, degree: int, slowdown: float, *, recompute: int = 0) -> float:
         """ms that the cascade computes at least, divided evenly, where a group's slowest device is so much slower."""
         times = times_of(cascade)
@@ -141,14 +146,15 @@ class CostModel:
         """The part of ``time`` in which ranks wait for their hosts' memory, ms; 0 where times were measured."""
         if times_of(cascade) or not in_host(self.stages[cascade.stage]):
             return 0.0
-        ranks, own = ranks[: len(ranks) // cascade.side], one_of_its_sides(cascade)
+        ranks, own = ranks[: cascade.degree], one_of_its_sides(cascade)
         return self.table.shown_copies(own, len(ranks), self.recomputed(cascade), ranks)
 
     def communication(self, cascade: Cascade, split: Attention, ranks: tuple[int, ...], recompute: int = 0) -> float:
-        """The part of ``time`` on these ranks that is communication, ms; 0 where the cascade's times were measured."""
+        """The part of ``time`` that is communication of these ranks, those of one of its sides, ms; 0 where the
+        cascade's times were measured."""
         if times_of(cascade):
             return 0.0
-        ranks, cascade = ranks[: len(ranks) // cascade.side], one_of_its_sides(cascade)
+        cascade = one_of_its_sides(cascade)
         within = len({node_of(self.cluster, rank) for rank in ranks}) == 1
         return self.table.communication.time(cascade, len(ranks), split, recompute, None if within else ranks)
 

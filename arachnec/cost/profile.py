@@ -401,6 +401,12 @@ def find_fit(profile: Profile, stage: str, phase: str) -> Fit | None:
     return next((entry.fit for entry in profile.stages if entry.stage == stage and entry.phase == phase), None)
 
 
+def find_steps(profile: Profile, stage: str) -> tuple[Measurement, ...]:
+    """The forwards of a stage that were measured."""
+    entries = (entry for entry in profile.stages if (entry.stage, entry.phase) == (stage, "forward"))
+    return tuple(run for entry in entries for run in entry.measurements)
+
+
 def find_clip_time(profile: Profile, stage: str, sizes: Mapping[str, int]) -> float | None:
     """ms of an encoder for one clip with these sizes, alone on one rank: the mean of the measurements of clips equal in
     all that decides its time. None where there are none."""

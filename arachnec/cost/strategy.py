@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from arachnec.ir.nodes import Cascade
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -20,11 +22,13 @@ class Attention:
 @dataclass(frozen=True)
 class Strategy:
     """``attention`` None asks for the cheapest product of Ulysses and ring on the ranks at hand, ``side`` None for the
-    cheapest number of clips side by side. ``recompute`` blocks run again in the backward."""
+    cheapest number of clips side by side. ``recompute`` blocks run again in the backward. ``unconditional`` is how the
+    last ranks share the second branch of a denoise, where they are not as many as those of the first."""
 
     attention: Attention | None = None
     recompute: int = 0
     side: int | None = None
+    unconditional: Attention | None = None
 
 
 CHEAPEST = Strategy()
@@ -42,3 +46,31 @@ def grid_of(degree: int, ulysses: int | None, ring: int | None) -> Attention | N
     if all_to_all < 1 or around < 1 or all_to_all * around != degree:
         raise ValueError(f"ulysses {all_to_all} times ring {around} is not degree {degree}")
     return Attention(all_to_all, around)
+
+
+def first_ranks(strategy: Strategy, width: int) -> int:
+    """How many of ``width`` ranks the first clip or branch has."""
+    other = strategy.unconditional
+    return width // (strategy.side or 1) if other is None else width - other.ulysses * other.ring
+
+
+def even_ranks(strategy: Strategy, width: int) -> int:
+    """How many ranks it would be if every side had as few as the one that has fewest."""
+    first = first_ranks(strategy, width)
+    return width if strategy.unconditional is None else 2 * min(first, width - first)
+
+
+def strategy_of(cascade: Cascade, recompute: int = 0) -> Strategy:
+    """How a placed cascade's ranks do its work, as it says; the cheapest attention where it does not."""
+    ulysses, ring = cascade.attrs.get("ulysses"), cascade.attrs.get("ring")
+    known = [value if isinstance(value, int) else None for value in (ulysses, ring)]
+    other = cascade.unconditional
+    unconditional = None if other is None else Attention(*other)
+    return Strategy(grid_of(cascade.degree, *known), recompute, cascade.side, unconditional)
+
+
+def widest_ulysses(degree: int, heads: int) -> Attention:
+    """As much Ulysses as there are heads for, and the rest as a ring: what steps of sampling are profiled with. 0 heads
+    are any number."""
+    ulysses = max(u for u in range(1, degree + 1) if degree % u == 0 and (u <= heads or heads == 0))
+    return Attention(ulysses, degree // ulysses)

@@ -29,12 +29,15 @@ from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_transfers import HostTransfers
 from arachnec.cost.memory import Memory
 from arachnec.cost.sparse_attention import SparseLoads
-from arachnec.cost.strategy import CHEAPEST, Attention, Strategy
+from arachnec.cost.strategy import CHEAPEST, Attention, Strategy, even_ranks, first_ranks, widest_ulysses
+from arachnec.cost.timed_steps import TimedStep, correction, timed_steps
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import sparse_layers
-from arachnec.ir.nodes import Cascade, Stage
-from arachnec.ir.sampling import on_one_side
+from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.sampling import branches_of, on_one_side
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
+
+MOST_UNEVEN = 16  # ranks of an unconditional branch that has ranks of its own number
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,7 @@ class CostTable:
     split: Set[str] = frozenset()  # cascades of phase backward whose weight gradients are another cascade
     _entries: dict[tuple[object, ...], Entry] = field(default_factory=dict, repr=False, compare=False)
     _options: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict, repr=False, compare=False)
+    _corrections: dict[object, float] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def compute(self) -> Compute:
@@ -121,11 +125,26 @@ class CostTable:
         """The row at a degree where the cascade fits the memory, recomputing as few blocks as it must; None where it
         never does. Without ``ranks`` those with most memory count."""
         fitting = [
-            self.entry(cascade, degree, ranks, Strategy(recompute=recompute, side=side))
-            for side in sides(cascade, self.stages[cascade.stage], degree)
-            if (recompute := self.memory.recompute_at(cascade, degree, ranks, side)) is not None
+            self.entry(cascade, degree, ranks, replace(way, recompute=recompute))
+            for way in self.ways(cascade, degree, ranks)
+            for recompute in (self.memory.recompute_at(cascade, even_ranks(way, degree), ranks, way.side or 1),)
+            if recompute is not None
         ]
         return min(fitting, key=lambda entry: entry.time, default=None)
+
+    def ways(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None = None) -> tuple[Strategy, ...]:
+        """Its clips or branches side by side in every way that so many ranks can, attention undecided.
+
+        Of equal ranks a branch is never done earlier by more of them than the other has, so uneven ones are for devices
+        that differ.
+        """
+        even = tuple(Strategy(side=side) for side in sides(cascade, self.stages[cascade.stage], degree))
+        if not self.devices.kinds or cascade.phase is not Phase.DENOISE or branches_of(cascade) != 2:
+            return even
+        one = on_one_side(cascade, 2)
+        counts = (count for count in range(1, min(degree, MOST_UNEVEN)) if 2 * count != degree)
+        uneven = (self._cheapest(one, count, ranks and ranks[-count:]) for count in counts)
+        return *even, *(Strategy(side=2, unconditional=grid) for grid in uneven)
 
     def options(self, cascade: Cascade) -> Mapping[int, Entry]:
         """Rows by degree, ascending: of the legal degrees those that fit and beat every smaller one."""
@@ -145,26 +164,44 @@ class CostTable:
         """The ranks whose row these share: every node is like the first, or the first of its kind."""
         if ranks is None or len({node_of(self.devices.cluster, rank) for rank in ranks}) > 1:
             return ranks
-        return self.devices.like(ranks[0])[:degree] if self.devices.kinds else None
+        if not self.devices.kinds:
+            return None
+        alike = self.devices.like(ranks[0])
+        return alike[:degree] if set(ranks) <= set(alike) else ranks  # a node has ranks that a run found slow
 
     def _new(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None, strategy: Strategy) -> Entry:
         if strategy.side is None:
-            tried = sides(cascade, self.stages[cascade.stage], degree) or (1,)
-            entries = (self.entry(cascade, degree, ranks, replace(strategy, side=side)) for side in tried)
-            return min(entries, key=lambda entry: entry.time)
-        memory = self.memory.of(cascade, degree, strategy.recompute, strategy.side)
-        times, apart = times_of(cascade), 0.0
+            tried = self.ways(cascade, degree, ranks) or (Strategy(side=1),)
+            asked = (replace(way, attention=strategy.attention, recompute=strategy.recompute) for way in tried)
+            return min((self.entry(cascade, degree, ranks, way) for way in asked), key=lambda entry: entry.time)
+        memory = self.memory.of(cascade, even_ranks(strategy, degree), strategy.recompute, strategy.side)
+        times = times_of(cascade)
         if times and degree not in times:
             raise ValueError(f"cascade {cascade.name} was not measured at degree {degree}")
-        if strategy.side > 1:  # its clips' ranks all do the same
-            apart = self.communication.exchange(cascade, degree, ranks)
-            cascade, degree = on_one_side(cascade, strategy.side), degree // strategy.side
-            ranks = ranks and ranks[:degree]
-        attention = strategy.attention or self._cheapest(cascade, degree, ranks)
-        resolved = Strategy(attention, strategy.recompute, strategy.side)
+        one, first = on_one_side(cascade, strategy.side), first_ranks(strategy, degree)
+        attention = strategy.attention or self._cheapest(one, first, ranks and ranks[:first])
+        resolved = replace(strategy, attention=attention)
         if times:
-            return Entry(times[degree * strategy.side] * self.devices.slowdown(ranks), memory, resolved)
-        return Entry(apart + self._time(cascade, degree, attention, strategy.recompute, ranks), memory, resolved)
+            return Entry(times[degree] * self.devices.slowdown(ranks and ranks[:first]), memory, resolved)
+        apart = self.communication.exchange(cascade, degree, ranks) if strategy.side > 1 else 0.0
+        slowest = max(
+            self._measured(one, count, grid, strategy.recompute, group)
+            for count, grid, group in self._groups(cascade, degree, ranks, resolved)
+        )
+        return Entry(apart + slowest, memory, resolved)
+
+    def _groups(
+        self, cascade: Cascade, width: int, ranks: tuple[int, ...] | None, strategy: Strategy
+    ) -> list[tuple[int, Attention, tuple[int, ...] | None]]:
+        """The ranks of every side that may take longest, and how they share it: equal ones all do the same."""
+        assert strategy.attention is not None
+        first, other = first_ranks(strategy, width), strategy.unconditional
+        groups = [(first, strategy.attention, ranks and ranks[:first])]
+        if other is not None:
+            groups.append((width - first, other, ranks and ranks[first:]))
+        elif strategy.side == 2 and ranks and self.devices.kinds and cascade.phase is Phase.DENOISE:
+            groups.append((first, strategy.attention, ranks[first:]))
+        return groups
 
     def shown_copies(self, cascade: Cascade, degree: int, recompute: int, ranks: tuple[int, ...]) -> float:
         """ms of a clip's cascade in which its ranks wait for their hosts' memory, all devices of a node copying."""
@@ -185,6 +222,28 @@ class CostTable:
         if not count_in(stage, "attentions") or "forward" not in stage.attrs:
             return grids[-1]
         return min(grids, key=lambda grid: (self._time(cascade, degree, grid, 0, ranks), -grid.ulysses))
+
+    def _measured(
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
+    ) -> float:
+        """``_time``, as far from it as measured steps of one machine were, whatever the product of Ulysses and ring."""
+        time = self._time(cascade, degree, attention, recompute, ranks)
+        rows = self._timed[cascade.stage]
+        on_one_node = len({node_of(self.devices.cluster, rank) for rank in ranks or range(degree)}) == 1
+        if not rows or not on_one_node:
+            return time
+        key = self.shape(cascade), degree
+        if key not in self._corrections:
+            self._corrections[key] = correction(cascade, degree, rows, self._one_step)
+        return time * self._corrections[key]
+
+    def _one_step(self, cascade: Cascade, degree: int) -> float:
+        heads = count_in(self.stages[cascade.stage], "heads")
+        return self._time(cascade, degree, widest_ulysses(degree, heads), 0, None)
+
+    @cached_property
+    def _timed(self) -> Mapping[str, tuple[TimedStep, ...]]:
+        return {name: timed_steps(stage) for name, stage in self.stages.items()}
 
     def _time(
         self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None

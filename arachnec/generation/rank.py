@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.analysis.communicators import grid
+from arachnec.analysis.communicators import sides_of
 from arachnec.analysis.receive_prefetch import Prefetched, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.data.requests import Request
@@ -210,10 +210,10 @@ class GenerationRank:
     def _denoise(self, step: Instruction) -> list[Loop]:
         """The steps of a segment that are its model's. Collective over its ranks."""
         cascade = self.cascades[step.target]
-        ranks, side = step.peers or (self.rank,), integer(step.attrs.get("side", 1))
+        ranks = step.peers or (self.rank,)
         last = integers(cascade.attrs.get("steps", (0, 0)))[1]
         loops = self._loops(cascade)
-        predict = self._predict(step, cascade, ranks, side)
+        predict = self._predict(step, cascade)
         run(loops, predict, last + 1, self._agreed(ranks), cascade.stage)
         for number, loop in zip(cascade.clips, loops, strict=True):
             self.loops[number] = cascade.name, loop
@@ -224,13 +224,16 @@ class GenerationRank:
                 self.rounds.tell(number, loop.step, loop.switched)
         return loops
 
-    def _predict(self, step: Instruction, cascade: Cascade, ranks: tuple[int, ...], side: int) -> Predict:
-        own = _side_of(ranks, side, self.rank)
+    def _predict(self, step: Instruction, cascade: Cascade) -> Predict:
+        """Predictions of a step, by this rank and those that share the branches, or the one, that it has."""
+        ranks = step.peers or (self.rank,)
+        sides = sides_of(replace(step, peers=ranks))
+        own, product = next(side for side in sides if self.rank in side[0])
         shard = None
         if len(own) > 1:
             listed = step.attrs.get("shards") or cascade.attrs.get("shards")
             tokens = even_split(cascade.tokens, len(own)) if listed is None else integers(listed)
-            shard = self.groups.shard(own, tokens, *grid(step))
+            shard = self.groups.shard(own, tokens, *product)
         sampler = self.sampling.sampler
         (stage,) = (stage for stage in self.module.stages if stage.name == cascade.stage)
         branches = branches_of(sampler, self.models, Specialisation.of(stage).clips)
@@ -240,18 +243,18 @@ class GenerationRank:
                 return all_branches(sampler, branches)(name, points)
 
         def apart(name: str, points: Sequence[Point]) -> list[Tensor]:
-            conditional = own[0] == ranks[0]
+            conditional = own == sides[0][0]
             with self.models.sharing(name, shard):
                 predictions = branches(name, [BranchPoint(point, conditional) for point in points])
             mine = torch.cat(predictions).float().contiguous()
             other = torch.empty_like(mine)
             first, second = (mine, other) if conditional else (other, mine)
             dist.broadcast(first, ranks[0], group=self.groups.get(ranks))
-            dist.broadcast(second, ranks[len(own)], group=self.groups.get(ranks))
+            dist.broadcast(second, sides[1][0][0], group=self.groups.get(ranks))
             pairs = zip(first.chunk(len(points)), second.chunk(len(points)), points, strict=True)
             return [guided(a, b, sampler.scale(name, point.request)) for a, b, point in pairs]
 
-        return together if side == 1 else apart
+        return together if len(sides) == 1 else apart
 
     def _agreed(self, ranks: tuple[int, ...]) -> Callable[[float], float]:
         """The distance that the first of the ranks has measured: all of them decide by it."""
@@ -323,10 +326,3 @@ class _AtHand:
             {name: number for number, name in enumerate(cascades)},
             {name for name in cascades if name not in read},
         )
-
-
-def _side_of(ranks: tuple[int, ...], side: int, rank: int) -> tuple[int, ...]:
-    """The ranks of the branch that this rank has: all where they are batched."""
-    size = len(ranks) // side
-    place = ranks.index(rank) // size
-    return ranks[place * size : (place + 1) * size]

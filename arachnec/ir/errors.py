@@ -250,6 +250,19 @@ class WrongSide(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongUnconditional(Diagnostic):
+    title: ClassVar[str] = "{node} says unconditional = {value}, {reason}"
+    label: ClassVar[str] = "the ranks of its unconditional branch"
+    help: ClassVar[str] = (
+        "write `[ulysses, ring]` of the unconditional branch where both branches lie side by side, `side = 2`, and "
+        "share tokens evenly; or leave it out"
+    )
+    node: str
+    value: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class WrongRecompute(Diagnostic):
     title: ClassVar[str] = "{node} recomputes {count} of the {blocks} blocks of `{stage}`"
     label: ClassVar[str] = "not a number of its blocks"

@@ -62,6 +62,7 @@ _NAMES = {
     "[int]": "a list of integers",
     "[str]": "a list of strings",
     "[[int, ms]]": "a list of `[degree, time in ms]`",
+    "[[int, int, int, int, ms]]": "a list of `[ranks, predictions, S, T, time in ms]`",
     "[[str, int]]": "a list of `[path, number]`",
     "[[str, us, GB/s]]": "a list of `[collective, latency, bandwidth]`",
     "[[int, str, GiB, TFLOP/s, GB/s]]": "a list of `[machines, device, memory, flops, intra]`",

@@ -186,9 +186,27 @@ class Cascade:
         return integer(self.attrs.get("side", 1))
 
     @property
+    def unconditional(self) -> tuple[int, int] | None:
+        """Ulysses and ring of a denoise's unconditional branch, where that has ranks of its own number."""
+        ulysses, ring = integers(self.attrs.get("unconditional", (0, 0)))
+        return (ulysses, ring) if ulysses else None
+
+    @property
+    def sides(self) -> tuple[int, ...]:
+        """The ranks of each of its clips or branches side by side."""
+        if (other := self.unconditional) is not None:
+            return self.degree, other[0] * other[1]
+        return (self.degree,) * self.side
+
+    @property
     def width(self) -> int:
-        """How many ranks it takes: ``side`` x ``degree``."""
-        return self.side * self.degree
+        """How many ranks it takes: ``side`` x ``degree``, or those of both branches."""
+        return sum(self.sides)
+
+    @property
+    def even_width(self) -> int:
+        """How many it would take if every side had as few ranks as the one that has fewest."""
+        return self.side * min(self.sides)
 
     @property
     def start(self) -> float:

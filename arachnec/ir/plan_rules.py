@@ -133,6 +133,10 @@ def groups_fit_the_degree(index: ModuleIndex) -> Problems:
     if index.module.level < Level.PLACED:
         return
     for cascade in index.module.cascades:
+        problem = _unconditional(cascade)
+        if problem is not None:
+            yield problem
+            continue
         degree, ranks = cascade.degree, cascade.ranks
         deals = branches_of(cascade) if cascade.phase is Phase.DENOISE else cascade.batch
         if cascade.side < 1 or deals % cascade.side:
@@ -144,6 +148,27 @@ def groups_fit_the_degree(index: ModuleIndex) -> Problems:
             if ulysses * ring != degree or ulysses < 1:
                 yield errors.WrongProduct(_at(cascade, "ulysses"), label(cascade), ulysses, ring, degree)
         yield from _shards(cascade)
+
+
+def _unconditional(cascade: Cascade) -> Diagnostic | None:
+    """What is wrong with the ranks of an unconditional branch of their own number."""
+    if "unconditional" not in cascade.attrs:
+        return None
+    grid = integers(cascade.attrs["unconditional"])
+    if cascade.phase is not Phase.DENOISE:
+        reason = "and is no denoise"
+    elif len(grid) != 2 or min(grid) < 1:
+        reason = "which is no product of ranks"
+    elif cascade.side != 2 or branches_of(cascade) != 2:
+        reason = f"and has {branches_of(cascade)} branches, {cascade.side} side by side"
+    elif "shards" in cascade.attrs or cascade.attrs.get("heads"):
+        reason = "and lists what each rank has"
+    elif grid[0] * grid[1] > cascade.tokens:
+        reason = f"more ranks than its {cascade.tokens} tokens"
+    else:
+        return None
+    shown = value_text(cascade.attrs["unconditional"])
+    return errors.WrongUnconditional(_at(cascade, "unconditional"), label(cascade), shown, reason)
 
 
 def cells_are_whole(index: ModuleIndex) -> Problems:

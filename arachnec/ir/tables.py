@@ -112,6 +112,7 @@ STAGE = table("""
     degrees         | [int]          | traced | optional | legal degrees; absent = any
     most_clips      | int            | traced | optional | clips of a micro-batch at most; absent = any number
     graphs          | str            | traced | optional | "shapes": one a clip shape, "none"; absent = one for all
+    timed           | [[int, int, int, int, ms]] | costed | optional | profiled steps: ranks, predictions, S, T, ms
     output          | GiB formula    | traced | optional | what it hands off
     output_tokens   | GiB formula    | traced | optional | of that, what ranks divide that share its tokens
     divides         | int            | traced | optional | of an encoder: the most ranks for one clip; absent = 1
@@ -188,6 +189,7 @@ CASCADE = table("""
     planned   | int         | partitioned | optional | so many of its steps it takes by the forecast; absent = all
     degree    | int         | scheduled | required | ranks that share it
     side      | int         | scheduled | optional | clips, or branches of a denoise, side by side; absent = 1
+    unconditional | [int]   | scheduled | optional | its branch's [ulysses, ring]; absent = as the conditional one
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration
     recompute | int or bool | scheduled | optional | blocks that run again in the backward, the first ones; `true` = all
@@ -294,6 +296,7 @@ INSTRUCTION = {
     workspace | GiB   | lowered | optional | needed while it runs, beyond what is kept
     steps     | [int] | lowered | optional | as on the cascade
     branches  | int   | lowered | optional | as on the cascade
+    unconditional | [int] | lowered | optional | as on the cascade
     switch    | str   | lowered | optional | as on the cascade
     ulysses   | int   | lowered | optional | as on the cascade
     ring      | int   | lowered | optional | as on the cascade

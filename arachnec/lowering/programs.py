@@ -55,7 +55,8 @@ from arachnec.lowering.order import (
     round_bounds,
 )
 
-SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "attention")  # of a denoise
+# of a denoise
+SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "unconditional", "attention")
 
 
 @dataclass(frozen=True)

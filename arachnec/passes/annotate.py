@@ -25,6 +25,7 @@ from arachnec.cost.profile import (
     StageNotProfiled,
     find_clip_time,
     find_fit,
+    find_steps,
     find_synchronisation,
     find_undivided,
     fit_collective,
@@ -35,7 +36,7 @@ from arachnec.cost.sparse_attention import with_sparse_layers
 from arachnec.cost.sparse_profile import with_measured_sparsity
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Stage, integer, quantity
-from arachnec.ir.sampling import CODING
+from arachnec.ir.sampling import CODING, models_of
 from arachnec.ir.stage_sizes import crowding, element_bytes
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value, formula_sum
 from arachnec.passes.infra.base import Pass
@@ -95,7 +96,8 @@ class Annotate(Pass):
             else:
                 stages.append(from_device_specs(stage, flops, overhead))
         if profile is not None:
-            crowd = crowding(module.cluster)
+            crowd, models = crowding(module.cluster), models_of(module)
+            stages = [with_timed_steps(s, profile, crowd) if s.name in models else s for s in stages]
             stages = [with_measured_sparsity(stage, profile.sparsity, crowd) for stage in stages]
         cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
         cascades = with_sparse_layers(with_measured_clips(module, profile), stages)
@@ -193,6 +195,13 @@ def with_measured_clips(module: Module, profile: Profile | None) -> tuple[Cascad
         ms = times.pop() if len(times) == 1 else None
         cascades.append(cascade.with_attrs(per_clip=None if ms is None else Quantity(ms * crowd, "ms")))
     return tuple(cascades)
+
+
+def with_timed_steps(stage: Stage, profile: Profile, crowd: float) -> Stage:
+    """A model that samples, with the steps that were measured: what batches of predictions take is no formula."""
+    runs = find_steps(profile, stage.name)
+    rows = tuple((run.degree, run.batch, run.tokens, run.text, Quantity(run.ms * crowd, "ms")) for run in runs)
+    return replace(stage, attrs=stage.attrs.updated(timed=rows or None))
 
 
 def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:

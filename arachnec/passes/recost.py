@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, integer, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, quantity
 from arachnec.ir.values import Quantity
 from arachnec.lowering.order import forward_share
 from arachnec.passes.annotate import Annotate
@@ -62,10 +62,7 @@ def retimed(cascades: Sequence[Cascade], cost: CostModel) -> dict[str, Cascade]:
     for cascade in in_order(cascades):
         inputs = (placed[name].end for name in cascade.inputs if name in placed)
         start = max(0.0, *inputs, *(free.get(rank, 0.0) for rank in cascade.ranks))
-        split = {name: integer(cascade.attrs[name]) for name in ("ulysses", "ring") if name in cascade.attrs}
-        end = start + cost.time(
-            cascade, cascade.width, ranks=cascade.ranks, recompute=cost.recomputed(cascade), side=cascade.side, **split
-        )
+        end = start + cost.placed_time(cascade)
         placed[cascade.name] = cascade.with_attrs(start=Quantity(start, "ms"), end=Quantity(end, "ms"))
         free |= dict.fromkeys(cascade.ranks, end)
     return placed

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from arachnec.cluster.topology import handoff_time, node_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Attention, Strategy
+from arachnec.cost.strategy import Attention, Strategy, first_ranks, strategy_of
 from arachnec.cost.table import Entry
 from arachnec.ir.head_density import sparse_layers
-from arachnec.ir.nodes import Cascade
+from arachnec.ir.nodes import Cascade, Phase
 from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Quantity
@@ -31,7 +32,11 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
     recompute = cost.recomputed(cascade)
     if cost.devices.kinds:
         recompute = cost.recompute_at(cascade, cascade.width, ranks) or 0
-    cheapest = cost.table.entry(cascade, cascade.width, ranks, Strategy(recompute=recompute, side=cascade.side))
+    asked = replace(strategy_of(cascade, recompute), attention=None)
+    if cost.devices.kinds and cascade.phase is Phase.DENOISE:  # on these ranks branches may lie better otherwise
+        asked = _best_way(cascade, ranks, cost)
+        cascade = divided(cascade, len(ranks), asked)
+    cheapest = cost.table.entry(cascade, cascade.width, ranks, asked)
     entry = _on_family_grid(cascade, ranks, cheapest, cost) if cost.has_attention(cascade) else cheapest
     split = entry.strategy.attention if cost.has_attention(cascade) else None
     duration = cascade.end - cascade.start + max(0.0, entry.time - cheapest.time)
@@ -50,14 +55,33 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
     )
 
 
+def _best_way(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Strategy:
+    """How these ranks do a denoise soonest, of the ways that fit them; as it was planned where none does."""
+    ways = cost.table.ways(cascade, len(ranks), ranks)
+    rows = [cost.table.entry(cascade, len(ranks), ranks, way) for way in ways]
+    room = cost.room_on(ranks, len(ranks), cascade.stage)
+    best = min((row for row in rows if row.memory <= room), key=lambda row: row.time, default=None)
+    return replace(strategy_of(cascade) if best is None else best.strategy, attention=None)
+
+
+def divided(cascade: Cascade, width: int, strategy: Strategy) -> Cascade:
+    """A cascade whose clips or branches lie side by side on so many ranks as a strategy says."""
+    side, other = strategy.side or 1, strategy.unconditional
+    return cascade.with_attrs(
+        degree=first_ranks(strategy, width),
+        side=side if side > 1 else None,
+        unconditional=None if other is None else (other.ulysses, other.ring),
+    )
+
+
 def _on_family_grid(cascade: Cascade, ranks: tuple[int, ...], cheapest: Entry, cost: CostModel) -> Entry:
     """The cheapest grid, or the cheapest of the family's that takes negligibly longer."""
     grids = cost.family_grids
-    split, recompute = cheapest.strategy.attention, cheapest.recompute
+    split = cheapest.strategy.attention
     if cascade.degree == 1 or sparse_layers(cascade) or (split is not None and (split.ulysses, split.ring) in grids):
         return cheapest
     offered = [
-        cost.table.entry(cascade, cascade.width, ranks, Strategy(Attention(ulysses, ring), recompute, cascade.side))
+        cost.table.entry(cascade, cascade.width, ranks, replace(cheapest.strategy, attention=Attention(ulysses, ring)))
         for ulysses, ring in grids
         if ulysses * ring == cascade.degree
     ]

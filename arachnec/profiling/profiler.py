@@ -386,7 +386,7 @@ class Profiler:
 
 
 def shared_measurement(
-    stage: Stage | None, phase: str, batch: int, tokens: int, text: int, degree: int, ms: float
+    stage: Stage | None, phase: str, batch: int, tokens: int, text: int, degree: int, ms: float, ring: int = 1
 ) -> Measurement:
     """A forward or backward of a traced stage, with what its ranks sent each other; without the stage that is left
     out."""
@@ -396,8 +396,8 @@ def shared_measurement(
     heads, attentions, traffic = attrs.get("heads"), attrs.get("attentions"), attrs.get("traffic")
     dealt, exchanges = attrs.get("halo"), attrs.get("exchanges")
     sent = volumes(
-        ulysses=degree,
-        ring=1,
+        ulysses=degree // ring,
+        ring=ring,
         heads=heads if isinstance(heads, int) else degree,
         attentions=attentions if isinstance(attentions, int) else 0,
         traffic=traffic(B=batch, S=tokens, T=text) if isinstance(traffic, Formula) else 0.0,

@@ -1,8 +1,10 @@
 """What one step of a sampler's models takes, on as many ranks as sampling uses.
 
 A measurement is a whole step of some requests: arguments, forwards of all branches together, guidance, scheduler. Its
-batch is the number of predictions, as a plan counts them. Rounds and ranks are those of ``profiling.profiler``. One
-rank of ``arachnec profile``: ``python -m arachnec.profiling.sampler_profiler SAMPLER DATA DEVICE AT_ONCE OUTPUT``.
+batch is the number of predictions, as a plan counts them. Rounds are those of ``profiling.profiler``. All ranks run at
+once. Where they share cores, how long one of them takes depends on when the others had these: then a step takes from
+the first rank's start to the last one's end, and the measurement is what that is with a core for each. One rank of
+``arachnec profile``: ``python -m arachnec.profiling.sampler_profiler SAMPLER DATA DEVICE AT_ONCE OUTPUT``.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 
 import msgspec
@@ -20,10 +22,12 @@ import torch.distributed as dist
 
 from arachnec.backends.cascade_step import encode
 from arachnec.cost.profile import Measurement
+from arachnec.cost.strategy import widest_ulysses
 from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import ONE_MODEL
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
+from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
@@ -48,9 +52,23 @@ from arachnec.sampling.loop import Loop, Sampling, begin, run
 from arachnec.spmd.sharded_model import SequenceModel, install
 
 
+class _Traced(msgspec.Struct, frozen=True):
+    """What rank 0 tells the others: S of every request, and the heads of every model's attention, 0 where unknown."""
+
+    tokens: list[int]
+    heads: dict[str, int]
+
+
+LEAST_MS = 30.0  # of a measurement: shorter steps are taken several times, up to ``MOST_STEPS``
+MOST_STEPS = 8
+
+
 @dataclass
 class SamplerProfiler:
-    """Measures every model of a sampler file on all ranks of the default group; every method is collective."""
+    """Measures every model of a sampler file on all ranks of the default group; every method is collective.
+
+    ``at_once`` ranks have a core each.
+    """
 
     sampler: SamplerFile
     requests: Sequence[Request]
@@ -61,12 +79,15 @@ class SamplerProfiler:
     _encoders: dict[str, torch.nn.Module] = field(init=False)
     _coders: dict[str, torch.nn.Module] = field(init=False)  # encoders and decoder
     _stages: dict[tuple[str, str], Stage] = field(init=False, default_factory=dict)  # on rank 0 only
+    _heads: dict[str, int] = field(init=False)
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _loops: dict[object, list[Loop]] = field(init=False, default_factory=dict)
+    _steps: list[int] = field(init=False, default_factory=list)  # of every job, one after another
 
     def __post_init__(self) -> None:
         names = self.sampler.names()
-        tokens = self._trace(names)
+        traced = self._trace(names)
+        tokens, self._heads = traced.tokens, traced.heads
         torch.manual_seed(0)
         encoders = self.sampler.encoders() if self.sampler.encoders is not None else {}
         self._encoders = {name: e.to(self.device).eval().requires_grad_(False) for name, e in encoders.items()}
@@ -81,7 +102,7 @@ class SamplerProfiler:
         asked = {point.clips[0].shape: of_shape[point.clips[0].shape][0] for point in points}
         for name in self._coders:
             self.jobs += [
-                Job(name, ("forward",), self.at_once, partial(self._encode, name, point), point) for point in points
+                Job(name, ("forward",), self.ranks, partial(self._encode, name, point), point) for point in points
             ]
         for name in names:
             alone = spread(points, SHAPES)
@@ -92,36 +113,57 @@ class SamplerProfiler:
                 for point in alone
                 for count, guidance in ways
             ]
-            if self.at_once > 1:
+            if self.ranks > 1:
                 self.jobs += self._shared_jobs(name, spread(points, SHARED_SHAPES), asked)
+
+    @cached_property
+    def ranks(self) -> int:
+        return dist.get_world_size()
+
+    @property
+    def crowding(self) -> float:
+        """How many ranks share a core."""
+        return self.ranks / self.at_once
 
     def measure(self) -> Measured:
         """As many rounds as the budget allows; no job's first time counts."""
-        self._round()
+        first = torch.tensor([end - start for start, end in self._round()], dtype=torch.float64)
+        slowest = torch.stack(gather(first)).amax(0).tolist()
+        self._steps = [max(1, min(MOST_STEPS, round(LEAST_MS / max(ms, 1e-3)))) for ms in slowest]
         started = now(self.device)
         times = [self._round()]
         took = torch.tensor([now(self.device) - started], dtype=torch.float64)
         once = max(float(value) for value in gather(took))
         for _ in range(1, min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
             times.append(self._round())
-        everyone = torch.stack(gather(torch.tensor(times, dtype=torch.float64)))  # ranks, rounds, jobs
+        everyone = torch.stack(gather(torch.tensor(times, dtype=torch.float64)))  # ranks, rounds, jobs, start and end
         rows: dict[tuple[str, str], list[Measurement]] = {}
         for place, job in enumerate(self.jobs):
-            ms = everyone[: job.ranks, :, place].mean(0).quantile(0.5).item()
+            ms = self._ms(everyone[: job.ranks, :, place]).quantile(0.5).item() / self._steps[place]
             rows.setdefault((job.stage, "forward"), []).append(self._measurement(job, ms))
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         links = measure_links(self.device) if dist.get_world_size() > 1 else None
         return Measured(name, [(*key, runs) for key, runs in rows.items()], links, [])
 
-    def _round(self) -> list[float]:
+    def _ms(self, times: torch.Tensor) -> torch.Tensor:
+        """Of every round, from starts and ends of ranks ``[ranks, rounds, 2]``."""
+        if self.crowding == 1:
+            return (times[..., 1] - times[..., 0]).mean(0)
+        return (times[..., 1].amax(0) - times[..., 0].amin(0)) / self.crowding  # processes of one machine, one clock
+
+    def _round(self) -> list[tuple[float, float]]:
+        """Start and end of every job on this rank, ms."""
         times = []
-        for job in self.jobs:
+        for job, steps in zip(self.jobs, self._steps or [1] * len(self.jobs), strict=True):
             dist.barrier()
-            times.append(job.run()[0] if dist.get_rank() < job.ranks else 0.0)
+            started = now(self.device)
+            for _ in range(steps if dist.get_rank() < job.ranks else 0):
+                job.run()
+            times.append((started * 1e3, now(self.device) * 1e3))
         return times
 
-    def _trace(self, names: Sequence[str]) -> list[int]:
-        """S of every request; traced on rank 0, since the ranks share the machine's cores."""
+    def _trace(self, names: Sequence[str]) -> _Traced:
+        """Traced on rank 0, since the ranks share the machine's cores."""
         text = None
         if dist.get_rank() == 0:
             from arachnec.passes.trace import trace_model
@@ -132,8 +174,9 @@ class SamplerProfiler:
                 traced = trace_model(self.sampler.model_file(name), clips)
                 self._stages |= {(name, stage.name): stage for stage in traced.stages}
                 tokens = tokens or [traced.tokens(clip) for clip in clips]
-            text = msgspec.json.encode(tokens).decode()
-        return msgspec.json.decode(share_text(text), type=list[int])
+            heads = {name: count_in(self._stages[name, TRAINED], "heads") for name in names}
+            text = msgspec.json.encode(_Traced(tokens, heads)).decode()
+        return msgspec.json.decode(share_text(text), type=_Traced)
 
     def _step_job(self, name: str, request: Request, tokens: int, count: int, scale: float) -> Job:
         """A step of ``count`` equal requests, with a scale of guidance above 1 of both branches."""
@@ -141,7 +184,7 @@ class SamplerProfiler:
         predictions = count * self.sampler.branches(name, guided)
         point = Point((request.clip(),) * predictions, tokens)
         run = partial(self._step, name, guided, count, None, None)
-        return Job(name, ("forward",), self.at_once, run, point)
+        return Job(name, ("forward",), self.ranks, run, point)
 
     def _shared_jobs(
         self, name: str, points: Sequence[Point], asked: Mapping[tuple[int, int, int, int], Request]
@@ -150,19 +193,21 @@ class SamplerProfiler:
         sequence = self._sequence(name)
         if sequence is None:
             return
-        for degree in [2**i for i in range(1, self.at_once.bit_length()) if 2**i <= self.at_once]:
-            count = self.at_once // degree * degree
+        for degree in [2**i for i in range(1, self.ranks.bit_length()) if 2**i <= self.ranks]:
+            count = self.ranks // degree * degree
             groups = [tuple(range(first, first + degree)) for first in range(0, count, degree)]
-            self._groups.ensure(group for ranks in groups for group in subgroups(ranks, degree, 1))
+            grid = widest_ulysses(degree, self._heads[name])
+            self._groups.ensure(group for ranks in groups for group in subgroups(ranks, grid.ulysses, grid.ring))
             rank = dist.get_rank()
             mine = groups[rank // degree] if rank < count else None
             for point in points:
-                shard = self._groups.shard(mine, even_split(point.tokens, degree), degree, 1) if mine else None
-                request = replace(asked[point.clips[0].shape], guidance=1.0)
-                predictions = self.sampler.branches(name, request)
-                several = Point(point.clips * predictions, point.tokens)
-                run = partial(self._step, name, request, 1, sequence, shard)
-                yield Job(name, ("forward",), count, run, several, degree)
+                shares = even_split(point.tokens, degree)
+                shard = self._groups.shard(mine, shares, grid.ulysses, grid.ring) if mine else None
+                both = (replace(asked[point.clips[0].shape], guidance=scale) for scale in (1.0, 2.0))
+                for predictions, request in {self.sampler.branches(name, r): r for r in both}.items():
+                    several = Point((point.clips[0],) * predictions, point.tokens)
+                    run = partial(self._step, name, request, 1, sequence, shard)
+                    yield Job(name, ("forward",), count, run, several, degree)
 
     def _sequence(self, name: str) -> SequenceModel | None:
         from arachnec.tracing.blocks import capture_blocks
@@ -178,7 +223,7 @@ class SamplerProfiler:
     def _step(
         self, name: str, request: Request, count: int, sequence: SequenceModel | None, shard: SequenceShard | None
     ) -> tuple[float, ...]:
-        """ms of the next step of these requests, which begin anew where they have ended."""
+        """The next step of these requests, which begin anew where they have ended."""
         key = name, request.id, request.guidance, count, shard is not None
         loops = self._loops.get(key)
         if loops is None or loops[0].ended:
@@ -187,9 +232,8 @@ class SamplerProfiler:
             loops = self._loops[key] = [begin(sampling, own, self.device) for _ in range(count)]
         predict = all_branches(self.sampler, branches_of(self.sampler, self._models.__getitem__))
         with sequence.use(shard) if sequence else nullcontext():
-            started = now(self.device)
             run(loops, predict, loops[0].step + 1)
-            return ((now(self.device) - started) * 1e3,)
+        return ()
 
     def _encoded(self, request: Request) -> Request:
         rows = [
@@ -202,9 +246,8 @@ class SamplerProfiler:
         return replace(request, encoded=rows[0], negative_encoded=rows[1])
 
     def _encode(self, name: str, point: Point) -> tuple[float, ...]:
-        started = now(self.device)
         encode(self._coders[name], point.clips, self.device)
-        return ((now(self.device) - started) * 1e3,)
+        return ()
 
     def _measurement(self, job: Job, ms: float) -> Measurement:
         assert job.point is not None
@@ -213,8 +256,8 @@ class SamplerProfiler:
             clips = [request.clip() for request in self.requests]
             sizes = sizes_of(clip, deciding_sizes(self._coders[job.stage], clips))
             return Measurement(batch, tokens, clip.text_tokens, job.degree, ms, sizes=sizes)
-        stage = self._stages.get((job.stage, TRAINED))
-        return shared_measurement(stage, "forward", batch, tokens, clip.text_tokens, job.degree, ms)
+        stage, ring = self._stages.get((job.stage, TRAINED)), widest_ulysses(job.degree, self._heads[job.stage]).ring
+        return shared_measurement(stage, "forward", batch, tokens, clip.text_tokens, job.degree, ms, ring)
 
 
 def main(sampler: str, data: str, planned_device: str, at_once: str, output: str) -> None:

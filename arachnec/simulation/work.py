@@ -136,19 +136,34 @@ class Works:
         return Work(alone.fixed + part * sent.latency, alone.compute, alone.computing, loads)
 
     def _communication(self, cascade: Cascade, group: tuple[int, ...]) -> _Sent:
-        parts = side_by_side(group, cascade.side)  # each sends among itself
-        split = _split(cascade, len(parts[0]))
-        sent = self._cost.volumes(cascade, split, self._cost.recomputed(cascade))
-        if not sent.moved:
-            return _Sent()
+        sides = [self._side(cascade, ranks, split) for ranks, split in _sides(cascade, group)]  # each among itself
         inside: Needed = defaultdict(float)
         outside: Needed = defaultdict(float)
-        latency = 0.0
-        runs = side_by_side(group, len(group) // sent.ulysses)
+        for own_inside, own_outside, _, _ in sides:
+            for total, needed in ((inside, own_inside), (outside, own_outside)):
+                for link, ms in needed.items():
+                    total[link] += ms
+        latency, planned = max(side[2] for side in sides), max(side[3] for side in sides)
+        if not (inside or outside):
+            return _Sent()
+        loads = tuple(_load(needed) for needed in (inside, outside) if needed)
+        # between nodes a plan may count contention within the group, which is on no link
+        penalty = planned - latency - sum(max(ms for ms, _ in load) for load in loads)
+        return _Sent(planned, latency + max(0.0, penalty), loads)
+
+    def _side(self, cascade: Cascade, ranks: tuple[int, ...], split: Attention) -> tuple[Needed, Needed, float, float]:
+        """Of one clip or branch of a cascade: loads inside and between nodes, latency, and what is planned of both."""
+        inside: Needed = defaultdict(float)
+        outside: Needed = defaultdict(float)
+        latency, blocks = 0.0, self._cost.recomputed(cascade)
+        sent = self._cost.volumes(cascade, split, blocks)
+        if not sent.moved:
+            return inside, outside, 0.0, 0.0
+        runs = side_by_side(ranks, len(ranks) // sent.ulysses)
         for groups, size, steps in (
             (runs, sent.traded / sent.ulysses, sent.trades * _steps(sent.ulysses)),
-            (parts, sent.gathered / sent.degree, sent.gathers * _steps(sent.degree)),
-            (parts, sent.dealt / sent.degree, sent.deals * _steps(sent.degree)),
+            ((ranks,), sent.gathered / sent.degree, sent.gathers * _steps(sent.degree)),
+            ((ranks,), sent.dealt / sent.degree, sent.deals * _steps(sent.degree)),
         ):
             for members in groups:
                 for unit, total in zip(self._all_to_all(members), (inside, outside), strict=True):
@@ -156,15 +171,11 @@ class Works:
                         total[link] += size * ms
             latency += steps * max(self._latency(members) for members in groups)
         if sent.ring > 1:
-            for members in (part[first :: sent.ulysses] for part in parts for first in range(sent.ulysses)):
+            for members in (ranks[first :: sent.ulysses] for first in range(sent.ulysses)):
                 for source, target in zip(members, (*members[1:], members[0]), strict=True):
                     self._add(inside, outside, source, target, sent.passed)
-            latency += sent.hops * max(map(self._latency, parts))
-        planned = self._cost.communication(cascade, split, group, self._cost.recomputed(cascade))
-        loads = tuple(_load(needed) for needed in (inside, outside) if needed)
-        # between nodes a plan may count contention within the group, which is on no link
-        penalty = planned - latency - sum(max(ms for ms, _ in load) for load in loads)
-        return _Sent(planned, latency + max(0.0, penalty), loads)
+            latency += sent.hops * self._latency(ranks)
+        return inside, outside, latency, self._cost.communication(cascade, split, ranks, blocks)
 
     def _all_to_all(self, members: tuple[int, ...]) -> tuple[Needed, Needed]:
         """ms on every link per byte that each member sends to each other one: within nodes, and between them."""
@@ -249,6 +260,15 @@ def _load(needed: Needed) -> Load:
     for link, ms in needed.items():
         groups.setdefault(float(f"{ms:.9g}"), []).append(link)
     return tuple((ms, tuple(links)) for ms, links in groups.items())
+
+
+def _sides(cascade: Cascade, group: tuple[int, ...]) -> list[tuple[tuple[int, ...], Attention]]:
+    """The ranks of each clip or branch side by side, and how they share it."""
+    if (other := cascade.unconditional) is not None:
+        first = group[: cascade.degree]
+        return [(first, _split(cascade, len(first))), (group[cascade.degree :], Attention(*other))]
+    parts = side_by_side(group, cascade.side)
+    return [(ranks, _split(cascade, len(ranks))) for ranks in parts]
 
 
 def _split(cascade: Cascade, degree: int) -> Attention:

@@ -16,7 +16,7 @@ from arachnec.ir.printer import value_text
 from arachnec.ir.values import Value
 
 SPLIT = ("ulysses", "ring", "shards", "side", "recompute")
-SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side")  # of a denoise
+SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "unconditional")  # of a denoise
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ def _of_cascades(values: Values, cost: CostModel) -> Iterator[CascadeMemoryTooLo
         if "memory" not in cascade.attrs:
             continue
         claimed = quantity(cascade.attrs["memory"])
-        right = cost.memory(cascade, cascade.width, cost.recomputed(cascade), cascade.side)
+        right = cost.memory(cascade, cascade.even_width, cost.recomputed(cascade), cascade.side)
         if claimed < right * (1 - RELATIVE) - ROUNDING_GIB:
             shape = f"{cascade.batch} x {cascade.tokens} tokens"
             figures = claimed, right, cascade.stage, shape, cascade.width
@@ -117,7 +117,7 @@ def _need(cost: CostModel, op: str, cascade: Cascade) -> _Need:
     if op == "backward" and cascade.phase is Phase.TRAIN:
         return _Need(0.0, 0.0)  # runs in what its forward keeps
     blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage)
-    most = cost.memory(cascade, cascade.width, blocks, cascade.side) - gathered_gib(stage)
+    most = cost.memory(cascade, cascade.even_width, blocks, cascade.side) - gathered_gib(stage)
     if cascade.phase is Phase.ENCODE:
         return _Need(cost.output(cascade), most)
     most -= cost.received(cascade)

@@ -15,7 +15,7 @@ from arachnec.analysis.uses import COMPUTE, Values, gib, written
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integer
+from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage
 from arachnec.ir.sampling import arrival_of
 from arachnec.ir.stage_sizes import clip_time, times_of
 
@@ -102,9 +102,7 @@ def _whole(stage: Stage) -> Stage:
 def _cascade(cost: CostModel, cascade: Cascade) -> float | None:
     if not _has_formulas(cost, cascade):
         return None
-    split = {name: integer(cascade.attrs[name]) for name in ("ulysses", "ring") if name in cascade.attrs}
-    again = cost.recomputed(cascade)
-    return cost.time(cascade, cascade.width, ranks=cascade.ranks, recompute=again, side=cascade.side, **split)
+    return cost.placed_time(cascade)
 
 
 def _has_formulas(cost: CostModel, cascade: Cascade) -> bool:

@@ -374,7 +374,7 @@ def _communication(module: Module, cost: CostModel) -> list[str]:
 def _communication_time(cascade: Cascade, cost: CostModel) -> float:
     ulysses, ring = cascade.attrs.get("ulysses"), cascade.attrs.get("ring")
     split = Attention(ulysses if isinstance(ulysses, int) else 1, ring if isinstance(ring, int) else 1)
-    return cost.communication(cascade, split, cascade.ranks, cost.recomputed(cascade))
+    return cost.communication(cascade, split, cascade.ranks[: cascade.degree], cost.recomputed(cascade))
 
 
 def _words(cascade: Cascade) -> str:

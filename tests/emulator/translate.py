@@ -119,6 +119,9 @@ class _Host:
         """Rows of ranks that exchange heads and columns that pass keys round, this rank's."""
         forward = next((s for s in self.program.instructions if (s.op, s.target) == ("forward", step.target)), step)
         degree = len(step.peers) // integer(forward.attrs.get("side", 1))
+        other = integers(forward.attrs.get("unconditional", ()))
+        if other:
+            return self._of_branches(step, forward, other)
         if degree < 2:
             return []
         ring = integer(forward.attrs.get("ring", 1))
@@ -128,6 +131,17 @@ class _Host:
         own = clip.index(self.rank)
         row = clip[own // width * width : (own // width + 1) * width]
         return [row, clip[own % width :: width]]
+
+    def _of_branches(self, step: Instruction, forward: Instruction, other: tuple[int, ...]) -> list[tuple[int, ...]]:
+        """Of a denoise whose unconditional branch has the last ranks, of their own number and product."""
+        first = len(step.peers) - other[0] * other[1]
+        ring = integer(forward.attrs.get("ring", 1))
+        own = integer(forward.attrs.get("ulysses", first // ring))
+        for ranks, width in ((step.peers[:first], own), (step.peers[first:], other[0])):
+            if self.rank in ranks and len(ranks) > 1:
+                at = ranks.index(self.rank)
+                return [ranks[at // width * width : (at // width + 1) * width], ranks[at % width :: width]]
+        return []
 
     def _meet(
         self, step: Instruction, kind: str, ranks: tuple[int, ...], awaited: bool = True, named: Hashable = None

@@ -169,6 +169,7 @@ def _placed(cascade: Cascade, start: int, work: Mapping[str, object]) -> Cascade
     side = given.get("side", 1)
     assert isinstance(side, int)
     given = {"degree": len(ranks) // side, **given}
+    assert isinstance(given["degree"], int)
     times = {"start": Quantity(float(start), "ms"), "end": Quantity(start + 1.0, "ms")}
     return replace(cascade, attrs=cascade.attrs.updated(**times, memory=Quantity(2e-3, "GiB"), **given))  # type: ignore[arg-type]
 

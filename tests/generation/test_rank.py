@@ -60,6 +60,21 @@ def test_uneven_degrees_and_branches_on_four_ranks(tmp_path: Path) -> None:
         torch.testing.assert_close(results[str(request.id)][1], expected(sampling, request), rtol=1e-4, atol=1e-5)
 
 
+def test_branches_on_ranks_of_unequal_number(tmp_path: Path) -> None:
+    """Two and one, one and three, one and a ring of two, three and one; handed on in between, by two requests."""
+    sampling = sampling_of(written(tmp_path), FIXED)
+    works = {
+        "r0.0": {"ranks": (0, 1, 2), "side": 2, "degree": 2, "unconditional": (1, 1)},
+        "r0.1": {"ranks": (3, 0, 1, 2), "side": 2, "degree": 1, "unconditional": (3, 1)},
+        "r1.0": {"ranks": (1, 3, 2), "side": 2, "degree": 1, "unconditional": (1, 2)},
+        "r1.1": {"ranks": (2, 1, 0, 3), "side": 2, "degree": 3, "ring": 3, "unconditional": (1, 1)},
+    }
+    program = lowered(partitioned(sampling, REQUESTS, 4), works)
+    results = run(tmp_path, program, FIXED)
+    for request in REQUESTS:
+        torch.testing.assert_close(results[str(request.id)][1], expected(sampling, request), rtol=1e-4, atol=1e-5)
+
+
 def test_every_outcome_of_a_switch_runs_through_one_program(tmp_path: Path) -> None:
     """Segments of two steps over the window, from rank to rank, some shared: whatever K is, both models' steps."""
     rule = Switch("adaptive", 0.1, least=1, most=5)

@@ -10,12 +10,12 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Strategy
 from arachnec.cost.table import Entry
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import arrival_of, models_of, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
+from arachnec.planning.placed_cascade import divided
 from arachnec.planning.sampling.segments import Segment, begun_before, chain
 from arachnec.solver.malleable import Chain, Piece, Rate, Run
 from arachnec.solver.problem import TICKS
@@ -66,10 +66,7 @@ class Rates:
     def _fitting(self, cascade: Cascade, degree: int) -> Entry | None:
         """The fastest row of a cascade at a degree that fits."""
         room = self.room(cascade.stage)
-        rows = (
-            self.cost.table.entry(cascade, degree, None, Strategy(side=side))
-            for side in self.cost.sides(cascade, degree)
-        )
+        rows = (self.cost.table.entry(cascade, degree, None, way) for way in self.cost.table.ways(cascade, degree))
         return min((row for row in rows if row.memory <= room), key=lambda row: row.time, default=None)
 
     def row(self, cascade: Cascade, degree: int) -> Entry:
@@ -164,10 +161,7 @@ def recut(
 
 def scheduled(cascade: Cascade, row: Entry, width: int, first: int, start: float) -> Cascade:
     """A cascade on ``width`` ranks from ``first`` on, from ``start`` ms."""
-    side = row.strategy.side or 1
-    return cascade.with_attrs(
-        degree=width // side,
-        side=side if side > 1 else None,
+    return divided(cascade, width, row.strategy).with_attrs(
         start=Quantity(start, "ms"),
         end=Quantity(start + row.time, "ms"),
         memory=Quantity(round(row.memory, 6), "GiB"),

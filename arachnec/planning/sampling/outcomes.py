@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import TypeAlias
 
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Strategy, grid_of
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import forecast_of, models_of, outcomes_of, segment_of, steps_taken
 from arachnec.ir.values import Quantity
@@ -41,10 +40,7 @@ def with_forecast(cascade: Cascade, clips: Mapping[int, Clip], second: Sequence[
 
 def retimed(cascade: Cascade, cost: CostModel) -> Cascade:
     """A placed cascade from its start for as long as it takes on its ranks."""
-    attrs = cascade.attrs
-    grid = grid_of(cascade.degree, attrs.get("ulysses"), attrs.get("ring"))  # type: ignore[arg-type]
-    entry = cost.table.entry(cascade, cascade.width, cascade.ranks, Strategy(grid, side=cascade.side))
-    return cascade.with_attrs(end=Quantity(cascade.start + entry.time, "ms"))
+    return cascade.with_attrs(end=Quantity(cascade.start + cost.placed_time(cascade), "ms"))
 
 
 def at_outcomes(module: Module, outcomes: Mapping[int, int]) -> Module:

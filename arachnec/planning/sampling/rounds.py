@@ -92,7 +92,7 @@ def with_memory(module: Module, cascades: Sequence[Cascade]) -> list[Cascade]:
     cost = CostModel(module)
 
     def claimed(cascade: Cascade) -> Cascade:
-        gib = cost.memory(cascade, cascade.width, 0, cascade.side)
+        gib = cost.memory(cascade, cascade.even_width, 0, cascade.side)
         return cascade.with_attrs(memory=Quantity(round(gib, 6), "GiB"))
 
     return [claimed(cascade) for cascade in cascades]

@@ -1,0 +1,69 @@
+"""Branches of a step on ranks of unequal number: the slower branch counts, and a plan takes it where ranks differ."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention, Strategy
+from arachnec.ir.nodes import Module, Phase
+from arachnec.ir.parser import parse_module
+from arachnec.ir.values import Attributes
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
+from tests.planning.test_sampling_plan import SHAPES, TEXT, request, tokens
+
+
+def traced(slowed: tuple[tuple[int, float], ...], count: int = 1) -> Module:
+    """Guided requests on three ranks, some of them slow."""
+    module = parse_module(TEXT.replace("MEMORY", "80").replace("gpus = 4", "gpus = 3"))
+    assert module.cluster is not None
+    slow: Attributes = module.cluster.attrs.updated(slowed=slowed or None)
+    rows = [request(number, SHAPES[2], guidance=5.0) for number in range(count)]
+    return sampling_module(
+        rows, tokens, module.stages, ("large", "small"), replace(module.cluster, attrs=slow),
+        switch="fixed=4", forecasts=[SwitchForecast(4, 4, 4)] * count, branches=lambda name, r: 2,
+    )  # fmt: skip
+
+
+def costed(slowed: tuple[tuple[int, float], ...]) -> tuple[CostModel, Module]:
+    module = Pipeline.parse("segment,annotate").run(traced(slowed))
+    return CostModel(module), module
+
+
+@pytest.mark.parametrize(("slowed", "way", "ranks"), [
+    (((0, 4.0),), Attention(2, 1), (0,)),
+    (((1, 4.0), (2, 4.0)), Attention(2, 1), (1, 2)),
+    (((2, 3.0),), Attention(1, 1), (2,)),
+])  # fmt: skip
+def test_a_step_takes_what_its_slower_branch_does(
+    slowed: tuple[tuple[int, float], ...], way: Attention, ranks: tuple[int, ...]
+) -> None:
+    cost, module = costed(slowed)
+    guided = next(cascade for cascade in module.cascades if cascade.stage == "large")
+    entry = cost.table.entry(guided, 3, (0, 1, 2), Strategy(side=2, unconditional=way))
+    last = way if len(ranks) == way.ulysses * way.ring else None
+    alone = cost.table.entry(guided.with_attrs(branches=None), len(ranks), ranks, Strategy(last, side=1))
+    gathered = cost.table.communication.exchange(guided, 3, (0, 1, 2))
+    assert entry.time == pytest.approx(alone.time + gathered)
+
+
+def test_of_equal_ranks_no_uneven_way_is_tried_and_none_would_be_faster() -> None:
+    cost, module = costed(())
+    for guided in (cascade for cascade in module.cascades if cascade.phase is Phase.DENOISE):
+        assert all(way.unconditional is None for degree in (1, 2, 3) for way in cost.table.ways(guided, degree))
+        uneven = cost.table.entry(guided, 3, None, Strategy(side=2, unconditional=Attention(1, 1))).time
+        assert uneven >= min(cost.time(guided, degree) for degree in (2, 3))
+
+
+def test_a_fast_rank_and_two_slow_ones_have_a_branch_each() -> None:
+    module = traced(((1, 2.0), (2, 2.0)))
+    plan = Pipeline.parse("segment,annotate,schedule-sampling{steps=20},place,lower,check").run(module)
+    large = {cascade.name: cascade for cascade in plan.cascades if cascade.stage == "large"}
+    assert all(cascade.sides == (1, 2) and cascade.ranks == (0, 1, 2) for cascade in large.values())
+    steps = [step for program in plan.programs for step in program.instructions if step.target in large]
+    assert len([step for step in steps if step.attrs.get("unconditional")]) == 3 * len(large) > 0
+    batched = CostModel(plan).table.entry(next(iter(large.values())), 3, (0, 1, 2), Strategy(side=1))
+    assert all(cascade.end - cascade.start < batched.time for cascade in large.values())
