@@ -79,7 +79,8 @@ class SparseLoads:
         ahead, back, _ = speeds(stage)
         pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
         measured = measured_densities(stage)
-        inside = share_inside(degree, self.node or degree)
+        apart = self.node if "part_of" not in stage.attrs else 0  # stages of a cut model get all keys
+        inside = share_inside(degree, apart or degree)
         layers = layers if measured is None else tuple(layer for layer in layers if layer in measured)
         for layer in layers:
             density = table[layer]

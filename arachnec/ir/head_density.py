@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from arachnec.ir.nodes import Cascade, Stage, integers
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.nodes import Cascade, Module, Stage, integers
 from arachnec.ir.stage_sizes import count_in
 from arachnec.ir.values import Value
 
@@ -44,6 +45,17 @@ def measured_densities(stage: Stage) -> Mapping[int, LayerDensity] | None:
 def latest_densities(stage: Stage) -> Mapping[int, LayerDensity]:
     """Those of ``layer_densities``, as measured where they were."""
     return {**layer_densities(stage), **(measured_densities(stage) or {})}
+
+
+def sparse_stages(module: Module) -> Mapping[int, Stage]:
+    """The trained stages whose layers can attend to chosen keys, each by the number of its first layer in the model:
+    layers of a model that is cut into stages are counted through."""
+    first, stages = 0, {}
+    for stage in module.stages:
+        if stage.trained and layer_densities(stage):
+            stages[first] = stage
+        first += len(layers_of(stage)) if "part_of" in stage.attrs else 0
+    return stages
 
 
 def density_rows(layers: Mapping[int, LayerDensity]) -> tuple[Value, ...]:

@@ -1,15 +1,18 @@
 """The predictors of a run's sparse layers, alike on all ranks: learned beside the model, measured once a step.
 
-In: a trained stage with densities, its model in sequence-parallel form, and what its cascades measured. Out: the sparse
-attention of every cascade, the state that a checkpoint keeps, and a summary of every layer. docs/sparse_attention.md.
+In: a program whose trained stages have densities, its model in sequence-parallel form, and what its cascades measured.
+Out: the sparse attention of every cascade, the state that a checkpoint keeps, and a summary of every layer.
+docs/sparse_attention.md.
 
 The predictors are none of what the model's optimizer updates, clips or sends: they have their own Adam and one
-all-reduce a step, behind the update. So no bit of the model's gradient depends on them.
+all-reduce a step, behind the update. So no bit of the model's gradient depends on them. Where the model is cut into
+stages a layer's predictor, its gradients and its moments are on the ranks of its stage alone, and have an all-reduce of
+these; what is measured of a layer all ranks know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -19,12 +22,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.analysis.residency import resident_ranks
+from arachnec.checkpoint.parts import Part, part_of
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.head_density import latest_densities, layer_densities, sparse_layers
+from arachnec.ir.head_density import latest_densities, layer_densities, sparse_layers, sparse_stages
 from arachnec.ir.head_division import parts_by_layer
-from arachnec.ir.nodes import Cascade, Module, Stage, integer
+from arachnec.ir.nodes import Cascade, Module, integer
 from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.predictor import MASS
@@ -86,23 +91,27 @@ class LayerSummary(msgspec.Struct, frozen=True):
 class CanBeSparse(Protocol):
     """``arachnec.spmd.sharded_model.SequenceModel``."""
 
-    def sparsify(self, rank: int, seed: int) -> dict[Layer, LayerState]: ...
+    def sparsify(self, rank: int, seed: int, here: Set[str] | None = None) -> dict[Layer, LayerState]: ...
 
 
-def sparse_stage(module: Module) -> Stage | None:
-    """The trained stage whose layers can attend to chosen keys, if there is one."""
-    return next((stage for stage in module.stages if stage.trained and layer_densities(stage)), None)
+Groups = Callable[[tuple[int, ...]], dist.ProcessGroup | None]
 
 
 @dataclass
 class SparsePredictors:
-    """``layers`` by number: what is known before the next step. ``collect`` and ``finish`` are called by all ranks."""
+    """``layers`` by number: what is known before the next step. ``collect`` and ``finish`` are called by all ranks.
+
+    ``first`` is the number of a stage's first layer. ``places`` are, of a model that is cut into stages, the ranks of
+    every one and its layers; projections of layers that are not on this ``rank`` have no elements."""
 
     names: Mapping[int, Layer]
     layers: dict[int, LayerState]
     sizes: tuple[int, int, int]  # tokens of a group, a block and a cell
     mass: float  # of a group's attention, that its blocks are to hold
     optimizer: torch.optim.Adam
+    first: Mapping[str, int]
+    rank: int = 0
+    places: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = ()
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
     files: ListFiles = field(default_factory=lambda: ListFiles())
     history: SparsityHistory = field(default_factory=lambda: SparsityHistory())
@@ -115,25 +124,36 @@ class SparsePredictors:
     _overflowed: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, stage: Stage, sequence: CanBeSparse, seed: int) -> SparsePredictors:
-        """Gives the blocks of ``sequence`` their predictors, all layers dense. Raises ``UserError`` for a layer with
-        densities that cannot be sparse."""
-        states = sequence.sparsify(count_in(stage, "predictor_rank"), seed)
-        paths = [path for path, _ in layers_of(stage)]
-        names = {number: (paths[number], 0) for number in layer_densities(stage)}
+    def of(cls, module: Module, sequence: CanBeSparse, seed: int, rank: int = 0) -> SparsePredictors:
+        """Gives the blocks of ``sequence`` that this rank of ``module`` has their predictors, all layers dense. Raises
+        ``UserError`` for a layer with densities that cannot be sparse."""
+        stages = sparse_stages(module)
+        names: dict[int, Layer] = {}
+        places: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
+        for first, part in stages.items():
+            paths = [path for path, _ in layers_of(part)]
+            own = {first + layer: (paths[layer], 0) for layer in layer_densities(part)}
+            names |= own
+            if "part_of" in part.attrs:
+                assert module.cluster is not None
+                places.append((tuple(sorted(resident_ranks(module, module.cluster, part))), tuple(own)))
+        here = {names[n][0] for ranks, numbers in places for n in numbers if rank in ranks} if places else None
+        stage = next(iter(stages.values()))
+        states = sequence.sparsify(count_in(stage, "predictor_rank"), seed, here)
         lacking = [CannotBeSparse(stage.span, n, name[0]) for n, name in names.items() if name not in states]
         if lacking:
             raise UserError(lacking[0])
         layers = {number: states[name] for number, name in names.items()}
-        values = [value for state in layers.values() for value in _parameters(state)]
-        optimizer = torch.optim.Adam(values, lr=RATE)
+        values = [value for state in layers.values() for value in _parameters(state) if value.numel()]
+        optimizer = torch.optim.Adam([{"params": values}], lr=RATE)  # of a rank whose stages are dense: none
         for value in values:
             moments = {name: torch.zeros_like(value) for name in MOMENTS}
             optimizer.state[value] = {"step": torch.zeros(()), **moments}
         queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
         mass = stage.attrs.get("mass", MASS)
         assert isinstance(mass, int | float)
-        return cls(names, layers, (queries, keys, min(CELL, queries, keys)), float(mass), optimizer)
+        sizes, numbered = (queries, keys, min(CELL, queries, keys)), {part.name: n for n, part in stages.items()}
+        return cls(names, layers, sizes, float(mass), optimizer, numbered, rank, places)
 
     def cascade(
         self,
@@ -147,7 +167,8 @@ class SparsePredictors:
     ) -> SparseCascade | None:
         """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
         With a ``weight`` its layers learn and are measured. One that ``trains`` may be done again."""
-        numbers = sparse_layers(cascade)
+        first = self.first.get(cascade.stage, 0)
+        numbers = tuple(first + layer for layer in sparse_layers(cascade))
         if not numbers:
             return None
         if cascade.name not in self._cascades:
@@ -164,7 +185,7 @@ class SparsePredictors:
                 sizes=self.sizes,
                 replay=replay,
                 mass=self.mass,
-                parts={self.names[number]: parts for number, parts in parts_by_layer(cascade).items()},
+                parts={self.names[first + layer]: parts for layer, parts in parts_by_layer(cascade).items()},
                 groups=integer(cascade.attrs.get("groups", 0)),
                 room=self._room(numbers) if trains and self.fetches(step) else {},
                 done_again=self.all_keys,
@@ -213,13 +234,15 @@ class SparsePredictors:
                 self._totals[number].index_add_(1, own, torch.stack(_by_head(measured)) * cascade.weight)
         self._cascades.clear()
 
-    def finish(self, step: int, group: dist.ProcessGroup | None, *, skipped: bool) -> None:
+    def finish(
+        self, step: int, group: dist.ProcessGroup | None, groups: Groups | None = None, *, skipped: bool
+    ) -> None:
         """Update the predictors, and what is known of every layer, from what all ranks measured. Collective over the
-        group of all ranks, None for one rank.
+        group of all ranks, None for one rank; ``groups`` gives that of the ranks of a stage.
 
         Waits for the device. A ``skipped`` step changes nothing. Raises ``UserError`` for scores that are not finite.
         """
-        rows = self._everyone(group)
+        rows = self._everyone(group) if not self.places else self._of_stages(group, groups)
         self._totals.clear()
         if not skipped:
             self._learn(rows, step)
@@ -230,29 +253,45 @@ class SparsePredictors:
         """For every layer the totals and the predictors' gradients of all ranks, in one all-reduce."""
         own: list[Tensor] = []
         for number, state in self.layers.items():
-            values = _parameters(state)
-            heads = state.site.heads
-            own.append(self._totals.get(number, values[0].new_zeros(MEASURES, heads)))
-            own += [torch.zeros_like(value) if value.grad is None else value.grad for value in values]
-        flat = torch.cat([value.reshape(-1).float() for value in own])
-        if group is not None:
-            dist.all_reduce(flat, group=group)
-        parts = iter(
-            part.view_as(value)
-            for part, value in zip(flat.split_with_sizes([v.numel() for v in own]), own, strict=True)
-        )
+            own += [self._total(number), *_gradients(state)]
+        parts = iter(_summed(own, group))
         return {number: (next(parts), [next(parts), next(parts)]) for number in self.layers}
+
+    def _of_stages(
+        self, group: dist.ProcessGroup | None, groups: Groups | None
+    ) -> dict[int, tuple[Tensor, list[Tensor]]]:
+        """The same where layers are in stages: gradients of those here, summed over the ranks of their stage. Totals of
+        a layer whose gradients are not finite are not, so that all ranks know of it."""
+        gradients: dict[int, list[Tensor]] = {number: list(_parameters(s)) for number, s in self.layers.items()}
+        totals = {number: self._total(number) for number in self.layers}
+        for ranks, numbers in self.places:
+            if self.rank not in ranks:
+                continue
+            own = [gradient for number in numbers for gradient in _gradients(self.layers[number])]
+            parts = iter(_summed(own, groups(ranks) if groups is not None else None))
+            for number in numbers:
+                gradients[number] = [next(parts), next(parts)]
+                broken = ~torch.stack([gradient.isfinite().all() for gradient in gradients[number]]).all()
+                totals[number] = totals[number].masked_fill(broken, torch.nan)
+        rows = zip(self.layers, _summed(list(totals.values()), group), strict=True)
+        return {number: (total, gradients[number]) for number, total in rows}
+
+    def _total(self, number: int) -> Tensor:
+        state = self.layers[number]
+        return self._totals.get(number, state.projections.query.new_zeros(MEASURES, state.site.heads))
 
     def _learn(self, rows: Mapping[int, tuple[Tensor, list[Tensor]]], step: int) -> None:
         known = {number: (totals.cpu(), gradients) for number, (totals, gradients) in rows.items()}
-        seen = {number: row for number, row in known.items() if bool((row[0][0] > 0).all())}
+        seen = {number: row for number, row in known.items() if not bool((row[0][0] <= 0).any())}
         for number, (totals, gradients) in seen.items():
             if not bool(totals.isfinite().all()) or not all(bool(g.isfinite().all()) for g in gradients):
                 raise UserError(ScoresNotFinite(None, number, step))
         for number, (totals, gradients) in seen.items():
             state, weights = self.layers[number], totals[0]
-            of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
-            state.projections.query.grad, state.projections.key.grad = of_query, of_key
+            of_query, of_key = gradients
+            if state.projections.query.numel():
+                of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
+                state.projections.query.grad, state.projections.key.grad = of_query, of_key
             counted, loss, sparsity, needed, held, of_best, taken, alone = totals / weights
             self.spread[number] = tuple((taken / alone.clamp_min(LEAST)).clamp_max(1.0).tolist())
             heads = tuple(range(state.site.heads))
@@ -270,17 +309,23 @@ class SparsePredictors:
         sparse = {number: state.densities for number, state in self.layers.items() if state.sparse}
         return {number: tuple(min(1.0, max(LEAST, x)) for x in row) for number, row in sparse.items()}
 
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> dict[str, Tensor | Part]:
         """What the next step depends on: projections and moments over the memory in use, and of every layer sparsities,
-        densities and whether it is sparse. What was loaded into these goes to ``loaded``."""
-        state: dict[str, Tensor] = {}
+        densities and whether it is sparse. What was loaded into these goes to ``loaded``. What the ranks of a stage
+        alone have, the first of them writes."""
+        state: dict[str, Tensor | Part] = {}
+        writer = {number: ranks[0] for ranks, numbers in self.places for number in numbers}
         for number, (path, site) in self.names.items():
             name = f"{path}.{site}"
             state[f"predictor/layer/{name}"] = _row(self.layers[number])
             for side, value in zip(("query", "key"), _parameters(self.layers[number]), strict=True):
-                state[f"predictor/{side}/{name}"] = value.detach()
-                for key, moment in self.optimizer.state[value].items():
-                    state[f"predictor/{key}/{side}/{name}"] = moment
+                if not value.numel():
+                    continue
+                own = {f"{side}/{name}": value.detach()}
+                own |= {f"{key}/{side}/{name}": moment for key, moment in self.optimizer.state[value].items()}
+                for key, tensor in own.items():
+                    writes = writer.get(number) == self.rank
+                    state[f"predictor/{key}"] = replace(part_of(tensor), writes=writes) if self.places else tensor
         return state
 
     def loaded(self, tensors: Mapping[str, Any]) -> None:
@@ -297,9 +342,8 @@ class SparsePredictors:
 
     def summary(self, module: Module) -> list[LayerSummary]:
         """``module`` is the program of the last step."""
-        stage = sparse_stage(module)
-        assert stage is not None, "plans of a run with predictors have densities"
-        planned = latest_densities(stage)
+        rows = {first: latest_densities(stage) for first, stage in sparse_stages(module).items()}
+        planned = {first + layer: density for first, table in rows.items() for layer, density in table.items()}
         told = forecasts(module, {number: state.densities for number, state in self.layers.items()})
         return [self._summary(n, state, planned[n].heads, told[n]) for n, state in self.layers.items()]
 
@@ -371,6 +415,19 @@ class SparsityHistory:
 
 def _parameters(state: LayerState) -> tuple[Tensor, Tensor]:
     return state.projections.query, state.projections.key
+
+
+def _gradients(state: LayerState) -> list[Tensor]:
+    return [torch.zeros_like(value) if value.grad is None else value.grad for value in _parameters(state)]
+
+
+def _summed(own: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """The sums of these over the ranks of a group, in one all-reduce; in 32 bits."""
+    flat = torch.cat([value.reshape(-1).float() for value in own])
+    if group is not None:
+        dist.all_reduce(flat, group=group)
+    parts = zip(flat.split_with_sizes([value.numel() for value in own]), own, strict=True)
+    return [part.view_as(value) for part, value in parts]
 
 
 def _by_head(measured: Measured) -> tuple[Tensor, ...]:

@@ -15,6 +15,7 @@ from arachnec.ir.parameter_cells import cell_fits
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Quantity
 from arachnec.planning.pipeline_orders import ScheduleName
+from arachnec.planning.sparse_stages import predictor_gib
 
 REPLICATED = "replicated"
 ONE_LENGTH: tuple[ScheduleName, ...] = ("1f1b", "zb-h1")
@@ -88,7 +89,7 @@ def in_cells(stage: Stage, cell: int) -> Stage:
     """A trained stage with its state dealt out over cells of so many ranks; any other as it is."""
     if not stage.trained or "cell" in stage.attrs or "sharded" in stage.attrs:
         return stage
-    attrs = stage.attrs.updated(cell=cell)
+    attrs, learned = stage.attrs.updated(cell=cell), predictor_gib(stage)  # predictors are not dealt out
     if "state" in attrs:
-        attrs = attrs.updated(state=Quantity(quantity(attrs["state"]) / cell, "GiB"))
+        attrs = attrs.updated(state=Quantity((quantity(attrs["state"]) - learned) / cell + learned, "GiB"))
     return replace(stage, attrs=attrs)

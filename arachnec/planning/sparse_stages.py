@@ -93,6 +93,11 @@ def sparse_stage(
     )
 
 
+def predictor_gib(stage: Stage) -> float:
+    """GiB of the predictors of a stage, with their gradients and moments: on every rank that has the stage."""
+    return PREDICTOR_BYTES * (count_in(stage, "predictors") or 0) / GIB
+
+
 def choice_flops(attention: ClassAttention, choice: Choice) -> Formula:
     """TFLOP of prediction and choice of one layer: means over cells, two projections, cells scored with cells; and
     what takes as long as putting tokens in order and gathering keys."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from arachnec.cost.sparse_attention import ATTENDS, divided, given_divisions, head_weights
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.head_density import LayerDensity, latest_densities, layer_densities, measured_densities, sparse_layers
+from arachnec.ir.head_density import LayerDensity, latest_densities, measured_densities, sparse_layers, sparse_stages
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.sparsity.head_shares import imbalance
 
@@ -67,25 +67,33 @@ class Forecast:
 
 
 def forecasts(module: Module, measured: Mapping[int, Sequence[float]]) -> Mapping[int, Forecast]:
-    """By layer with ``measured`` densities by head, of the trained stage that has some."""
-    stage = next(stage for stage in module.stages if stage.trained and layer_densities(stage))
-    table, rows = latest_densities(stage), {}
-    cascades = [c for c in module.cascades if c.stage == stage.name and "heads" in c.attrs]
-    divided_alike = list(distinct_divisions(cascades))
-    for layer, heads in measured.items():
-        now, worst = LayerDensity(table[layer].share, tuple(heads)), Forecast(1.0, 1.0, 1.0)
-        weights = head_weights(stage, now)
-        for cascade in divided_alike:
-            division, groups = given_divisions(cascade).get(layer), integer(cascade.attrs["groups"])
-            if division is None:
-                continue
-            ratio = imbalance(division, weights, groups)
-            if ratio >= worst.measured:
-                planned = imbalance(division, head_weights(stage, table[layer]), groups)
-                best = imbalance(divided(stage, now, groups, cascade.degree), weights, groups)
-                worst = Forecast(planned, ratio, best)
-        rows[layer] = worst
+    """By layer of the model with ``measured`` densities by head."""
+    rows = {}
+    for first, stage in sparse_stages(module).items():
+        cascades = [c for c in module.cascades if c.stage == stage.name and "heads" in c.attrs]
+        divided_alike = list(distinct_divisions(cascades))
+        for layer, planned in latest_densities(stage).items():
+            if first + layer in measured:
+                now = LayerDensity(planned.share, tuple(measured[first + layer]))
+                rows[first + layer] = _forecast(stage, divided_alike, layer, planned, now)
     return rows
+
+
+def _forecast(
+    stage: Stage, cascades: Sequence[Cascade], layer: int, planned: LayerDensity, now: LayerDensity
+) -> Forecast:
+    """Of one layer of a stage; ``cascades`` are those with its distinct divisions of heads."""
+    worst, weights = Forecast(1.0, 1.0, 1.0), head_weights(stage, now)
+    for cascade in cascades:
+        division, groups = given_divisions(cascade).get(layer), integer(cascade.attrs["groups"])
+        if division is None:
+            continue
+        ratio = imbalance(division, weights, groups)
+        if ratio >= worst.measured:
+            of_plan = imbalance(division, head_weights(stage, planned), groups)
+            best = imbalance(divided(stage, now, groups, cascade.degree), weights, groups)
+            worst = Forecast(of_plan, ratio, best)
+    return worst
 
 
 def distinct_divisions(cascades: Sequence[Cascade]) -> Iterator[Cascade]:

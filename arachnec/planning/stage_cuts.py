@@ -20,6 +20,7 @@ from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, q
 from arachnec.ir.stage_sizes import squared, tied_sets
 from arachnec.ir.tables import CHOICE, FIGURES, TIED, TOKEN_CUTS
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
+from arachnec.planning.sparse_stages import predictor_gib
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
     params = sum(integers(attrs["layer_params"])[begin:end]) + sum(_ends(stage)[i][0] for i in ends)
     trained = sum(count for _, count in layers[begin:end]) + sum(_ends(stage)[i][1] for i in ends)
     state, optimizer = _state(stage, params, trained)
+    sparse = _sparse(stage, begin, end)
+    of_part = Stage(stage.name, True, Attributes.of(predictors=sparse.get("predictors")))
     cell = integer(attrs.get("cell", 1)) if trained else 1
     attentions = sum(integers(attrs["block_attentions"])[kind] * count for kind, count in every)
     names = attrs["blocks"]
@@ -242,7 +245,7 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             saved_recompute=formula_sum(recomputed, "GiB"),
             workspace=_largest(stage, "block_workspace", once),
             traffic=blocks("block_traffic", "GiB", every) if attentions else None,
-            state=Quantity(state / cell, "GiB"),
+            state=Quantity(state / cell + predictor_gib(of_part), "GiB"),
             optimizer=Quantity(optimizer, "GiB"),
             cell=cell if cell > 1 else None,
             degrees=attrs.get("degrees"),
@@ -250,7 +253,7 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
             output=None if last else _behind(stage, "cuts", end - 1),
             output_tokens=None if last or TOKEN_CUTS not in attrs else _behind(stage, TOKEN_CUTS, end - 1),
             part_of=stage.name,
-            **_sparse(stage, begin, end),
+            **sparse,
         ),
     )
 
@@ -263,7 +266,12 @@ def _sparse(stage: Stage, begin: int, end: int) -> dict[str, Value | None]:
     work = [pairs[kind] for kind in integers(stage.attrs["classes"])]
     share = sum(work[begin:end]) / sum(work)
     rows = density_rows(part_densities(layer_densities(stage), begin, end, share)) if share else ()
-    return {"density": rows, **{name: stage.attrs.get(name) for name in CHOICE}} if rows else {}
+    if not rows:
+        return {}
+    every, own = layer_densities(stage), layer_densities(Stage(stage.name, True, Attributes.of(density=rows)))
+    learned = stage.attrs.get("predictors")
+    predictors = None if learned is None else integer(learned) * len(own) // len(every)
+    return {"density": rows, "predictors": predictors, **{name: stage.attrs.get(name) for name in CHOICE}}
 
 
 def _tied(stage: Stage, cuts: Sequence[int], number: int) -> tuple[Value, ...]:
@@ -297,14 +305,15 @@ def _behind(stage: Stage, name: str, layer: int) -> Formula:
 
 
 def _state(stage: Stage, params: int, trained: int) -> tuple[float, float]:
-    """GiB of a part's state, and of that what the optimizer needs: its share of the parameters, and of those that
-    train. What was dealt out is whole again."""
+    """GiB of a part's state but for predictors, and of that what the optimizer needs: its share of the parameters, and
+    of those that train. What was dealt out is whole again."""
     attrs = stage.attrs
     every = integer(attrs["params"])
     every_trained = integer(attrs.get("trained", every))
     optimizer = quantity(attrs["optimizer"]) if "optimizer" in attrs else 0.0
     ranks = integer(attrs.get("sharded", 1))
-    whole = quantity(attrs["state"]) * integer(attrs.get("cell", 1)) if "state" in attrs else 0.0
+    given = quantity(attrs["state"]) - predictor_gib(stage) if "state" in attrs else 0.0
+    whole = given * integer(attrs.get("cell", 1))
     rest = whole - optimizer / ranks
     own = optimizer * trained / max(1, every_trained)
     return rest * (params + trained) / max(1, every + every_trained) + own, own

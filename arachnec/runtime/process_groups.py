@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from arachnec.analysis.communicators import cascade_groups
 from arachnec.analysis.group_family import family, heads_of
-from arachnec.ir.head_density import layer_densities
+from arachnec.analysis.residency import resident_ranks
+from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.nodes import Module, integers
 
 
@@ -21,12 +22,14 @@ def wanted_groups(module: Module) -> list[tuple[int, ...]]:
 
 
 def wanted_gradient_groups(module: Module) -> list[tuple[int, ...]]:
-    """The ranks of every gradient all-reduce, gather of updates, and norm but of cells, and all ranks where layers have
-    predictors; the same list on every rank."""
+    """The ranks of every gradient all-reduce, gather of updates, and norm but of cells; where layers have predictors
+    all ranks, and those of each stage. The same list on every rank."""
     steps = [step for program in module.programs for step in program.instructions]
     cells = {integers(step.attrs["cell"]) for step in steps if "cell" in step.attrs}
     norms = [step.peers for step in steps if step.op == "norm" and step.peers not in cells]
-    learning = any(stage.trained and layer_densities(stage) for stage in module.stages)
+    learning = sparse_stages(module).values()
     everyone = [tuple(range(len(module.programs)))] if learning else []
+    assert module.cluster is not None
+    places = [tuple(sorted(resident_ranks(module, module.cluster, stage))) for stage in learning]
     reduced = (step.peers for step in steps if step.op in ("gather", "reduce"))
-    return list(dict.fromkeys([*reduced, *norms, *everyone]))
+    return list(dict.fromkeys([*reduced, *norms, *everyone, *places]))

@@ -55,9 +55,10 @@ class SequenceModel:
             for path in block.captured.instances:
                 self._forwards[path].add(block, forms, chained)
 
-    def sparsify(self, rank: int = RANK, seed: int = 0) -> dict[Layer, LayerState]:
+    def sparsify(self, rank: int = RANK, seed: int = 0, here: Set[str] | None = None) -> dict[Layer, LayerState]:
         """Gives every block whose attention can be sparse a predictor, as parameters of the block, and graphs in which
-        it is; these run where ``use`` is given a ``sparse``. A block that is called twice in a forward stays dense.
+        it is; these run where ``use`` is given a ``sparse``. A block that is called twice in a forward stays dense. Of
+        blocks whose paths are not ``here`` the projections have no elements.
 
         Raises ValueError for a rank of 0 or above the head size.
         """
@@ -70,7 +71,7 @@ class SequenceModel:
                 sites[path] = next(sparse.sites for _, sparse in of_graphs if sparse.sites)
                 for graph, sparse in of_graphs:
                     graph.sparse = sparse if sparse.sites == sites[path] else None
-        return add_predictors(self.model, sites, rank, seed)
+        return add_predictors(self.model, sites, rank, seed, here)
 
     @contextmanager
     def use(

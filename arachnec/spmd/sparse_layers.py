@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -305,11 +305,12 @@ def _cut(part: HeadPart, cubes: TokenCubes) -> HeadShare:
 
 
 def add_predictors(
-    model: nn.Module, sites: Mapping[str, tuple[Site, ...]], rank: int, seed: int
+    model: nn.Module, sites: Mapping[str, tuple[Site, ...]], rank: int, seed: int, here: Set[str] | None = None
 ) -> dict[Layer, LayerState]:
     """Registers the projections of every site on its block, as parameters ``sparse_query_N`` and ``sparse_key_N``.
 
-    ``sites`` are by the blocks' paths. Raises ValueError for a rank of 0 or above the head size.
+    ``sites`` are by the blocks' paths. Projections of a block that is not ``here`` have no elements. Raises ValueError
+    for a rank of 0 or above the head size.
     """
     layers = {}
     for path, of_block in sites.items():
@@ -318,13 +319,20 @@ def add_predictors(
         for site in of_block:
             rng = torch.Generator().manual_seed(_seed(f"{seed}/predictor/{path}/{site.number}"))
             start = initial_projections(site.heads, site.head_size, site.head_size, rank, rng)
+            if here is not None and path not in here:
+                empty = Projections(torch.empty(0, device=device), torch.empty(0, device=device))
+                layers[path, site.number] = LayerState(site, empty, *unmeasured(site.heads))
+                continue
             query, key = (nn.Parameter(x.to(device)) for x in (start.query, start.key))
             module.register_parameter(f"sparse_query_{site.number}", query)
             module.register_parameter(f"sparse_key_{site.number}", key)
-            layers[path, site.number] = LayerState(
-                site, Projections(query, key), (0.0,) * site.heads, (1.0,) * site.heads
-            )
+            layers[path, site.number] = LayerState(site, Projections(query, key), *unmeasured(site.heads))
     return layers
+
+
+def unmeasured(heads: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Sparsities and densities of so many heads before the first step."""
+    return (0.0,) * heads, (1.0,) * heads
 
 
 def after(state: LayerState, measured: Measured, largest_loss: float = LARGEST_LOSS) -> LayerState:

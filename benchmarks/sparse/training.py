@@ -1,7 +1,7 @@
 """Training with sparse attention beside dense attention, a window and random lists of equal density.
 
     python benchmarks/sparse/training.py [--tasks twins,clips] [--ways dense,sparse,window,random] [--seeds N]
-        [--json FILE]
+        [--first SEED] [--steps N] [--kept DIR] [--json FILE]
 
 ``twins``: the keys that matter are known by construction. A clip is a grid of 4 x 16 x 16 tokens, cut into cubes of 16
 neighbours. Each cube has a twin somewhere else with the same random code. A token knows its cube's code, its place in
@@ -23,7 +23,10 @@ and in ``twins`` of the keys that are right by construction. At the end both sou
 layers of the dense model: what q and k are made of, and q and k themselves.
 
 With several seeds each begins from other weights and trains on other clips; all are judged by the same. ``sources`` are
-of the first.
+of the first. Ways of one seed are a pair: the same weights, clips and order of clips. ``over_dense`` is the mean of the
+pairs' ratios, ``error_over_dense`` its standard error. With ``--kept`` every run of a seed and a way is a file there,
+which is taken where it is already, and one that was stopped goes on: so runs can be made one by one, by several
+processes, and put together by a last.
 """
 
 from __future__ import annotations
@@ -258,7 +261,8 @@ def fixed_lists(way: str, kept: list[int], cubes: TokenCubes, grid: Grid, count:
     return KeyLists(table.nonzero()[:, 3].int(), table.sum(-1, dtype=torch.int32))
 
 
-def train(task: Task, way: str, steps: int, seed: int, like: Run | None) -> Run:
+def train(task: Task, way: str, steps: int, seed: int, like: Run | None, saved: Path | None = None) -> Run:
+    """``saved`` is a file to go on from where it is there, written at every check."""
     sequence, layers = fresh(task, seed)
     optimizer = torch.optim.Adam(sequence.model.parameters(), lr=task.rate)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, task.rate, total_steps=steps)
@@ -274,7 +278,22 @@ def train(task: Task, way: str, steps: int, seed: int, like: Run | None) -> Run:
                 replay[at] = kept and fixed_lists(way, kept, cubes, task.grid, count, step)
         return SparseCascade(known, task.grid, f"{seed}/{step}/clips", weight=weight, sizes=task.sizes, replay=replay)
 
-    for step in range(steps + 1):
+    begin = 0
+    if saved is not None and saved.exists():
+        known = torch.load(saved, weights_only=False)
+        begin, run = known["step"], known["run"]
+        for part, name in ((sequence.model, "model"), (optimizer, "optimizer"), (schedule, "schedule")):
+            part.load_state_dict(known[name])
+        layers = {
+            at: replace(state, sparsities=a, densities=b, sparse=c)
+            for (at, state), (a, b, c) in zip(layers.items(), known["layers"], strict=True)
+        }
+    for step in range(begin, steps + 1):
+        if step % every == 0 and step > begin and saved is not None:
+            parts = {"model": sequence.model, "optimizer": optimizer, "schedule": schedule}
+            state = {name: part.state_dict() for name, part in parts.items()}
+            rows = [(at.sparsities, at.densities, at.sparse) for at in layers.values()]
+            torch.save({"step": step, "run": run, "layers": rows, **state}, saved)
         if step % every == 0 or step == steps:
             with torch.no_grad(), sequence.use(None, sparse=cascade(step, task.judged, None)):
                 run.losses.append((step, F.mse_loss(sequence.model(inputs), targets).item()))
@@ -383,10 +402,31 @@ def sources(task: Task, model: nn.Module, steps: int = 150) -> list[dict[str, ob
     return rows
 
 
-def compare(task: Task, ways: list[str], steps: int, seed: int) -> dict[str, object]:
+def trained(task: Task, way: str, steps: int, seed: int, like: Run | None, kept: Path | None) -> Run:
+    """``train``, or what it came to before: ``kept`` is a folder of runs."""
+    file = None if kept is None else kept / f"{task.name}-{steps}-{seed}-{way}.json"
+    if file is not None and file.exists():
+        known = json.loads(file.read_text())
+        rows = [{(path, site): blocks for path, site, blocks in row} for row in known.pop("kept")]
+        return Run(**known, kept=rows)
+    if file is not None:
+        file.parent.mkdir(parents=True, exist_ok=True)
+    saved = None if file is None else file.with_suffix(".state")
+    run = train(task, way, steps, seed, like, saved)
+    if file is not None:
+        rows = [[(*layer, blocks) for layer, blocks in row.items()] for row in run.kept]
+        told = {"losses": run.losses, "history": run.history, "seconds": run.seconds, "kept": rows}
+        file.with_suffix(".part").write_text(json.dumps(told))
+        file.with_suffix(".part").rename(file)
+        file.with_suffix(".state").unlink(missing_ok=True)
+    return run
+
+
+def compare(task: Task, ways: list[str], steps: int, seed: int, kept: Path | None) -> dict[str, object]:
     runs: dict[str, Run] = {}
     for way in ways:
-        runs[way] = train(task, way, steps, seed, runs["sparse"] if way in ("window", "random") else None)
+        like = runs["sparse"] if way in ("window", "random") else None
+        runs[way] = trained(task, way, steps, seed, like, kept)
     result: dict[str, object] = {"seed": seed}
     for way, run in runs.items():
         ratio = run.losses[-1][1] / runs["dense"].losses[-1][1] if "dense" in runs else None
@@ -403,8 +443,8 @@ def compare(task: Task, ways: list[str], steps: int, seed: int) -> dict[str, obj
 
 
 def spread(runs: list[dict[str, object]], way: str) -> dict[str, float]:
-    """Of this way's last losses over seeds: the mean, the spread (standard deviation over the mean), and the mean and
-    spread of each seed's loss over that of dense."""
+    """Of this way's last losses over seeds: the mean, the spread (standard deviation over the mean), and the mean,
+    spread and standard error of the mean of each seed's loss over that of dense."""
     losses, ratios = (
         [of_way[key] if key == "over_dense" else of_way["losses"][-1][1] for of_way in (run[way] for run in runs)]  # type: ignore[index]
         for key in ("losses", "over_dense")
@@ -412,6 +452,8 @@ def spread(runs: list[dict[str, object]], way: str) -> dict[str, float]:
     told = {"mean": statistics.mean(losses), "spread": statistics.pstdev(losses) / statistics.mean(losses)}
     if None not in ratios:
         told |= {"over_dense": statistics.mean(ratios), "spread_over_dense": statistics.pstdev(ratios)}
+        if len(ratios) > 1:
+            told |= {"error_over_dense": statistics.stdev(ratios) / len(ratios) ** 0.5}
     return {name: round(value, 6) for name, value in told.items()}
 
 
@@ -420,7 +462,9 @@ def main() -> None:
     parser.add_argument("--tasks", default=",".join(TASKS))
     parser.add_argument("--ways", default=",".join(WAYS))
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--seeds", type=int, default=1, help="how many")
+    parser.add_argument("--first", type=int, default=0, help="the first seed")
+    parser.add_argument("--kept", type=Path, help="a folder of runs: taken where they are there, else trained")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -430,8 +474,8 @@ def main() -> None:
         task = TASKS[name]()
         steps = options.steps or task.steps
         runs: list[dict[str, object]] = []
-        for seed in range(options.seeds):
-            runs.append(compare(task, ways, steps, seed))
+        for seed in range(options.first, options.first + options.seeds):
+            runs.append(compare(task, ways, steps, seed, options.kept))
             of_task = {"grid": task.grid, "sizes": task.sizes, "steps": steps, "batch": task.batch}
             result[name] = {**of_task, "over_seeds": {way: spread(runs, way) for way in ways}, "seeds": runs}
             if options.json:

@@ -9,8 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from arachnec.backends.simulator import simulate
-from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities
-from arachnec.ir.nodes import Module
+from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities, sparse_stages
+from arachnec.ir.nodes import Module, Stage
 from arachnec.passes.recost import Recost
 
 GAIN = 0.02  # of the iteration's time: less is within what is known of it
@@ -27,15 +27,19 @@ def have_moved(before: Mapping[int, Sequence[float]] | None, now: Mapping[int, S
 
 
 def with_densities(module: Module, densities: Mapping[int, tuple[float, ...]] | None) -> Module:
-    """The module, its trained stage with these ``measured`` densities of the layers that are sparse by now."""
+    """The module, its trained stages with these ``measured`` densities of the layers that are sparse by now: by their
+    numbers in the model."""
     if densities is None:
         return module
-    stages = []
-    for stage in module.stages:
-        table = layer_densities(stage) if stage.trained else {}
-        rows = density_rows({n: LayerDensity(table[n].share, heads) for n, heads in densities.items() if n in table})
-        stages.append(replace(stage, attrs=stage.attrs.updated(measured=rows)) if table else stage)
-    return replace(module, stages=tuple(stages))
+    told = {stage.name: _measured(first, stage, densities) for first, stage in sparse_stages(module).items()}
+    return replace(module, stages=tuple(told.get(stage.name, stage) for stage in module.stages))
+
+
+def _measured(first: int, stage: Stage, densities: Mapping[int, tuple[float, ...]]) -> Stage:
+    table = layer_densities(stage)
+    own = {layer: densities[first + layer] for layer in table if first + layer in densities}
+    rows = density_rows({layer: LayerDensity(table[layer].share, heads) for layer, heads in own.items()})
+    return replace(stage, attrs=stage.attrs.updated(measured=rows))
 
 
 def better_plan(kept: Module, planned: Module, profile: str | None) -> Module:

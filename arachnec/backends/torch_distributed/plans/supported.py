@@ -83,14 +83,12 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
 
 
 def _sparse_problems(module: Module) -> Iterator[Diagnostic]:
-    """Attention to chosen keys runs in models that have all layers on every rank, its heads exchanged between the ranks
-    of a clip."""
+    """Attention to chosen keys runs in models that lie on devices, its heads exchanged between the ranks of a clip."""
     whole = "compile with `sparsify,shard-optimizer,partition,annotate,schedule-z3,place,bucket,lower,check`"
     for stage in module.stages:
         if not stage.trained or not layer_densities(stage):
             continue
         refused = (
-            ("part_of" in stage.attrs, "in a model that `stages` cut", whole),
             (bool(in_host(stage)), "where parts of the model lie in host memory", whole),
             ("graphs" in stage.attrs, "in blocks that no one graph serves", "compile without `sparsify`"),
         )

@@ -13,8 +13,8 @@ from torch import nn
 from arachnec.backends.torch_distributed.rank.rank_context import SequenceParallel
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.nodes import Graph, Instruction, Module, integer
-from arachnec.model_state.sparse_predictors import sparse_stage
 from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
 from arachnec.spmd.specialisation import Graphs, Specialisation
@@ -91,7 +91,7 @@ class Sequences:
 def needs_sequence(module: Module) -> bool:
     """Whether some cascade runs on several ranks, computes its blocks again, or can attend to chosen keys: what takes
     traced blocks."""
-    if sparse_stage(module) is not None:
+    if sparse_stages(module):
         return True
     steps = [step for p in module.programs for step in p.instructions]
     return any(is_shared(step) or (step.op == "forward" and step.attrs.get("recompute")) for step in steps)

@@ -17,24 +17,25 @@ from arachnec.backends.torch_distributed.plans.step_plans import Plans
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.executable.training_options import Training
+from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.nodes import Module
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import ListFiles, SparsePredictors, sparse_stage
+from arachnec.model_state.sparse_predictors import ListFiles, SparsePredictors
 
 
 def with_predictors(
     context: RankContext, first: Module, sequences: Sequences, training: Training, options: RunOptions
 ) -> RankContext:
     """The context with predictors of the layers that the ``first`` plan may make sparse, if there are some."""
-    stage = sparse_stage(first)
-    if stage is None:
+    if not sparse_stages(first):
         return context
     sequence = sequences.for_program(first)
     assert sequence is not None, "a sparse stage needs its blocks traced"
-    predictors = SparsePredictors.of(stage, sequence, training.seed)
+    predictors = SparsePredictors.of(first, sequence, training.seed, context.rank)
     predictors.files = ListFiles(options.save_lists, options.replay_lists)
     cluster = first.cluster
-    if cluster is not None and cluster.nodes > 1 and training.accumulate == 1:  # a batch alone cannot be done again
+    apart = cluster is not None and cluster.nodes > 1 and context.pipeline is None
+    if cluster is not None and apart and training.accumulate == 1:  # a batch alone cannot be done again
         predictors.node = cluster.gpus
     return replace(context, predictors=predictors)
 
@@ -52,7 +53,7 @@ def lacks_keys(context: RankContext, step: int) -> bool:
 def finish_step(context: RankContext, step: int, *, skipped: bool) -> None:
     """Update the predictors behind an optimizer step."""
     if context.predictors is not None:
-        context.predictors.finish(step, _everyone(context), skipped=skipped)
+        context.predictors.finish(step, _everyone(context), context.gradient_groups.get, skipped=skipped)
         context.predictors.all_keys = False
 
 

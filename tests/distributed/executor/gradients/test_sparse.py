@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -239,7 +240,10 @@ def test_what_cannot_run_is_refused_at_load_with_what_to_do_instead() -> None:
     _, program = planned(4)
     demand_supported(program, program.programs)
     (stage,) = program.stages
-    for said, attrs in {"that `stages` cut": {"part_of": "dit"}, "in host memory": {"host": ("optimizer",)}}.items():
+    for said, attrs in {
+        "in host memory": {"host": ("optimizer",)},
+        "no one graph serves": {"graphs": "shapes"},
+    }.items():
         module = replace(program, stages=(replace(stage, attrs=stage.attrs.updated(**attrs)),))
         with pytest.raises(UserError, match=said) as error:
             demand_supported(module, module.programs)
@@ -249,7 +253,7 @@ def test_what_cannot_run_is_refused_at_load_with_what_to_do_instead() -> None:
 class Known:
     """Stands in for a model: both layers can be sparse."""
 
-    def sparsify(self, rank: int, seed: int) -> dict[Layer, LayerState]:
+    def sparsify(self, rank: int, seed: int, here: Set[str] | None = None) -> dict[Layer, LayerState]:
         assert seed == 0
         return {(path, 0): self.state(rank) for path, _ in LAYERS}
 
@@ -260,7 +264,7 @@ class Known:
 
 def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None:
     _, program = planned(2)
-    predictors = SparsePredictors.of(program.stages[0], Known(), 0)
+    predictors = SparsePredictors.of(program, Known(), 0)
     before = {name: value.clone() for name, value in predictors.tensors().items()}
     sums, gradients = torch.ones(8, 3), [torch.ones(3, 4, 2)] * 2
     broken = [gradients[0] * float("nan"), gradients[1]]
