@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.sampling import as_forward
+from arachnec.ir.values import Value
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,12 @@ def timed_steps(stage: Stage) -> tuple[TimedStep, ...]:
     """What a stage says of it; none where no profile did."""
     rows = stage.attrs.get("timed", ())
     assert isinstance(rows, tuple)
-    return tuple(
-        TimedStep(*(integer(size) for size in row[:4]), quantity(row[4])) for row in rows if isinstance(row, tuple)
-    )
+    return tuple(_row(row) for row in rows if isinstance(row, tuple))
+
+
+def _row(row: tuple[Value, ...]) -> TimedStep:
+    degree, batch, tokens, text = (integer(size) for size in row[:4])
+    return TimedStep(degree, batch, tokens, text, quantity(row[4]))
 
 
 def correction(

@@ -422,7 +422,7 @@ def _gradients(state: LayerState) -> list[Tensor]:
 
 
 def _summed(own: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """The sums of these over the ranks of a group, in one all-reduce; in 32 bits."""
+    """These, added over the ranks of a group, in one all-reduce; in 32 bits."""
     flat = torch.cat([value.reshape(-1).float() for value in own])
     if group is not None:
         dist.all_reduce(flat, group=group)

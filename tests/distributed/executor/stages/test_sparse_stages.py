@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from arachnec.backends.torch_distributed.kept_plan import with_densities
+from arachnec.backends.torch_distributed.plans.kept_plan import with_densities
 from arachnec.driver import plan_iteration, plan_model
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
