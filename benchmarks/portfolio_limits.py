@@ -2,7 +2,7 @@
 
     python benchmarks/portfolio_limits.py [--only FLOOR,GRACE] [--json FILE]
 
-``FLOOR`` and ``NEAR``: proofs of (16, 8) of ``plan_video_mix.py``, five seeds, 2000 steps each. ``GRACE``: the first
+``FLOOR``: proofs of (16, 8) of ``plan_video_mix.py``, five seeds, 2000 steps each. ``GRACE``: the first
 plan of 4096 clips on 1024 GPUs, and the bound of 2000 chains of which no two are alike. ``PLACED`` and ``LOOKS``: a
 list schedule of degrees drawn at random, placed on few process groups. Seconds are of processor time.
 """
@@ -27,7 +27,7 @@ from arachnec.ir.nodes import Module
 from arachnec.planning import family_placement, rank_trades
 from arachnec.planning.formulate import problem_of, scheduled
 from arachnec.planning.placement import end_of
-from arachnec.solver import chain_bound, gap_search, portfolio, search
+from arachnec.solver import chain_bound, portfolio, search
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
 from arachnec.solver.list_schedule import list_schedule, orders
@@ -39,7 +39,6 @@ STEPS, SEEDS = 2000, range(100, 105)
 # A limit, the modules that read it, and what is in its place where there is none.
 LIMITS = {
     "FLOOR": ((portfolio,), 0.0),
-    "NEAR": ((gap_search,), 0.0),
     "GRACE": ((search, chain_bound), float(NEVER)),
     "PLACED": ((rank_trades, family_placement), NEVER),
     "LOOKS": ((rank_trades,), NEVER),
@@ -101,7 +100,6 @@ def of_any_degrees(module: Module, cost: CostModel) -> Module:
 
 MEASURED: dict[str, Callable[[], Iterator[Row]]] = {
     "FLOOR": proofs,
-    "NEAR": proofs,
     "GRACE": first_plan,
     "PLACED": groups,
     "LOOKS": groups,
