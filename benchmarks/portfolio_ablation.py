@@ -4,8 +4,9 @@
     python benchmarks/processor_time.py portfolio_ablation.py --budget 500 --problems placed --without "..."
 
 Problems are those of ``plan_tables.py`` (chains with measured durations), of ``plan_video_mix.py`` (clips that wait for
-nothing), and modules of ``ablations.py`` whose plans are placed and simulated. Effort is counted in steps, so that the
-answer is the same on any machine; ``--budget`` gives ms instead, for searches that know nothing else. One row for each
+nothing), and modules of ``ablations.py`` whose plans are placed and simulated; ``many`` are such modules of more clips,
+measured only where asked for. Effort is counted in steps, so that the answer is the same on any machine; ``--budget``
+gives ms instead, for searches that know nothing else, and ``--steps 0`` says what is there first. One row for each
 part, an improver, a view of the problem, or list schedules: how many plans are longer, shorter or no more proved
 without it, and by how much their mean length changes. The rows of other seeds say which changes are chance.
 """
@@ -93,6 +94,15 @@ def modules() -> list[Plan]:
     ]
 
 
+def many() -> list[Plan]:
+    """Where widths that nest are many, and so are the cascades to pack."""
+    return [
+        placed(costed("hunyuanvideo", video_mix(256, 1), "8x8:h100-80g")),
+        placed(costed("hunyuanvideo", video_mix(512, 1), "16x8:h100-80g")),
+        placed(costed("wan2_1_14b", video_mix(128, 2), "8x8:h100-80g")),
+    ]
+
+
 def counted(problem: Problem) -> Plan:
     """Plans of GPUs that are interchangeable, judged by their makespan."""
 
@@ -161,7 +171,7 @@ def main() -> None:
     parser.add_argument("--without", default=";".join((*IMPROVERS, *OTHERS)), help="names separated by semicolons")
     parser.add_argument("--json", type=Path, help="write every gap there")
     options = parser.parse_args()
-    groups = {"tables": lambda: tables(options.cases), "mixes": mixes, "placed": modules}
+    groups = {"tables": lambda: tables(options.cases), "mixes": mixes, "placed": modules, "many": many}
     begin = clock_of(options.steps if options.budget is None else None, options.budget or 0.0)
     effort = {"steps": options.steps} if options.budget is None else {"budget_ms": options.budget}
     arms: list[tuple[str, int, tuple[str, ...]]] = [(f"{SEED}{seed}", seed, ()) for seed in range(options.seeds)]

@@ -52,7 +52,6 @@ NUMBERS = (
     Number(f"{SOLVER}.budget", "GRACE", ALL),
     Number(f"{SOLVER}.bound", "NEGLIGIBLE", ALL),
     Number(f"{SOLVER}.gap_search", "BELOW", TABLES),
-    Number(f"{SOLVER}.gap_search", "NEAR", TABLES),
     Number(f"{SOLVER}.annealing", "TRIES", TABLES),
     Number(f"{SOLVER}.annealing", "HOT", TABLES),
     Number(f"{SOLVER}.annealing", "KINDS", TABLES),

@@ -30,8 +30,6 @@ from arachnec.solver.z3_schedule import StartTimes
 
 # Of what is left with one core, that a question from the bound may take.
 BELOW = 0.2
-# Of the gap, from the bound upwards: a question put off is asked again there, and of two at once the second is there.
-NEAR = 0.25
 
 Inquiry = Assignment | StartTimes
 
@@ -172,14 +170,14 @@ class GapSearch:
         """Where to ask next; None where bound and makespan have met."""
         if self.low >= self.high:
             return None
-        if self.put_off <= self.low + NEAR * (self.high - self.low):
+        if 2 * (self.put_off - self.low) <= (self.high - self.low) // 2:  # in the lower half of the lower half
             self.put_off, self.limit = self.high, 2 * self.limit
         running = {asked.horizon for asked in self.asked.values()}
         if self._from_above() and self.high - 1 not in running:
             return Asked(self.high - 1, from_above=True)
         room = self.put_off - self.low
         horizon = self.low + room // 2
-        return Asked(horizon if horizon not in running else self.low + int(NEAR * room))
+        return Asked(horizon if horizon not in running else self.low + room // 2 // 2)
 
     def _from_above(self) -> bool:
         """Every other question of one thread, one of the two at once."""

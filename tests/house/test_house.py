@@ -163,6 +163,12 @@ def test_no_test_folder_is_a_package() -> None:
     assert not list((ROOT / "tests").rglob("__init__.py"))
 
 
+def test_a_folder_of_tests_has_tests_or_folders() -> None:
+    """So that each part can be run alone by its name."""
+    parts = {file.parent for file in (ROOT / "tests").rglob("test_*.py")}
+    assert not [part for part in parts if parts.intersection(part.parents)]
+
+
 def test_a_wheel_would_install_one_import_name() -> None:
     setuptools = pytest.importorskip("setuptools")
     packages = setuptools.find_namespace_packages(str(ROOT), include=["arachnec*"])

@@ -13,7 +13,7 @@ import torch
 
 from tests.warm_python import warm_python
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 LARGEST_ERROR = 2e-5
 
 
