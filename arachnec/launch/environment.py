@@ -55,6 +55,12 @@ SETTINGS = (
         "MALLOC_TOP_PAD_",
     ),
     Setting(
+        "MALLOC_TRIM_THRESHOLD_",
+        str(2**30),
+        "small tensors stay with the process: by default glibc gives back the end of its heap behind every backward, "
+        "and the next forward asks for it page by page",
+    ),
+    Setting(
         "TRITON_CACHE_DIR",
         "{local}/triton",
         "a cache on the host's own disk: one in a home that hosts share is written by all of them at once",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import resource
 import sys
 import time
 from collections.abc import Sequence
@@ -25,7 +26,8 @@ from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Interval
 from benchmarks.pipelines.torch_peer import MODEL
 
-KINDS = ("forward", "backward", "weight", "norm", "step", "reduce", "send", "free", "wait", "processor")
+KINDS = ("forward", "backward", "weight", "norm", "step", "reduce", "send", "free", "wait", "faults", "processor")
+WARMING = 4  # steps of every plan: its memory grows until then, and costs a fault for each new page
 
 
 def main(folder: str, at_once: str, rounds: str) -> None:
@@ -37,8 +39,9 @@ def main(folder: str, at_once: str, rounds: str) -> None:
         executables = [read_executable(path) for path in sorted(place.glob("[0-9][0-9][0-9]"))]
         trainers = [Trainer(executable, RunOptions(), device) for executable in executables]
         profiler.round()
-        for trainer in trainers:
-            trainer.step(0)
+        for _ in range(WARMING):
+            for trainer in trainers:
+                trainer.step(0)
         profiler.forget()
         times: list[list[float]] = []
         kinds: list[list[list[float]]] = []
@@ -52,10 +55,10 @@ def main(folder: str, at_once: str, rounds: str) -> None:
                 profiler.round()
                 for plan in part:
                     dist.barrier()
-                    before = time.process_time()
+                    before, faults = time.process_time(), page_faults()
                     row[plan] = trainers[plan].step(number).step_ms
                     used = (time.process_time() - before) * 1e3
-                    kinds[-1][plan] = [*by_kind(trainers[plan].intervals), used]
+                    kinds[-1][plan] = [*by_kind(trainers[plan].intervals), page_faults() - faults, used]
             times.append(row)
         every = torch.stack(gather(torch.tensor(times, dtype=torch.float64))).amax(0)
         spent = torch.stack(gather(torch.tensor(kinds, dtype=torch.float64))).mean(0).quantile(0.5, dim=0)
@@ -70,8 +73,13 @@ def main(folder: str, at_once: str, rounds: str) -> None:
 
 
 def by_kind(intervals: Sequence[Interval]) -> list[float]:
-    """ms in each kind of instruction but the last of `KINDS`, which is the processor time of the rank."""
-    return [math.fsum(i.end - i.start for i in intervals if i.op == kind) for kind in KINDS[:-1]]
+    """ms in each kind of instruction: `KINDS` but the last two, which are of the whole step."""
+    return [math.fsum(i.end - i.start for i in intervals if i.op == kind) for kind in KINDS[:-2]]
+
+
+def page_faults() -> float:
+    """Thousands of pages that this rank has asked the system for."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt / 1e3
 
 
 if __name__ == "__main__":
