@@ -36,6 +36,7 @@ from arachnec.planning.sampling.policies import (
     side_by_side,
     wrap_arounds,
 )
+from arachnec.planning.sampling.rounds import with_memory
 from arachnec.planning.sampling.segments import batched
 from arachnec.solver.budget import Clock
 from arachnec.solver.malleable import Chain, Piece, least_makespan, length
@@ -105,6 +106,7 @@ def planned(
     if placed is None:
         raise UserError(NotThisWay(None, policy, counted(gpus, "GPU"), _reason(cost, policy)))
     makespan = end_of(placed)
+    placed = with_memory(replace(module, cascades=tuple(placed)), placed)  # a cut made cascades that others read
     return replace(
         module,
         level=Level.SCHEDULED,
