@@ -121,6 +121,17 @@ def test_a_key_of_other_trainers_is_answered_with_its_place_here(tmp_path: Path,
 
 
 @pytest.mark.parametrize(
+    ("setting", "right"),
+    [("optimizer=adamw", "AdamW"), ("schedule=cosine", "CosineAnnealingLR"), ("optimizer=SDG", "SGD")],
+)
+def test_the_nearest_class_of_torch_is_suggested(setting: str, right: str) -> None:
+    with pytest.raises(UserError) as caught:
+        demand_torch_takes(training_of(Training(), None, (setting,)))
+    diagnostic = caught.value.diagnostics[0]
+    assert diagnostic.text(diagnostic.help) == f"did you mean `{right}`?"
+
+
+@pytest.mark.parametrize(
     ("setting", "expected"),
     [("warmup=3", "unknown training option"), ("lr", "sets nothing"), ("=3", "sets nothing"), ("ema=2", "ema = 2")],
 )
