@@ -12,6 +12,7 @@ import json
 import sysconfig
 import traceback
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -123,16 +124,32 @@ class BatchSource:
 
         A batch that was only looked at counts as drawn in it, so nobody asks then.
         """
-        return to_text(self._dataset.state_dict()) if self._keeps_state else ""  # type: ignore[attr-defined]
+        if not self._keeps_state:
+            return ""
+        with self._told():
+            state = self._dataset.state_dict()  # type: ignore[attr-defined]
+        return to_text(state)
 
     def restore(self, batches: int, clips: int, digest: str, state: str) -> None:
         """Go to the place after so many batches: by the dataset's own ``state``, else by drawing them again."""
         if state and self._keeps_state:
-            self._dataset.load_state_dict(from_text(state))  # type: ignore[attr-defined]
+            place = from_text(state)
+            with self._told():
+                self._dataset.load_state_dict(place)  # type: ignore[attr-defined]
             self.batches, self.clips, self.digest, self._given = batches, clips, digest, clips
             return
         while self.batches < batches and self.draw() is not None:
             pass
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What the dataset raises is told as its own, at its line."""
+        try:
+            yield
+        except UserError:
+            raise
+        except Exception as error:
+            raise UserError(_raised(error, self.clips)) from error
 
     @property
     def _keeps_state(self) -> bool:
@@ -215,10 +232,8 @@ class BatchSource:
         if isinstance(dataset, str | bytes | Path | Mapping):
             raise UserError(NotIterable(None, kind, "give an iterable of clips; a manifest is run by `arachnec run`"))
         if hasattr(dataset, "__iter__"):
-            try:
+            with self._told():
                 return iter(dataset)
-            except Exception as error:
-                raise UserError(_raised(error, self.clips)) from error
         if not hasattr(dataset, "__getitem__"):
             raise UserError(NotIterable(None, kind, "give an iterable, or a dataset with __getitem__ and __len__"))
         length = self._length()

@@ -13,12 +13,19 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args, get_origin
 
 import msgspec
 
 from arachnec.cluster.file import Lines
-from arachnec.executable.training_options import OWN_OPTIMIZER, BadTrainValue, Training, bad_value, verified
+from arachnec.executable.training_options import (
+    OWN_OPTIMIZER,
+    BadTraining,
+    BadTrainValue,
+    Training,
+    bad_value,
+    verified,
+)
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 
@@ -31,6 +38,26 @@ KINDS = {
     "bool": "true or false",
     "array": "a list, in brackets",
     "object": "a table",
+}
+OTHER_WORDS = {  # what other trainers call an option, and where it is here
+    "learning_rate": "did you mean `lr`?",
+    "max_grad_norm": "did you mean `clip_norm`?",
+    "gradient_clipping": "did you mean `clip_norm`?",
+    "gradient_accumulation_steps": "did you mean `accumulate`?",
+    "bf16": 'did you mean `dtype = "bf16"`?',
+    "mixed_precision": 'did you mean `dtype = "bf16"`?',
+    "precision": 'did you mean `dtype = "bf16"`?',
+    "betas": "it is an argument of the optimizer: write it below [optimizer]",
+    "eps": "it is an argument of the optimizer: write it below [optimizer]",
+    "momentum": "it is an argument of the optimizer: write it below [optimizer]",
+    "weight_decay": "it is an argument of the optimizer: write it below [optimizer]",
+    "warmup": "write it below [schedule]",
+    "warmup_steps": "write `warmup` below [schedule]",
+    "batch": "give `compile` the option --batch N",
+    "batch_size": "give `compile` the option --batch N",
+    "steps": "give `run` the option --steps N",
+    "max_steps": "give `run` the option --steps N",
+    "epochs": "give `run` the option --steps N: an epoch has as many steps as the manifest has global batches",
 }
 OF_A_GROUP = ("match", "dimensions")
 OWN_KEYS = {"optimizer": ("name",), "schedule": ("name", "warmup"), "groups": OF_A_GROUP}
@@ -147,9 +174,11 @@ def parsed(values: Mapping[str, Any], lines: Lines) -> Training:
         message, _, place = str(error).partition(" - at `$")
         key = re.sub(r"\[\.*\d*\]", "", place.strip("`").lstrip(".")) or "train.toml"
         key = key.replace("scheduler.", "").replace("arguments.", "")
-        value = _at(tables, place.strip("`"))
-        remedy = "docs/training_options.md says what it takes"
-        raise UserError(_bad(lines, key, value, _in_words(message), remedy)) from None
+        value, choices = _at(tables, place.strip("`")), _choices(key)
+        reason = f"it must be {' or '.join(f'`{choice}`' for choice in choices)}" if choices else _in_words(message)
+        near = difflib.get_close_matches(value.lower(), choices, n=1) if isinstance(value, str) else []
+        remedy = f"did you mean `{near[0]}`?" if near else "docs/training_options.md says what it takes"
+        raise UserError(_bad(lines, key, value, reason, remedy)) from None
     try:
         return verified(training)
     except UserError as error:
@@ -194,7 +223,8 @@ def _demand_known(given: Given) -> None:
     known = Training.__struct_fields__
     for key in given.values:
         if key not in known:
-            raise UserError(UnknownTrainKey(given.lines.span(key), key, _suggestion(key, known)))
+            suggestion = OTHER_WORDS.get(key.lower().replace("-", "_")) or _suggestion(key, known)
+            raise UserError(UnknownTrainKey(given.lines.span(key), key, suggestion))
     kinds = {field.name: field.type for field in msgspec.structs.fields(Training)}
     for key, value in given.values.items():
         kind = kinds[key]
@@ -233,9 +263,20 @@ def _group(value: Any, lines: Lines) -> dict[str, Any]:
 
 
 def _placed(diagnostic: Diagnostic, lines: Lines) -> Diagnostic:
+    if isinstance(diagnostic, BadTraining):
+        return replace(diagnostic, span=place(lines, diagnostic.option.replace("-", "_")))
     return (
         replace(diagnostic, span=place(lines, diagnostic.key)) if isinstance(diagnostic, BadTrainValue) else diagnostic
     )
+
+
+def _choices(key: str) -> tuple[str, ...]:
+    """The texts of which the option ``timesteps.sampling`` is one; none where its type lists none."""
+    kind: Any = Training
+    for name in key.split("."):
+        fields = msgspec.structs.fields(kind) if hasattr(kind, "__struct_fields__") else ()
+        kind = next((field.type for field in fields if field.name == name), None)
+    return get_args(kind) if get_origin(kind) is Literal else ()
 
 
 def _table(value: Any, key: str, lines: Lines) -> Mapping[str, Any]:

@@ -134,6 +134,7 @@ def bad_value(key: str, value: object, reason: str, remedy: str, span: Span | No
 @dataclass(frozen=True)
 class BadTraining(Diagnostic):
     title: ClassVar[str] = "{option} = {value} cannot be trained with"
+    label: ClassVar[str] = "out of range"
     help: ClassVar[str] = "{remedy}"
     option: str
     value: float
@@ -154,7 +155,7 @@ def _demand_finite(training: Training) -> None:
 
 
 def _is_batch(mix: Mix) -> bool:
-    return 1 <= mix.batch <= MOST_CLIPS if mix.manifests else mix.batch == 0
+    return 1 <= mix.batch <= MOST_CLIPS if mix.manifests else mix.batch >= 0
 
 
 def _demand_mixable(training: Training) -> None:
@@ -165,6 +166,9 @@ def _demand_mixable(training: Training) -> None:
     paths = [source.data for source in sources]
     if len(set(paths)) < len(paths):
         raise UserError(bad_value("mix.manifests", paths, "one is listed twice", "give it the sum of the weights"))
+    if training.mix.batch and not sources:
+        remedy = "list them below [[mix.manifests]]; the batches of one manifest are made by `compile --batch N`"
+        raise UserError(bad_value("mix.batch", training.mix.batch, "the mix has no manifests", remedy))
     if sources and training.shuffle:
         raise UserError(bad_value("shuffle", True, "a mix is in random order", "leave `shuffle` out"))
     if training.stratified and (sources or training.shuffle):

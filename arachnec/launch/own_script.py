@@ -5,8 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
@@ -33,6 +33,24 @@ class NoHostGroup(Diagnostic):
         'make it with init_process_group("cpu:gloo,cuda:nccl"), or leave it to Engine: it makes one under torchrun'
     )
     backend: str
+
+
+@contextmanager
+def before_joining() -> Iterator[None]:
+    """A mistake in here, which the script lets out, is one message and exit code 2: the ranks do not know of each other
+    yet, and all of them make it."""
+    try:
+        yield
+    except UserError:
+        usual = sys.excepthook
+
+        def ends(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if isinstance(error, UserError):
+                end_process(failure_of(error), tells=os.environ.get("RANK", "0") == "0")
+            usual(kind, error, trace)
+
+        sys.excepthook = ends
+        raise
 
 
 @dataclass

@@ -37,7 +37,13 @@ def with_own_optimizer(model_file: ModelFile, optimizer: object) -> ModelFile:
     """The model file with this function in place of its ``optimizer``. Raises ``UserError`` where it is none."""
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
         raise UserError(NoFunction(None, type(optimizer).__name__))
-    return replace(model_file, optimizer=optimizer)
+    return replace(model_file, optimizer=guarded(optimizer, "optimizer"))
+
+
+def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
+    """A function of the user's script, what it raises told at its line; a class or a builtin as it is."""
+    code = getattr(function, "__code__", None)
+    return function if code is None else checked_function(function, Path(code.co_filename).absolute(), name)
 
 
 def given_module(

@@ -72,8 +72,10 @@ def constructed(kind: Callable[..., T], first: Any, key: str, arguments: Mapping
 
 
 def near(word: str, known: Sequence[str]) -> str:
-    close = difflib.get_close_matches(word, known, n=1)
-    return f"did you mean `{close[0]}`?" if close else f"known are {', '.join(known)}"
+    lower = {name.lower(): name for name in known}
+    begun = [name for name in lower if len(word) > 3 and name.startswith(word.lower())]
+    close = difflib.get_close_matches(word.lower(), lower, n=1) or begun
+    return f"did you mean `{lower[close[0]]}`?" if close else f"known are {', '.join(known)}"
 
 
 def _is_proper(kind: object, base: type) -> bool:

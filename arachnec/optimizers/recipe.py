@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from arachnec.executable.training_options import OWN_OPTIMIZER, Group, Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
-from arachnec.optimizers.classes import ELEMENTWISE, constructed, optimizer_class
+from arachnec.optimizers.classes import ELEMENTWISE, REFUSED, constructed, optimizer_class
 from arachnec.optimizers.schedules import demand_schedule
 
 UserOptimizer = Callable[[list[nn.Parameter]], Optimizer]
@@ -139,7 +139,13 @@ def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptim
             )
         )
     standing = {name: _stand_in(value) for name, value in parameters.items()}
-    optimizer = user(list(standing.values()))
+    try:
+        optimizer = user(list(standing.values()))
+    except UserError:
+        raise
+    except Exception as error:  # of a class or a partial, which has no line of its own
+        reason = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
+        raise UserError(WrongOptimizer(span, reason, "look at its arguments, and at the parameters' shapes")) from error
     if not isinstance(optimizer, Optimizer):
         reason = f"returned a {type(optimizer).__name__}"
         raise UserError(WrongOptimizer(span, reason, "return a torch.optim.Optimizer over the parameters it was given"))
@@ -155,6 +161,9 @@ def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptim
         reason = f"leaves out {len(missing)} parameters that train, among them {names[min(missing)]}"
         raise UserError(WrongOptimizer(span, reason, "take all of `parameters`, or freeze them in build()"))
     kind = type(optimizer)
+    if kind.__name__ in REFUSED and kind is getattr(torch.optim, kind.__name__):
+        reason = f"returned a {kind.__name__}: {REFUSED[kind.__name__]}"
+        raise UserError(WrongOptimizer(span, reason, "return another optimizer"))
     if kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__):
         return Recipe(tuple(groups), kind)
     return Recipe(tuple(groups), None, user)

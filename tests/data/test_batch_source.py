@@ -103,6 +103,29 @@ def test_what_is_wrong_is_said_once(batches: Any, batch: int | None, expected: s
     assert expected in render(told.value.diagnostics[0])
 
 
+class Forgetful:
+    """A dataset whose state cannot be asked or set."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([[item()], [item()]])
+
+    def state_dict(self) -> dict[str, int]:
+        raise KeyError("place")
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        raise KeyError("place")
+
+
+def test_a_dataset_that_cannot_say_where_it_stands_is_told_at_its_line() -> None:
+    source = BatchSource(Forgetful())
+    for ask in (source.state, lambda: source.restore(1, 1, "digest", to_text({"place": 1}))):
+        with pytest.raises(UserError, match="the dataset raised KeyError: 'place'") as told:
+            ask()
+        span = told.value.diagnostics[0].span
+        assert span is not None
+        assert span.file == __file__
+
+
 # the loader leaves it to the interpreter to close its files
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_tar_shards_by_their_own_loader_and_one_that_is_cut_short(tmp_path: Path) -> None:

@@ -75,12 +75,16 @@ def test_without_a_name_arguments_are_those_of_the_own_adamw() -> None:
         ("[logging]\njsonl = ' '", 2, "`logging.jsonl` is ' ': it is empty"),
         ("[optimizer]\nname = 'AdamW'\neps = inf", 3, "`optimizer.eps` is inf: it is not finite"),
         ("[[groups]]\nmatch = '*'\nbetas = [0.9, nan]", 3, "it is not finite"),
-        ("clip_norm = inf", None, "clip-norm = inf cannot be trained with"),
-        ("lr = nan", None, "lr = nan cannot be trained with"),
-        ("ema = nan", None, "ema = nan cannot be trained with"),
-        ("accumulate = 1000000000", None, "accumulate = 1000000000 cannot be trained with"),
-        ("[validation]\nevery = 0", None, "validation.every = 0 cannot be trained with"),
-        ("lr = -1.0", None, "lr = -1.0 cannot be trained with"),
+        ("seed = 1\ndtype = 'fp8'", 2, "`dtype` is 'fp8': it must be `fp32` or `bf16`"),
+        ("[mix]\nbatch = 4", 2, "`mix.batch` is 4: the mix has no manifests"),
+        ("dtype = 16", 1, "it must be `fp32` or `bf16`"),
+        ("[timesteps]\nsampling = 'foo'", 2, "it must be `uniform` or `logit-normal`"),
+        ("lr = 1.0\nclip_norm = inf", 2, "clip-norm = inf cannot be trained with"),
+        ("lr = nan", 1, "lr = nan cannot be trained with"),
+        ("ema = nan", 1, "ema = nan cannot be trained with"),
+        ("accumulate = 1000000000", 1, "accumulate = 1000000000 cannot be trained with"),
+        ("[validation]\nevery = 0", 2, "validation.every = 0 cannot be trained with"),
+        ("lr = -1.0", 1, "lr = -1.0 cannot be trained with"),
         ("[optimizer]\nname = 'SGD'\nlr = 1.0", 3, "a key of its own"),
         ("[schedule]\nT_max = 3", 2, "no scheduler takes it"),
         ("[[groups]]\nlr = 3.0", 1, "no parameter"),
@@ -104,6 +108,27 @@ def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
         with pytest.raises(UserError) as caught:
             read(tmp_path, f"{key} = 1.0")
         assert caught.value.diagnostics[0].text("{suggestion}") == f"did you mean `{right}`?"
+
+
+@pytest.mark.parametrize(
+    ("key", "place"),
+    [("learning-rate", "`lr`"), ("weight_decay", "[optimizer]"), ("steps", "--steps"), ("batch_size", "--batch")],
+)
+def test_a_key_of_other_trainers_is_answered_with_its_place_here(tmp_path: Path, key: str, place: str) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, f"{key} = 1")
+    assert place in caught.value.diagnostics[0].text("{suggestion}")
+
+
+@pytest.mark.parametrize(
+    ("setting", "right"),
+    [("optimizer=adamw", "AdamW"), ("schedule=cosine", "CosineAnnealingLR"), ("optimizer=SDG", "SGD")],
+)
+def test_the_nearest_class_of_torch_is_suggested(setting: str, right: str) -> None:
+    with pytest.raises(UserError) as caught:
+        demand_torch_takes(training_of(Training(), None, (setting,)))
+    diagnostic = caught.value.diagnostics[0]
+    assert diagnostic.text(diagnostic.help) == f"did you mean `{right}`?"
 
 
 @pytest.mark.parametrize(

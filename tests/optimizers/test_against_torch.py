@@ -245,6 +245,8 @@ def test_the_model_files_own_elementwise_optimizer_keeps_its_groups() -> None:
         (lambda p: None, "returned a NoneType"),
         (lambda p: torch.optim.SGD(p[:2], lr=0.1), "leaves out 4 parameters"),
         (lambda p: torch.optim.SGD([nn.Parameter(v.detach().clone()) for v in p]), "that it was not given"),
+        (lambda p: torch.optim.LBFGS(p), "returned a LBFGS: it computes the loss again"),
+        (torch.optim.Muon, "raised ValueError: Muon only supports 2D parameters"),
     ],
 )
 def test_a_function_that_makes_no_optimizer_of_these_parameters_is_refused(user: Any, reason: str) -> None:

@@ -38,6 +38,38 @@ def hunyuan() -> nn.Module:
     )
 
 
+def hunyuan_1_5() -> nn.Module:
+    from diffusers import AutoencoderKLHunyuanVideo15
+
+    return AutoencoderKLHunyuanVideo15(
+        latent_channels=4, block_out_channels=(8, 8, 8, 8), layers_per_block=1, spatial_compression_ratio=8
+    )
+
+
+def ltx() -> nn.Module:
+    from diffusers import AutoencoderKLLTXVideo
+
+    return AutoencoderKLLTXVideo(
+        latent_channels=4, block_out_channels=(8,) * 4, decoder_block_out_channels=(8,) * 4, layers_per_block=(1,) * 5,
+        decoder_layers_per_block=(1,) * 5, patch_size=1,
+    )  # fmt: skip
+
+
+def magvit() -> nn.Module:
+    """EasyAnimate's."""
+    from diffusers import AutoencoderKLMagvit
+
+    return AutoencoderKLMagvit(latent_channels=2, block_out_channels=[4] * 4, layers_per_block=1, norm_num_groups=2)
+
+
+def mochi() -> nn.Module:
+    from diffusers import AutoencoderKLMochi
+
+    return AutoencoderKLMochi(
+        encoder_block_out_channels=(32,) * 4, decoder_block_out_channels=(32,) * 4, layers_per_block=(1,) * 5
+    )
+
+
 def spread(vae: nn.Module) -> nn.Module:
     for parameter in vae.parameters():  # what is zero at first would hide mistakes
         nn.init.normal_(parameter, std=0.2)

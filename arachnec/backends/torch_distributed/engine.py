@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import os
 import tempfile
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -44,9 +43,10 @@ from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.launch.own_script import OwnScript
+from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
+from arachnec.optimizers.own_schedule import advance, own_schedule
 from arachnec.optimizers.recipe import UserOptimizer
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.out_of_memory import explained_memory
@@ -112,8 +112,9 @@ class Engine:
         **options: Any,
     ) -> None:
         self._looked_at = True  # between steps, by the loop that this is in
-        own = run_options(options)
-        machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
+        with before_joining():
+            own = run_options(options)
+            machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
         own = _resuming(own, self._script.restarted)
         self._folder = tempfile.TemporaryDirectory(prefix="arachnec-")
@@ -186,9 +187,9 @@ class Engine:
         self._saved = self.first
         self._closed = False
         self._log = StepLog()
-        self.scheduler = None if scheduler is None else scheduler(self.optimizer)
+        self.scheduler = None if scheduler is None else own_schedule(scheduler, self.optimizer)
         if self.scheduler is not None:
-            _advance(self.scheduler, self.first)
+            advance(self.scheduler, self.first)
             self._trainer.leave_rates()
         self._enter("your own code")
 
@@ -250,8 +251,7 @@ class Engine:
         self.done += 1
         self.steps.append(took)
         self._log.tell(took)
-        if self.scheduler is not None:
-            self.scheduler.step()
+        self._step_schedule()
         every = self._options.every
         due = last or bool(every and self.done % every == 0)
         self._trainer.saves(self.done, due)
@@ -262,6 +262,15 @@ class Engine:
         self._enter("your own code")
         loss = math.nan if took.loss is None else took.loss
         return EngineStep(took.step, loss, metrics_of(took), self._trainer.clips, took)
+
+    def _step_schedule(self) -> None:
+        if self.scheduler is None:
+            return
+        try:
+            advance(self.scheduler, 1)
+        except UserError:
+            self._save_last()
+            raise
 
     def _save_last(self) -> None:
         """A checkpoint of the last step, where there is none, and wait until it is whole."""
@@ -291,14 +300,6 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
 
 def _resuming(options: RunOptions, restarted: bool) -> RunOptions:
     return replace(options, resume=True) if restarted and options.checkpoint is not None else options
-
-
-def _advance(scheduler: Any, steps: int) -> None:
-    """Take a new schedule to where a resumed run stands."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        for _ in range(steps):
-            scheduler.step()
 
 
 def _world() -> int:

@@ -15,7 +15,7 @@ from arachnec.cluster.resize import cluster_for
 from arachnec.executable.folder import demand_folder, read_executable
 from arachnec.executable.train_file import located
 from arachnec.executable.validation import demand_same_manifests
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.local_ranks import RankCrashed, launch
 from arachnec.models.initial_weights import model_folder
@@ -108,7 +108,7 @@ def pictures(folder: Path, summary: RunReport) -> list[str]:
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.set_title(f"{len(summary.steps)} steps on {summary.ranks} ranks")
+    axes.set_title(f"{counted(len(summary.steps), 'step')} on {counted(summary.ranks, 'rank')}")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     place = folder / "loss.png"

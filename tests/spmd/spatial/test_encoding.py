@@ -12,13 +12,23 @@ from arachnec.spmd.spatial.encoding import encode_divided, grid_of
 from arachnec.spmd.spatial.peers import Counted
 from arachnec.spmd.spatial.split_tensor import NotDivisible
 from tests.spmd.spatial_ranks import encoded_by
-from tests.spmd.spatial_vaes import cogvideox, hunyuan, spread, wan, wan_residual
+from tests.spmd.spatial_vaes import (
+    cogvideox,
+    hunyuan,
+    hunyuan_1_5,
+    ltx,
+    magvit,
+    mochi,
+    spread,
+    wan,
+    wan_residual,
+)
 
 # Frames, height, width, with latents of 5 x 7 and 9 x 3; and by how many ranks.
 CASES = (((9, 40, 56), (2, 4)), ((17, 72, 24), (1, 3)))
 
 
-@pytest.mark.parametrize("make", [wan, wan_residual, cogvideox, hunyuan])
+@pytest.mark.parametrize("make", [wan, wan_residual, cogvideox, hunyuan, hunyuan_1_5, ltx, magvit, mochi])
 def test_a_vae_by_several_ranks_is_the_vae_on_one(make: object) -> None:
     pytest.importorskip("diffusers")
     torch.manual_seed(0)

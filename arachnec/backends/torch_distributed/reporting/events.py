@@ -9,6 +9,7 @@ import msgspec
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.reporting.report import Event, Note, Start, StepReport
+from arachnec.ir.diagnostic import counted
 from arachnec.launch.local_ranks import EVENTS_FD
 
 
@@ -33,8 +34,8 @@ def line(event: Event) -> str:
     if isinstance(event, Note):
         return f"note: {event.text}"
     if isinstance(event, Start):
-        plural = "s" if event.ranks > 1 else ""
-        return f"{event.steps} steps from step {event.first_step} on {event.ranks} rank{plural} ({event.device})"
+        steps, ranks = counted(event.steps, "step"), counted(event.ranks, "rank")
+        return f"{steps} from step {event.first_step} on {ranks} ({event.device})"
     assert isinstance(event, StepReport)
     loss = "is not finite" if event.loss is None else f"{event.loss:.6f}"
     return (

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.backends.torch_distributed.reporting import report
+from arachnec.checkpoint.files import save_tensors
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, Executable
 from arachnec.ir.nodes import Module
 from arachnec.ir.printer import print_module
@@ -28,10 +29,8 @@ def gradient_saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] 
     def save(gradients: Mapping[str, Tensor]) -> None:
         if dist.get_rank() != 0:
             return
-        from safetensors.torch import save_file
-
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_file({name: value.cpu().contiguous() for name, value in gradients.items()}, path)
+        save_tensors({name: value.cpu().contiguous() for name, value in gradients.items()}, path, {})
 
     return save
 

@@ -142,6 +142,21 @@ def _iterators(folder: Path) -> tuple[Any, ...]:
     return whole, rest, said, told
 
 
+def test_a_mistake_before_ranks_meet_ends_the_script_with_one_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    from arachnec.backends.torch_distributed.engine import Engine
+    from arachnec.launch import own_script
+
+    ended: list[tuple[int, bool]] = []
+    monkeypatch.setattr(own_script, "end_process", lambda failure, tells: ended.append((failure.exit_code, tells)))
+    for rank, tells in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+        with pytest.raises(UserError, match="no option `stepps`") as told:
+            Engine("model.py", [], stepps=3)
+        sys.excepthook(UserError, told.value, None)
+        assert ended.pop() == (2, tells)
+
+
 def test_the_gradients_of_a_step_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     saved = tmp_path / "g.safetensors"

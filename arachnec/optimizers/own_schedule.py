@@ -1,0 +1,62 @@
+"""A learning rate schedule that a script of the user's makes: called and stepped, its mistakes told as such."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.given_module import guarded
+
+
+@dataclass(frozen=True)
+class WrongSchedule(Diagnostic):
+    title: ClassVar[str] = "`scheduler` {reason}"
+    help: ClassVar[str] = "{remedy}"
+    reason: str
+    remedy: str
+
+
+def own_schedule(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
+    """What ``function`` makes of the optimizer.
+
+    Raises ``UserError`` where it raises, or where what it gives cannot be stepped by the number of steps alone.
+    """
+    if not callable(function):
+        remedy = "give one: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
+        reason = f"is of type {type(function).__name__}, not a function of the optimizer"
+        raise UserError(WrongSchedule(None, reason, remedy))
+    try:
+        schedule = guarded(function, "scheduler")(optimizer)
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(_refusal(error, "look at its arguments: it is called with the engine's optimizer")) from error
+    if not callable(getattr(schedule, "step", None)):
+        reason = f"returned a {type(schedule).__name__}, which has no `step()`"
+        raise UserError(WrongSchedule(None, reason, "return a schedule of torch.optim.lr_scheduler"))
+    if isinstance(schedule, ReduceLROnPlateau):
+        reason = "returned a ReduceLROnPlateau: it follows losses that a resumed run cannot see again"
+        raise UserError(WrongSchedule(None, reason, "return a schedule that follows from the number of steps"))
+    return schedule
+
+
+def advance(schedule: Any, steps: int) -> None:
+    """Take so many steps of a schedule. Raises ``UserError`` where it ends before, or raises."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(steps):
+            try:
+                schedule.step()
+            except Exception as error:
+                remedy = "give it as many steps as the whole job has; what was trained before is in the checkpoint"
+                raise UserError(_refusal(error, remedy)) from error
+
+
+def _refusal(error: Exception, remedy: str) -> WrongSchedule:
+    return WrongSchedule(None, f"raised {type(error).__name__}: {' '.join(str(error).split())}", remedy)
