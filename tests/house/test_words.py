@@ -38,7 +38,7 @@ AS_POSTED = (
     "docs/plan_looks_wrong.md",
     "tests/emulator/",
     "tests/verification/test_execution_models.py",
-    "tests/verification/test_prefetch_order.py",
+    "tests/verification/test_event_places.py",
     "tests/views/browser.py",  # a method of HTTP
 )
 # What is all-reduced is no sum: in these rooms `sums` would mean gradients.

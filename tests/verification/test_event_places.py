@@ -1,4 +1,4 @@
-"""A rank comes to its events in the order in which its host starts them, by a plain walk of its list."""
+"""A rank comes to its events in the order in which its host posts them, by a plain walk of its list."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DEVICE = ExecutionModel("device", "prefetched", "first-use")
 
 def drawn_places(values: Values, rng: random.Random) -> dict[int, Prefetched]:
     """Every receive somewhere ahead of its place, those of a rank in their order."""
-    prefetched = {}
+    posted = {}
     for program in values.module.programs:
         rows: list[list[Instruction]] = [[] for _ in program.instructions]
         earliest = 0
@@ -32,18 +32,18 @@ def drawn_places(values: Values, rng: random.Random) -> dict[int, Prefetched]:
             if step.op == "receive":
                 earliest = rng.randint(earliest, index)
                 rows[earliest].append(step)
-        prefetched[program.rank] = tuple(map(tuple, rows))
-    return prefetched
+        posted[program.rank] = tuple(map(tuple, rows))
+    return posted
 
 
-def walked(values: Values, prefetched: dict[int, Prefetched]) -> dict[int, list[Event]]:
+def walked(values: Values, posted: dict[int, Prefetched]) -> dict[int, list[Event]]:
     """What each host does, one thing after another: it connects to a rank right before it first needs to."""
     order = {}
     for program in values.module.programs:
         known: set[int] = set()
         number: dict[tuple[str, int], int] = defaultdict(int)
         events: list[Event] = []
-        for step, receives in zip(program.instructions, prefetched[program.rank], strict=True):
+        for step, receives in zip(program.instructions, posted[program.rank], strict=True):
             for one in (*receives, *((step,) if step.op == "send" else ())):
                 (peer,) = one.peers
                 if peer not in known:
@@ -56,9 +56,9 @@ def walked(values: Values, prefetched: dict[int, Prefetched]) -> dict[int, list[
     return order
 
 
-def sorted_events(handoffs: list[Handoff], values: Values, prefetched: dict[int, Prefetched]) -> dict[int, list[Event]]:
+def sorted_events(handoffs: list[Handoff], values: Values, posted: dict[int, Prefetched]) -> dict[int, list[Event]]:
     """The same by the places that the proof gives them."""
-    places = _posted_places(values, prefetched)
+    places = _posted_places(values, posted)
     at: dict[int, list[tuple[tuple[int, int, int], Event]]] = defaultdict(list)
     number: dict[tuple[int, int], int] = defaultdict(int)
     for one, event in zip(handoffs, _handoff_events(handoffs, places), strict=True):
@@ -79,9 +79,9 @@ def sorted_events(handoffs: list[Handoff], values: Values, prefetched: dict[int,
 def test_events_stand_where_the_host_comes_to_them(module: Module, rng: random.Random) -> None:
     values = Values(lower(module))
     handoffs = list(match_handoffs(values, []))
-    for prefetched in (
+    for posted in (
         drawn_places(values, rng),
         {program.rank: in_place(program) for program in values.module.programs},
         prefetched_receives(values, DEVICE, 80.0),
     ):
-        assert sorted_events(handoffs, values, prefetched) == walked(values, prefetched)
+        assert sorted_events(handoffs, values, posted) == walked(values, posted)
