@@ -29,7 +29,7 @@ def wanted_gradient_groups(module: Module) -> list[tuple[int, ...]]:
     norms = [step.peers for step in steps if step.op == "norm" and step.peers not in cells]
     learning = sparse_stages(module).values()
     everyone = [tuple(range(len(module.programs)))] if learning else []
-    assert module.cluster is not None
-    places = [tuple(sorted(resident_ranks(module, module.cluster, stage))) for stage in learning]
+    cluster = module.cluster
+    places = [] if cluster is None else [tuple(sorted(resident_ranks(module, cluster, stage))) for stage in learning]
     reduced = (step.peers for step in steps if step.op in ("gather", "reduce"))
     return list(dict.fromkeys([*reduced, *norms, *everyone, *places]))

@@ -47,7 +47,8 @@ def source(world: int) -> Module:
     return replace(module, stages=(replace(stage, attrs=attrs),))
 
 
-def executable(folder: Path, world: int, passes: str) -> Path:
+def executable(folder: Path, world: int, passes: str, before: str = "") -> Path:
+    """``before`` are passes of the whole model that the module has behind it."""
     module, pipeline = source(world), Pipeline.parse(passes)
     model, _ = plan_model(module, pipeline)
     folder.mkdir()
@@ -58,7 +59,7 @@ def executable(folder: Path, world: int, passes: str) -> Path:
         program=plan_iteration(model, pipeline, 0)[0],
         traced=module,
         model=model,
-        pipeline=passes,
+        pipeline=before + passes,
         model_file=load_model_file(place),
         clips=CLIPS,
         training=Training(clip_norm=0.5),
@@ -140,12 +141,15 @@ def test_a_run_goes_on_in_stages_and_back_on_one_rank(tmp_path: Path, whole: tup
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-2, abs=1e-6)
 
 
-def test_plans_of_stages_follow_what_a_run_measures(tmp_path: Path) -> None:
-    """Each stage's plan has its own layers' densities, by their numbers in the model."""
-    program = read_executable(executable(tmp_path / "staged", 2, pipeline_of("cuts=[1]", "schedule=1f1b"))).program
-    told = with_densities(program, {0: (0.5,) * 3, 2: (0.25,) * 3})
+def test_plans_of_stages_follow_what_a_run_measures(tmp_path: Path, whole: tuple[Path, dict[str, Any]]) -> None:
+    """Each stage's plan has its own layers' densities, by their numbers in the model; no loss depends on the plan."""
+    folder, expected = whole
+    staged = executable(tmp_path / "staged", 2, pipeline_of("cuts=[1]", "schedule=1f1b"), "sparsify,")
+    told = with_densities(read_executable(staged).program, {0: (0.5,) * 3, 2: (0.25,) * 3})
     measured = [{n: layer.heads for n, layer in (measured_densities(s) or {}).items()} for s in told.stages]
     assert measured == [{0: (0.5,) * 3}, {1: (0.25,) * 3}]
+    report = train_on(2, staged, steps=3, replay_lists=folder.parent / "lists")
+    assert losses(report) == pytest.approx(losses(expected), rel=1e-5)
 
 
 class Known:
