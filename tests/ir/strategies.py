@@ -185,6 +185,7 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
                     side=None,
                     sparse=None,
                     heads=None,
+                    unconditional=None,
                 )
             )
             before = (cascades[-1].name,) if phase is Phase.TRAIN else ()
