@@ -1,6 +1,6 @@
 """Predicted against measured step time of plans with stages or cells, on gloo ranks of one thread.
 
-    python -m benchmarks.pipelines.prediction [--ranks 2] [--rounds 5] [--mixes equal,short] [--plans 1f1b] [--json FILE]
+    python -m benchmarks.pipelines.prediction [--ranks 2] [--rounds 5] [--mixes equal] [--plans 1f1b] [--json FILE]
 
 A profile is measured in the same processes, in turns with the plans, so that a machine whose speed drifts slows both
 alike. Plans are pipelines of several schedules and stages, and cells, on micro-batches of equal and of mixed lengths; a
