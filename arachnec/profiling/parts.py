@@ -137,18 +137,21 @@ def _run(
 
 
 def _weights(model: nn.Module, layers: Layers, deferred: Deferred, now: Callable[[], float]) -> Mapping[str, float]:
-    """Seconds of the deferred products by part; a backward comes to those behind the blocks first."""
+    """Seconds of the deferred products by part, which are gone afterwards; a backward comes to those behind the blocks
+    first."""
     owners = {id(p): name for path, name in layers.classes for p in model.get_submodule(path).parameters()}
     by_part: dict[str, Deferred] = defaultdict(Deferred)
     outside = LAST
-    for product in deferred.products:
+    products, deferred.products[:] = [*deferred.products], []  # the graph holds that list, which holds the graph
+    for product in products:
         owner = owners.get(id(product.weight))
         outside = outside if owner is None else FIRST
         by_part[owner or outside].products.append(product)
     seconds = {}
-    for part, products in by_part.items():
+    del products
+    for part, own in by_part.items():
         started = now()
-        products.run()
+        own.run()
         seconds[part] = now() - started
     return seconds
 

@@ -1,6 +1,6 @@
 """Predicted against measured step time of plans with stages or cells, on gloo ranks of one thread.
 
-    python -m benchmarks.pipelines.prediction [--ranks 2] [--rounds 5] [--json FILE]
+    python -m benchmarks.pipelines.prediction [--ranks 2] [--rounds 5] [--mixes equal] [--plans 1f1b] [--json FILE]
 
 A profile is measured in the same processes, in turns with the plans, so that a machine whose speed drifts slows both
 alike. Plans are pipelines of several schedules and stages, and cells, on micro-batches of equal and of mixed lengths; a
@@ -84,8 +84,10 @@ def plans(ranks: int) -> dict[str, str]:
     return pipelines
 
 
-def write_plans(folder: Path, ranks: int, mixes: Sequence[str] = tuple(LENGTHS)) -> list[tuple[str, str, Module]]:
-    """An executable for each plan of these mixes, numbered."""
+def write_plans(
+    folder: Path, ranks: int, mixes: Sequence[str] = tuple(LENGTHS), only: Sequence[str] = ()
+) -> list[tuple[str, str, Module]]:
+    """An executable for each plan of these mixes, numbered; ``only`` those of some names, where any are given."""
     modules: list[tuple[str, str, Module]] = []
     everything = [length for mix in mixes for length in LENGTHS[mix]]
     (folder / "all.jsonl").write_text(rows(sorted(set(everything))))
@@ -93,6 +95,8 @@ def write_plans(folder: Path, ranks: int, mixes: Sequence[str] = tuple(LENGTHS))
         manifest, first = folder / f"{mix}.jsonl", None
         manifest.write_text(rows(LENGTHS[mix]))
         for plan, passes in plans(ranks).items():
+            if only and plan not in only:
+                continue
             pipeline = Pipeline.parse(passes)
             first = first or compile_model(MODEL, manifest, f"{ranks}:cpu", passes=pipeline)
             model, _ = plan_model(first.traced, pipeline)
@@ -120,12 +124,15 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--mixes", default=",".join(LENGTHS), help="of clips, by name, a comma between them")
+    parser.add_argument("--plans", default="", help="of these names alone, a comma between them")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     cluster = parse_cluster(f"{options.ranks}:cpu")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        modules = write_plans(folder, options.ranks, options.mixes.split(","))
+        modules = write_plans(
+            folder, options.ranks, options.mixes.split(","), [*filter(None, options.plans.split(","))]
+        )
         arguments = [str(folder), str(measuring_at_once(cluster)), str(options.rounds)]
         launch(options.ranks, arguments, lambda _: None, worker=WORKER)
         measured = msgspec.json.decode((folder / "measured.json").read_bytes(), type=Measured)

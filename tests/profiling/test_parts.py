@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from arachnec.backends.weight_gradients import _Product
 from arachnec.profiling.parts import Layers, timed_parts
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm.out)
@@ -53,3 +55,17 @@ def test_every_part_has_its_products_in_every_phase() -> None:
     ):
         counted = tuple(counts[f"{part}:{phase}"] for phase in ("forward", "backward", "activation", "weight"))
         assert counted == (forward, backward, activation, weight), part
+
+
+def test_nothing_of_a_split_backward_stays() -> None:
+    """A graph that held its own products would keep a micro-batch's activations for every measurement."""
+    model = Model()
+    layers = Layers((("blocks.0", "One"), ("blocks.1", "Two"), ("blocks.2", "One")))
+    before = _products()
+    timed_parts(model, layers, lambda: model(torch.ones(3, 4)).sum(), lambda: 0.0)
+    assert _products() == before
+
+
+def _products() -> int:
+    gc.collect()
+    return sum(type(value) is _Product for value in gc.get_objects())
