@@ -30,9 +30,11 @@ def timed_steps(stage: Stage) -> tuple[TimedStep, ...]:
     """What a stage says of it; none where no profile did."""
     rows = stage.attrs.get("timed", ())
     assert isinstance(rows, tuple)
-    return tuple(
-        TimedStep(*(integer(size) for size in row[:4]), quantity(row[4])) for row in rows if isinstance(row, tuple)
-    )
+    steps = []
+    for row in (row for row in rows if isinstance(row, tuple)):
+        degree, batch, tokens, text = (integer(size) for size in row[:4])
+        steps.append(TimedStep(degree, batch, tokens, text, quantity(row[4])))
+    return tuple(steps)
 
 
 def correction(
