@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.sampling import as_forward
-from arachnec.ir.values import Value
 
 
 @dataclass(frozen=True)
@@ -31,12 +30,11 @@ def timed_steps(stage: Stage) -> tuple[TimedStep, ...]:
     """What a stage says of it; none where no profile did."""
     rows = stage.attrs.get("timed", ())
     assert isinstance(rows, tuple)
-    return tuple(_row(row) for row in rows if isinstance(row, tuple))
-
-
-def _row(row: tuple[Value, ...]) -> TimedStep:
-    degree, batch, tokens, text = (integer(size) for size in row[:4])
-    return TimedStep(degree, batch, tokens, text, quantity(row[4]))
+    steps = []
+    for row in (row for row in rows if isinstance(row, tuple)):
+        degree, batch, tokens, text = (integer(size) for size in row[:4])
+        steps.append(TimedStep(degree, batch, tokens, text, quantity(row[4])))
+    return tuple(steps)
 
 
 def correction(

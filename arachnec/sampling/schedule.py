@@ -100,12 +100,19 @@ class Schedule:
         """The kept tensors of the latents' shape, in an order that follows from the steps taken."""
         return [leaf for leaf in self._leaves()[0] if _is_history(leaf, like.shape)]
 
-    def restore(self, since: int, step: int, history: Sequence[Tensor], dtype: torch.dtype = torch.float32) -> None:
-        """Stand before ``step`` with a history that began at ``since``."""
+    def restore(
+        self,
+        since: int,
+        step: int,
+        history: Sequence[Tensor],
+        dtype: torch.dtype = torch.float32,
+        shape: Sequence[int] = (),
+    ) -> None:
+        """Stand before ``step`` with a history that began at ``since``, of latents of a ``shape``."""
         self._count(since, step, dtype)
         leaves, spec = self._leaves()
         moved = iter(history)
-        placed = [next(moved) if _is_history(leaf, COUNTED) else leaf for leaf in leaves]
+        placed = [next(moved) if _is_history(leaf, COUNTED) else _sized(leaf, shape) for leaf in leaves]
         state = pytree.tree_unflatten(placed, spec)
         vars(self.scheduler).update(state["scheduler"])
         self._previous = state["previous"]
@@ -144,10 +151,12 @@ class Schedule:
 
     def _count_one(self, step: int, dtype: torch.dtype) -> None:
         latents = torch.full(COUNTED, 0.5, dtype=dtype, device=self._device)
+        self.model_input(latents, step)  # some schedulers note that they were asked for it
         self.advance(latents.clone(), step, latents, torch.Generator("cpu").manual_seed(0))
 
     def _leaves(self) -> tuple[list[Any], Any]:
-        return pytree.tree_flatten({"scheduler": dict(vars(self.scheduler)), "previous": self._previous})
+        kept = {"scheduler": dict(vars(self.scheduler)), "previous": self._previous}
+        return pytree.tree_flatten(kept, is_leaf=lambda value: isinstance(value, torch.Size))
 
     def _set_timesteps(self) -> None:
         accepted = inspect.signature(self.scheduler.set_timesteps).parameters
@@ -168,12 +177,20 @@ def _is_history(leaf: object, shape: Sequence[int]) -> bool:
     return isinstance(leaf, Tensor) and tuple(leaf.shape) == tuple(shape)
 
 
+def _sized(leaf: object, shape: Sequence[int]) -> object:
+    """What is kept of the size of the latents that stood in, of these."""
+    known = isinstance(leaf, torch.Size) and len(leaf) and tuple(leaf) == COUNTED[-len(leaf) :] and len(shape)
+    return torch.Size(shape[-len(leaf) :]) if known else leaf  # type: ignore[arg-type]
+
+
 def _alike(own: object, shape: Sequence[int], counted: object) -> bool:
     """Whether a value that a scheduler keeps is history in both, or the same in both."""
     if _is_history(own, shape) or _is_history(counted, COUNTED):
         return _is_history(own, shape) and _is_history(counted, COUNTED)
     if isinstance(own, Tensor) and isinstance(counted, Tensor):
-        return own.shape == counted.shape and torch.equal(own, counted)
+        return own.shape == counted.shape and torch.allclose(own, counted, rtol=0, atol=0, equal_nan=True)
+    if isinstance(own, torch.Size):
+        return isinstance(counted, torch.Size) and own == _sized(counted, shape)
     if callable(own) or not isinstance(own, int | float | str | None):
         return type(own) is type(counted)
     return own == counted

@@ -57,7 +57,7 @@ def unpack(state: Tensor, loop: Loop) -> None:
         part.view(dtype).reshape(latents.shape).to(latents.device, non_blocking=True)
         for dtype, part in zip(dtypes, rest, strict=False)
     ]
-    loop.schedule.restore(loop.history_since, loop.step, history, latents.dtype)
+    loop.schedule.restore(loop.history_since, loop.step, history, latents.dtype, latents.shape)
 
 
 def _bytes(tensor: Tensor, device: torch.device) -> Tensor:

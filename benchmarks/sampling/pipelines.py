@@ -69,6 +69,22 @@ def diffusion_schedulers() -> dict[str, Callable[[], Any]]:
     }
 
 
+def other_schedulers() -> dict[str, Callable[[], Any]]:
+    """Further ones of Diffusers, some of which draw at every step, with a history, an inner step or a flag to keep."""
+    linear = {"num_train_timesteps": 1000, "beta_schedule": "scaled_linear"}
+    names = ("EulerDiscrete", "EulerAncestralDiscrete", "HeunDiscrete", "KDPM2Discrete", "KDPM2AncestralDiscrete")
+    more = ("LMSDiscrete", "PNDM", "DDPM", "LCM", "TCD")
+    return {
+        "deis": _scheduler("DEISMultistepScheduler", **SOLVER),
+        "sa": _scheduler("SASolverScheduler", **SOLVER),
+        "flow-lcm": _scheduler("FlowMatchLCMScheduler", **FLOW),
+        "edm": _scheduler("EDMDPMSolverMultistepScheduler"),
+        "edm-euler": _scheduler("EDMEulerScheduler"),
+        "ipndm": _scheduler("IPNDMScheduler"),
+        **{name: _scheduler(f"{name}Scheduler", **linear) for name in (*names, *more)},
+    }
+
+
 def hunyuan_schedulers() -> dict[str, Callable[[], Any]]:
     """Those whose ``set_timesteps`` takes noise levels, which the pipeline gives."""
     import diffusers

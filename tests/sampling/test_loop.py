@@ -19,7 +19,10 @@ from benchmarks.sampling import pipelines
 from benchmarks.sampling.pipelines import Case
 
 # numpy's, in how some of Diffusers' schedulers make arrays of tensors
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:__array_wrap__ must accept:DeprecationWarning"),
+]
 REQUEST = replace(pipelines.REQUEST, guidance=3.0)
 PAIR = pipelines.sampler_file(pipelines.video_sampler(Case("wan", "unipc", 3.0, 0.875)))
 MODELS = pipelines.build(PAIR)
@@ -88,6 +91,7 @@ def test_history_is_carried_over_the_switch_or_restarted() -> None:
 SCHEDULERS: dict[str, Callable[[], Any]] = {
     **pipelines.flow_schedulers(),
     **{f"v-{name}": make for name, make in pipelines.diffusion_schedulers().items()},
+    **pipelines.other_schedulers(),
 }
 
 
@@ -95,7 +99,7 @@ def stepped(
     schedule: Schedule, first: int, last: int, latents: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
     for step in range(first, last):
-        latents = schedule.advance(latents.sin(), step, latents, generator)
+        latents = schedule.advance(schedule.model_input(latents, step).sin(), step, latents, generator)
     return latents
 
 
@@ -118,7 +122,7 @@ def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int)
         history = before.history(latents)
         after = Schedule(SCHEDULERS[name], 6)
         assert [tensor.dtype for tensor in history] == after.kept(since, border)
-        after.restore(since, border, history)
+        after.restore(since, border, history, shape=latents.shape)
         assert torch.equal(stepped(after, border, len(after), latents, generator), expected), border
 
 
