@@ -36,12 +36,26 @@ def tokens(request: Request) -> int:
     return ((request.frames - 1) // 4 + 1) * (request.height // 16) * (request.width // 16)
 
 
-def traced(requests: list[Request], forecasts: list[SwitchForecast], *, gpus: int = 4, memory: int = 80) -> Module:
-    module = parse_module(TEXT.replace("MEMORY", str(memory)).replace("gpus = 4", f"gpus = {gpus}"))
+DECODER = "stage @pixels frozen { workspace = 1e-4*B*S GiB, output = 1e-6*B*S GiB, flops = 0.001*B*S TFLOP }"
+
+
+def traced(
+    requests: list[Request],
+    forecasts: list[SwitchForecast],
+    *,
+    gpus: int = 4,
+    memory: int = 80,
+    decoder: bool = False,
+) -> Module:
+    text = TEXT.replace("  stage @text", f"  {DECODER}\n  stage @text") if decoder else TEXT
+    module = parse_module(text.replace("MEMORY", str(memory)).replace("gpus = 4", f"gpus = {gpus}"))
     assert module.cluster is not None
     names = ("large", "small")
     switch = "adaptive=0.1"
-    return sampling_module(requests, tokens, module.stages, names, module.cluster, switch=switch, forecasts=forecasts)
+    last = "pixels" if decoder else None
+    return sampling_module(
+        requests, tokens, module.stages, names, module.cluster, switch=switch, decoder=last, forecasts=forecasts
+    )
 
 
 def request(number: int, shape: tuple[int, int, int], **keys: float) -> Request:
@@ -73,6 +87,20 @@ def test_every_plan_is_proved_for_all_outcomes_and_survives_printing(
     module = Pipeline.parse(pipeline).run(traced(*drawn, gpus=gpus))
     assert quantity(module.attrs["makespan"]) >= quantity(module.attrs["bound"]) * (1 - 1e-6)
     assert parse_module(print_module(module)) == module
+
+
+def test_a_decoder_claims_the_latents_of_a_segment_that_was_cut() -> None:
+    """Five requests on four ranks: one is cut, and its decoder reads a segment that no module had before the plan."""
+    rows = [request(number, SHAPES[1], steps=20) for number in range(5)]
+    module = traced(rows, [SwitchForecast.fixed(10)] * 5, decoder=True)
+    costed = Pipeline.parse("segment,annotate").run(module)
+    planned = Pipeline.parse("schedule-sampling{steps=20},place").run(costed)
+    known, cost = {cascade.name for cascade in costed.cascades}, CostModel(planned)
+    assert any(c.phase is Phase.DECODE and not known.issuperset(c.inputs) for c in planned.cascades)
+    for cascade in planned.cascades:
+        claimed = quantity(cascade.attrs["memory"])
+        assert claimed == pytest.approx(cost.memory(cascade, cascade.width, 0, cascade.side), abs=1e-6)
+    Pipeline.parse("lower,check").run(planned)
 
 
 @given(requests(5))
