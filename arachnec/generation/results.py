@@ -14,10 +14,9 @@ from pathlib import Path
 
 import msgspec
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from arachnec.checkpoint.files import synced
+from arachnec.checkpoint.files import save_tensors, synced
 from arachnec.data.requests import Request
 from arachnec.data.video_file import write_video
 from arachnec.executable.sampling_folder import Settings
@@ -91,6 +90,6 @@ class Results:
             part.replace(self.video(request))
         part = self.latents(request).with_suffix(".safetensors.part")
         about = {ABOUT: msgspec.json.encode(outcome).decode()}
-        save_file({LATENTS: latents.detach().cpu().contiguous()}, part, metadata=about)
+        save_tensors({LATENTS: latents.detach().cpu().contiguous()}, part, about)
         synced(part)
         part.replace(self.latents(request))

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from arachnec.checkpoint.files import save_tensors
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request, read_requests
 from arachnec.data.video_file import write_video
@@ -127,7 +127,7 @@ class TrainingSamples:
         latents = folder / f"{loop.request.id}.safetensors"
         if self.decoder is not None:
             write_video(latents.with_suffix(".mp4"), self.decoder(loop.latents)[0])
-        save_file({"latents": loop.latents.cpu().contiguous()}, latents)
+        save_tensors({"latents": loop.latents.cpu().contiguous()}, latents, {})
 
 
 def _frozen(module: nn.Module, device: torch.device) -> nn.Module:

@@ -29,7 +29,6 @@ module @stages attributes { level = "traced" } {
     output = 1e-06*B*S GiB, flops = 1e-7*B*S^2 + 0.003*B*S TFLOP }
 }
 """
-VAE = (
     "  stage @vae frozen { state = 1 GiB, workspace = 2e-05*B*S GiB, output = 1e-05*B*S GiB, flops = 0.001*B*S TFLOP }"
 )
 SHAPES = ((17, 256, 256), (9, 128, 128), (33, 480, 832))
@@ -39,20 +38,26 @@ def tokens(request: Request) -> int:
     return ((request.frames - 1) // 4 + 1) * (request.height // 16) * (request.width // 16)
 
 
+DECODER = "stage @pixels frozen { workspace = 1e-4*B*S GiB, output = 1e-6*B*S GiB, flops = 0.001*B*S TFLOP }"
+
+
 def traced(
     requests: list[Request],
     forecasts: list[SwitchForecast],
     *,
     gpus: int = 4,
     memory: int = 80,
-    decoder: str | None = None,
+    decoder: bool = False,
 ) -> Module:
-    text = TEXT.replace("\n}", f"\n{VAE}\n}}") if decoder else TEXT
+    text = TEXT.replace("  stage @text", f"  {DECODER}\n  stage @text") if decoder else TEXT
     module = parse_module(text.replace("MEMORY", str(memory)).replace("gpus = 4", f"gpus = {gpus}"))
     assert module.cluster is not None
     names = ("large", "small")
-    ways = {"switch": "adaptive=0.1", "decoder": decoder}
-    return sampling_module(requests, tokens, module.stages, names, module.cluster, forecasts=forecasts, **ways)
+    switch = "adaptive=0.1"
+    last = "pixels" if decoder else None
+    return sampling_module(
+        requests, tokens, module.stages, names, module.cluster, switch=switch, decoder=last, forecasts=forecasts
+    )
 
 
 def request(number: int, shape: tuple[int, int, int], **keys: float) -> Request:
@@ -79,17 +84,31 @@ def requests(draw: st.DrawFn, most: int) -> tuple[list[Request], list[SwitchFore
     requests(6),
     st.sampled_from(["search", "two-pools", "replica", "one-degree"]),
     st.integers(2, 4),
-    st.sampled_from([None, "vae"]),
+    st.booleans(),
     st.sampled_from([2, 9]),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_plan_is_proved_for_all_outcomes_and_survives_printing(
-    drawn: tuple[list[Request], list[SwitchForecast]], policy: str, gpus: int, decoder: str | None, length: int
+    drawn: tuple[list[Request], list[SwitchForecast]], policy: str, gpus: int, decoder: bool, length: int
 ) -> None:
     pipeline = f"segment{{length={length}}},annotate,schedule-sampling{{policy={policy},steps=20}},place,lower,check"
     module = Pipeline.parse(pipeline).run(traced(*drawn, gpus=gpus, decoder=decoder))
     assert quantity(module.attrs["makespan"]) >= quantity(module.attrs["bound"]) * (1 - 1e-6)
     assert parse_module(print_module(module)) == module
+
+
+def test_a_decoder_claims_the_latents_of_a_segment_that_was_cut() -> None:
+    """Five requests on four ranks: one is cut, and its decoder reads a segment that no module had before the plan."""
+    rows = [request(number, SHAPES[1], steps=20) for number in range(5)]
+    module = traced(rows, [SwitchForecast.fixed(10)] * 5, decoder=True)
+    costed = Pipeline.parse("segment,annotate").run(module)
+    planned = Pipeline.parse("schedule-sampling{steps=20},place").run(costed)
+    known, cost = {cascade.name for cascade in costed.cascades}, CostModel(planned)
+    assert any(c.phase is Phase.DECODE and not known.issuperset(c.inputs) for c in planned.cascades)
+    for cascade in planned.cascades:
+        claimed = quantity(cascade.attrs["memory"])
+        assert claimed == pytest.approx(cost.memory(cascade, cascade.width, 0, cascade.side), abs=1e-6)
+    Pipeline.parse("lower,check").run(planned)
 
 
 @given(requests(5))
