@@ -260,8 +260,8 @@ class SparsePredictors:
     def _of_stages(
         self, group: dist.ProcessGroup | None, groups: Groups | None
     ) -> dict[int, tuple[Tensor, list[Tensor]]]:
-        """The same where layers are in stages: gradients of those here, all-reduced over the ranks of their stage. Totals of
-        a layer whose gradients are not finite are not, so that all ranks know of it."""
+        """The same where layers are in stages: gradients of those here, all-reduced over the ranks of their stage.
+        Totals of a layer whose gradients are not finite are not, so that all ranks know of it."""
         gradients: dict[int, list[Tensor]] = {number: list(_parameters(s)) for number, s in self.layers.items()}
         totals = {number: self._total(number) for number in self.layers}
         for ranks, numbers in self.places:
