@@ -254,26 +254,26 @@ class SparsePredictors:
         own: list[Tensor] = []
         for number, state in self.layers.items():
             own += [self._total(number), *_gradients(state)]
-        parts = iter(_summed(own, group))
+        parts = iter(_all_reduced(own, group))
         return {number: (next(parts), [next(parts), next(parts)]) for number in self.layers}
 
     def _of_stages(
         self, group: dist.ProcessGroup | None, groups: Groups | None
     ) -> dict[int, tuple[Tensor, list[Tensor]]]:
-        """The same where layers are in stages: gradients of those here, summed over the ranks of their stage. Totals of
-        a layer whose gradients are not finite are not, so that all ranks know of it."""
+        """The same where layers are in stages: gradients of those here, all-reduced over the ranks of their stage.
+        Totals of a layer whose gradients are not finite are not, so that all ranks know of it."""
         gradients: dict[int, list[Tensor]] = {number: list(_parameters(s)) for number, s in self.layers.items()}
         totals = {number: self._total(number) for number in self.layers}
         for ranks, numbers in self.places:
             if self.rank not in ranks:
                 continue
             own = [gradient for number in numbers for gradient in _gradients(self.layers[number])]
-            parts = iter(_summed(own, groups(ranks) if groups is not None else None))
+            parts = iter(_all_reduced(own, groups(ranks) if groups is not None else None))
             for number in numbers:
                 gradients[number] = [next(parts), next(parts)]
                 broken = ~torch.stack([gradient.isfinite().all() for gradient in gradients[number]]).all()
                 totals[number] = totals[number].masked_fill(broken, torch.nan)
-        rows = zip(self.layers, _summed(list(totals.values()), group), strict=True)
+        rows = zip(self.layers, _all_reduced(list(totals.values()), group), strict=True)
         return {number: (total, gradients[number]) for number, total in rows}
 
     def _total(self, number: int) -> Tensor:
@@ -421,8 +421,8 @@ def _gradients(state: LayerState) -> list[Tensor]:
     return [torch.zeros_like(value) if value.grad is None else value.grad for value in _parameters(state)]
 
 
-def _summed(own: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
-    """These, added over the ranks of a group, in one all-reduce; in 32 bits."""
+def _all_reduced(own: Sequence[Tensor], group: dist.ProcessGroup | None) -> list[Tensor]:
+    """These, all-reduced over the ranks of a group at once, in 32 bits."""
     flat = torch.cat([value.reshape(-1).float() for value in own])
     if group is not None:
         dist.all_reduce(flat, group=group)

@@ -29,8 +29,6 @@ module @stages attributes { level = "traced" } {
     output = 1e-06*B*S GiB, flops = 1e-7*B*S^2 + 0.003*B*S TFLOP }
 }
 """
-    "  stage @vae frozen { state = 1 GiB, workspace = 2e-05*B*S GiB, output = 1e-05*B*S GiB, flops = 0.001*B*S TFLOP }"
-)
 SHAPES = ((17, 256, 256), (9, 128, 128), (33, 480, 832))
 
 
