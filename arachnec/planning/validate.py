@@ -8,11 +8,10 @@ For a pass author::
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import replace
 from itertools import pairwise
 
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import strategy_of
+from arachnec.cost.strategy import sides_of
 from arachnec.ir.nodes import Cascade, Level, Module, integers, quantity
 
 TOLERANCE = 1e-6  # ms, and relative
@@ -45,8 +44,7 @@ def _cascade_problems(cascade: Cascade, named: dict[str, Cascade], cost: CostMod
         problems.append(f"{name} starts at {cascade.start} ms")
     listed = integers(cascade.attrs.get("ranks", ()))
     ranks = listed if len(listed) == degree and all(0 <= rank < cost.cluster.world for rank in listed) else None
-    strategy = replace(strategy_of(cascade, cost.recomputed(cascade)), attention=None)
-    entry = cost.table.entry(cascade, degree, ranks, strategy)
+    entry = cost.table.entry(cascade, degree, ranks, sides_of(cascade, cost.recomputed(cascade)))
     if cascade.end - cascade.start < entry.time - _slack(cascade.end):
         problems.append(f"{name} runs {cascade.end - cascade.start} ms and needs {entry.time} ms at degree {degree}")
     if entry.memory > cost.room_on(ranks, degree) + TOLERANCE:

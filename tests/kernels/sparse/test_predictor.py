@@ -71,6 +71,7 @@ def test_a_trained_predictor_of_low_rank_heads_finds_their_blocks() -> None:
     by = initial_projections(2, 16, 16, 8, rng())
     parameters = [by.query.requires_grad_(), by.key.requires_grad_()]
     optimizer = torch.optim.Adam(parameters, lr=0.05)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, 400)
     true = true_scores(query, key, 0.25)
     for step in range(400):
         rows = slice(step % 8, None, 8)
@@ -78,6 +79,7 @@ def test_a_trained_predictor_of_low_rank_heads_finds_their_blocks() -> None:
         optimizer.zero_grad()
         loss.sum().backward()
         optimizer.step()
+        schedule.step()
     assert loss.max() < 0.01
     lists = predicted_lists(query, key, by, cubes, [4, 4])
     chosen = chosen_blocks(lists, 16)
