@@ -8,7 +8,7 @@ import click
 
 from arachnec.caching.options import limit_options
 from arachnec.launch.ranks import exit_with, joined_rank
-from arachnec.launch.timeouts import Timeouts
+from arachnec.launch.timeouts import START_S, Timeouts
 
 FOLDER = click.Path(path_type=Path)
 
@@ -21,7 +21,7 @@ FOLDER = click.Path(path_type=Path)
 @limit_options
 def command(plan: Path, output: Path, identity: str, init: Path | None, **limits: float | None) -> None:
     """Run this rank's part of PLAN, and write into OUTPUT."""
-    with joined_rank() as joined:
+    with joined_rank(limits["start_timeout"] or START_S) as joined:
         from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
         from arachnec.caching.files import EncodedFiles
         from arachnec.caching.rank import encode_batches

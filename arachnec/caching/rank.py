@@ -88,6 +88,7 @@ def encode_batches(
             done += len(planned.clips)
             _note(executable.folder, aside, rank)
             events.emit(report.Note(f"{done} of {counted(len(executable.clips), 'clip')}"))
+        enter("the manifest")
     finally:
         plans.close()
         threads.close()

@@ -20,6 +20,7 @@ import click
 from arachnec.caching.options import CacheOptions, cache_options
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.ranks import exit_with, joined_rank
+from arachnec.launch.timeouts import START_S
 
 if TYPE_CHECKING:
     from arachnec.caching.files import EncodedFiles
@@ -42,7 +43,7 @@ class NotShared(Diagnostic):
 @click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g.")
 def command(options: CacheOptions, cluster: str) -> None:
     """Run the encoders of MODEL for every clip, on the ranks of torchrun. Run again, it encodes what is missing."""
-    with joined_rank() as joined:
+    with joined_rank(START_S if options.start_timeout is None else options.start_timeout) as joined:
         from arachnec.caching.manifest import Encoding
         from arachnec.caching.rank import encode_batches
         from arachnec.cluster.file import parse_cluster

@@ -142,7 +142,7 @@ class CostTable:
         if not self.devices.kinds or cascade.phase is not Phase.DENOISE or branches_of(cascade) != 2:
             return even
         one = on_one_side(cascade, 2)
-        counts = (count for count in range(1, min(degree, MOST_UNEVEN)) if 2 * count != degree)
+        counts = (count for count in range(1, min(degree - 1, MOST_UNEVEN) + 1) if 2 * count != degree)
         uneven = (self._cheapest(one, count, ranks and ranks[-count:]) for count in counts)
         return *even, *(Strategy(side=2, unconditional=grid) for grid in uneven)
 

@@ -47,15 +47,20 @@ def own_schedule(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> 
 
 
 def advance(schedule: Any, steps: int) -> None:
-    """Take so many steps of a schedule. Raises ``UserError`` where it ends before, or raises."""
+    """Bring a new schedule to where a run goes on. Raises as ``step_schedule`` does."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         for _ in range(steps):
-            try:
-                schedule.step()
-            except Exception as error:
-                remedy = "give it as many steps as the whole job has; what was trained before is in the checkpoint"
-                raise UserError(_refusal(error, remedy)) from error
+            step_schedule(schedule)
+
+
+def step_schedule(schedule: Any) -> None:
+    """One step of a schedule. Raises ``UserError`` where it has ended before, or raises."""
+    try:
+        schedule.step()
+    except Exception as error:
+        remedy = "a schedule needs as many steps as the whole job; what was trained before is in the checkpoint, if any"
+        raise UserError(_refusal(error, remedy)) from error
 
 
 def _refusal(error: Exception, remedy: str) -> WrongSchedule:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from arachnec.cluster.topology import handoff_time, node_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Attention, Strategy, first_ranks, strategy_of
+from arachnec.cost.strategy import Attention, Strategy, first_ranks, sides_of
 from arachnec.cost.table import Entry
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase
@@ -32,11 +32,9 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
     recompute = cost.recomputed(cascade)
     if cost.devices.kinds:
         recompute = cost.recompute_at(cascade, cascade.width, ranks) or 0
-    asked = replace(strategy_of(cascade, recompute), attention=None)
     if cost.devices.kinds and cascade.phase is Phase.DENOISE:  # on these ranks branches may lie better otherwise
-        asked = _best_way(cascade, ranks, cost)
-        cascade = divided(cascade, len(ranks), asked)
-    cheapest = cost.table.entry(cascade, cascade.width, ranks, asked)
+        cascade = divided(cascade, len(ranks), _best_way(cascade, ranks, cost))
+    cheapest = cost.table.entry(cascade, cascade.width, ranks, sides_of(cascade, recompute))
     entry = _on_family_grid(cascade, ranks, cheapest, cost) if cost.has_attention(cascade) else cheapest
     split = entry.strategy.attention if cost.has_attention(cascade) else None
     duration = cascade.end - cascade.start + max(0.0, entry.time - cheapest.time)
@@ -57,11 +55,12 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
 
 def _best_way(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Strategy:
     """How these ranks do a denoise soonest, of the ways that fit them; as it was planned where none does."""
-    ways = cost.table.ways(cascade, len(ranks), ranks)
-    rows = [cost.table.entry(cascade, len(ranks), ranks, way) for way in ways]
+    whole = cascade.with_attrs(planned=None)  # what a switch may leave of it decides nothing
+    ways = cost.table.ways(whole, len(ranks), ranks)
+    rows = [cost.table.entry(whole, len(ranks), ranks, way) for way in ways]
     room = cost.room_on(ranks, len(ranks), cascade.stage)
     best = min((row for row in rows if row.memory <= room), key=lambda row: row.time, default=None)
-    return replace(strategy_of(cascade) if best is None else best.strategy, attention=None)
+    return sides_of(cascade) if best is None else replace(best.strategy, attention=None)
 
 
 def divided(cascade: Cascade, width: int, strategy: Strategy) -> Cascade:

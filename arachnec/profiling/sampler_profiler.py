@@ -82,6 +82,7 @@ class SamplerProfiler:
     _heads: dict[str, int] = field(init=False)
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _loops: dict[object, list[Loop]] = field(init=False, default_factory=dict)
+    _prompts: dict[object, list[dict[str, torch.Tensor]]] = field(init=False, default_factory=dict)  # encoded, negative
     _steps: list[int] = field(init=False, default_factory=list)  # of every job, one after another
 
     def __post_init__(self) -> None:
@@ -120,11 +121,6 @@ class SamplerProfiler:
     def ranks(self) -> int:
         return dist.get_world_size()
 
-    @property
-    def crowding(self) -> float:
-        """How many ranks share a core."""
-        return self.ranks / self.at_once
-
     def measure(self) -> Measured:
         """As many rounds as the budget allows; no job's first time counts."""
         first = torch.tensor([end - start for start, end in self._round()], dtype=torch.float64)
@@ -139,17 +135,12 @@ class SamplerProfiler:
         everyone = torch.stack(gather(torch.tensor(times, dtype=torch.float64)))  # ranks, rounds, jobs, start and end
         rows: dict[tuple[str, str], list[Measurement]] = {}
         for place, job in enumerate(self.jobs):
-            ms = self._ms(everyone[: job.ranks, :, place]).quantile(0.5).item() / self._steps[place]
+            crowding = max(1.0, job.ranks / self.at_once)  # how many ranks share a core
+            ms = _ms(everyone[: job.ranks, :, place], crowding).quantile(0.5).item() / self._steps[place]
             rows.setdefault((job.stage, "forward"), []).append(self._measurement(job, ms))
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         links = measure_links(self.device) if dist.get_world_size() > 1 else None
         return Measured(name, [(*key, runs) for key, runs in rows.items()], links, [])
-
-    def _ms(self, times: torch.Tensor) -> torch.Tensor:
-        """Of every round, from starts and ends of ranks ``[ranks, rounds, 2]``."""
-        if self.crowding == 1:
-            return (times[..., 1] - times[..., 0]).mean(0)
-        return (times[..., 1].amax(0) - times[..., 0].amin(0)) / self.crowding  # processes of one machine, one clock
 
     def _round(self) -> list[tuple[float, float]]:
         """Start and end of every job on this rank, ms."""
@@ -228,7 +219,7 @@ class SamplerProfiler:
         loops = self._loops.get(key)
         if loops is None or loops[0].ended:
             sampling = Sampling(self.sampler, (name,), ONE_MODEL)
-            own = self._encoded(replace(request, steps=max(2, request.steps)))
+            own = replace(self._encoded(request), steps=max(2, request.steps))
             loops = self._loops[key] = [begin(sampling, own, self.device) for _ in range(count)]
         predict = all_branches(self.sampler, branches_of(self.sampler, self._models.__getitem__))
         with sequence.use(shard) if sequence else nullcontext():
@@ -236,14 +227,17 @@ class SamplerProfiler:
         return ()
 
     def _encoded(self, request: Request) -> Request:
-        rows = [
-            {
-                name: encode(encoder, [request.clip(conditional)], self.device)
-                for name, encoder in self._encoders.items()
-            }
-            for conditional in (True, False)
-        ]
-        return replace(request, encoded=rows[0], negative_encoded=rows[1])
+        """With what the encoders make of it, once for all its steps."""
+        if request.id not in self._prompts:
+            self._prompts[request.id] = [
+                {
+                    name: encode(encoder, [request.clip(conditional)], self.device)
+                    for name, encoder in self._encoders.items()
+                }
+                for conditional in (True, False)
+            ]
+        own, negative = self._prompts[request.id]
+        return replace(request, encoded=own, negative_encoded=negative)
 
     def _encode(self, name: str, point: Point) -> tuple[float, ...]:
         encode(self._coders[name], point.clips, self.device)
@@ -258,6 +252,13 @@ class SamplerProfiler:
             return Measurement(batch, tokens, clip.text_tokens, job.degree, ms, sizes=sizes)
         stage, ring = self._stages.get((job.stage, TRAINED)), widest_ulysses(job.degree, self._heads[job.stage]).ring
         return shared_measurement(stage, "forward", batch, tokens, clip.text_tokens, job.degree, ms, ring)
+
+
+def _ms(times: torch.Tensor, crowding: float) -> torch.Tensor:
+    """Of every round, from starts and ends of ranks ``[ranks, rounds, 2]`` of which so many share a core."""
+    if crowding == 1:
+        return (times[..., 1] - times[..., 0]).mean(0)
+    return (times[..., 1].amax(0) - times[..., 0].amin(0)) / crowding  # processes of one machine, one clock
 
 
 def main(sampler: str, data: str, planned_device: str, at_once: str, output: str) -> None:

@@ -317,12 +317,12 @@ def add_predictors(
         module = model.get_submodule(path)
         device = next(module.parameters()).device
         for site in of_block:
-            rng = torch.Generator().manual_seed(_seed(f"{seed}/predictor/{path}/{site.number}"))
-            start = initial_projections(site.heads, site.head_size, site.head_size, rank, rng)
             if here is not None and path not in here:
                 empty = Projections(torch.empty(0, device=device), torch.empty(0, device=device))
                 layers[path, site.number] = LayerState(site, empty, *unmeasured(site.heads))
                 continue
+            rng = torch.Generator().manual_seed(_seed(f"{seed}/predictor/{path}/{site.number}"))
+            start = initial_projections(site.heads, site.head_size, site.head_size, rank, rng)
             query, key = (nn.Parameter(x.to(device)) for x in (start.query, start.key))
             module.register_parameter(f"sparse_query_{site.number}", query)
             module.register_parameter(f"sparse_key_{site.number}", key)

@@ -76,7 +76,7 @@ def test_a_clip_that_comes_twice_in_a_batch_has_two_names(tmp_path: Path) -> Non
     ("mix", "told"),
     [
         (Mix(0, (Source("a"),)), r"mix\.batch = 0"),
-        (Mix(3), r"mix\.batch = 3"),
+        (Mix(3), r"`mix\.batch` is 3: the mix has no manifests"),
         (Mix(1, (Source("a", 0.0),)), "a weight is above zero"),
         (Mix(1, (Source("a", float("nan")),)), "a weight is above zero"),
         (Mix(1, (Source("a"), Source("a"))), "one is listed twice"),

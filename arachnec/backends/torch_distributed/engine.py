@@ -46,7 +46,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
-from arachnec.optimizers.own_schedule import advance, own_schedule
+from arachnec.optimizers.own_schedule import advance, own_schedule, step_schedule
 from arachnec.optimizers.recipe import UserOptimizer
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.out_of_memory import explained_memory
@@ -267,7 +267,7 @@ class Engine:
         if self.scheduler is None:
             return
         try:
-            advance(self.scheduler, 1)
+            step_schedule(self.scheduler)
         except UserError:
             self._save_last()
             raise

@@ -106,9 +106,8 @@ def planned(
     if placed is None:
         raise UserError(NotThisWay(None, policy, counted(gpus, "GPU"), _reason(cost, policy)))
     makespan = end_of(placed)
-    placed = with_memory(
-        replace(module, cascades=tuple(placed)), placed
-    )  # a segment reads what the one before hands on
+    # a segment that was cut reads what the one before it hands on
+    placed = with_memory(replace(module, cascades=tuple(placed)), placed)
     return replace(
         module,
         level=Level.SCHEDULED,

@@ -14,8 +14,8 @@ import torch
 
 from arachnec import cli
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.plans import step_plans
 from arachnec.backends.torch_distributed.plans.background_planner import BackgroundPlanner, Question
-from arachnec.backends.torch_distributed.plans.step_plans import step_plans
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.parser import parse_file
