@@ -152,7 +152,7 @@ def compile(
     """
     from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
     from arachnec.optimizers.recipe import demand_torch_takes
-    from arachnec.sampling.during_training import demand_sampled, sampler_and_requests
+    from arachnec.sampling.during_training import sampler_and_requests
 
     training = training or Training()
     demand_torch_takes(training)
@@ -173,7 +173,6 @@ def compile(
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
     demand_optimizer_fits(trace, model_module, model_file, training)
-    demand_sampled(model_module, training.sampling)
     module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
     return Compiled(
         model_file=model_file,

@@ -97,11 +97,24 @@ class Cuts:
             model = self.model
             dtype = None if self.training.dtype == "fp32" else DTYPES[self.training.dtype]
             source = CastSamples(self.model_file, dtype)
-            arguments = tiled(arguments_of(source, clip, self._encoders, device="meta"), batch)
-            blocks = [path for part in self.parts for path in part]
-            flow = record_dataflow(model, blocks, arguments, prediction_of, self._repeats[0])
-            self._known[key] = Cut(flow, self.parts)
+            self._known[key] = self._cut(model, tiled(arguments_of(source, clip, self._encoders, device="meta"), batch))
         return self._known[key]
+
+    def of_arguments(self, arguments: Mapping[str, Any]) -> Cut:
+        """For a call with such arguments, whoever made them."""
+        leaves, spec = pytree.tree_flatten(dict(arguments))
+        key = (
+            str(spec),
+            *((tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else repr(leaf) for leaf in leaves),
+        )
+        if key not in self._known:
+            on_meta = pytree.tree_map_only(Tensor, lambda value: value.to(META), dict(arguments))
+            self._known[key] = self._cut(self.model, on_meta)
+        return self._known[key]
+
+    def _cut(self, model: nn.Module, arguments: Mapping[str, Any]) -> Cut:
+        blocks = [path for part in self.parts for path in part]
+        return Cut(record_dataflow(model, blocks, arguments, prediction_of, self._repeats[0]), self.parts)
 
     def forward(self, model: nn.Module, cut: Cut, stage: int) -> StageForward:
         """Of the one model with values that these cuts are for."""

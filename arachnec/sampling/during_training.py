@@ -1,8 +1,8 @@
 """Latents of the model that is being trained. In: the options' sampler file and requests. Out: files of every request.
 
-Every rank can run the whole model and takes every so many-th request, each from noise to files by itself. Where it
-gathers layers from other ranks, the caller sees to it that these take part. Nothing of it stays in training: what a
-forward draws and remembers is put back by the caller.
+Whoever can run the whole model, a rank or a chain of ranks with its stages, takes every so many-th request, from noise
+to files. Where a forward needs other ranks, the caller sees to it that these take part. Nothing of it stays in
+training: what a forward draws and remembers is put back by the caller.
 """
 
 from __future__ import annotations
@@ -24,14 +24,11 @@ from arachnec.data.requests import Request, read_requests
 from arachnec.data.video_file import write_video
 from arachnec.executable.training_options import SampledRequests, bad_value
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Module
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Loop, Sampling, begin, run
 
 Around = AbstractContextManager[None]
-STAGES = "the plan cuts the model into stages, and no rank runs the whole of it"
-UNCUT = "compile with --passes that make no stages, or `arachnec export` a checkpoint and `arachnec generate` with it"
 
 
 def sampler_and_requests(options: SampledRequests) -> tuple[SamplerFile, Sequence[Request]] | None:
@@ -48,16 +45,12 @@ def sampler_and_requests(options: SampledRequests) -> tuple[SamplerFile, Sequenc
     return sampler, requests
 
 
-def demand_sampled(module: Module, options: SampledRequests) -> None:
-    """Raises ``UserError`` where samples are asked for, and the module after the passes of scope `model` is cut into
-    stages."""
-    if options.file is not None and any(stage.trained and "part_of" in stage.attrs for stage in module.stages):
-        raise UserError(bad_value("sampling.file", options.file, STAGES, UNCUT))
-
-
 @dataclass(frozen=True)
 class TrainingSamples:
-    """Requests to sample behind every so many optimizer steps. A rank's ``own`` carry what the encoders gave."""
+    """Requests to sample behind every so many optimizer steps. A rank's ``own`` carry what the encoders gave.
+
+    Of ranks that sample the same requests together one ``writes`` the files.
+    """
 
     every: int
     sampling: Sampling
@@ -65,10 +58,13 @@ class TrainingSamples:
     own: tuple[Request, ...]
     digest: str  # SHA-256 of the sampler file and the requests
     decoder: nn.Module | None
+    writes: bool = True
 
     @classmethod
-    def of(cls, options: SampledRequests, device: torch.device, rank: int, world: int) -> TrainingSamples | None:
-        """None where nothing is asked for.
+    def of(
+        cls, options: SampledRequests, device: torch.device, part: int | None, parts: int, *, writes: bool = True
+    ) -> TrainingSamples | None:
+        """None where nothing is asked for. ``part`` of ``parts`` has every so many-th request; None has no request.
 
         A rank with requests builds the sampler file's encoders and decoder, and drops the encoders again. Raises
         ``UserError``.
@@ -78,15 +74,15 @@ class TrainingSamples:
             return None
         sampler, requests = read
         names = sampler.names()
-        own, decoder = tuple(requests[rank::world]), None
+        own, decoder = () if part is None else tuple(requests[part::parts]), None
         if own:
             torch.manual_seed(0)
             encoders = {} if sampler.encoders is None else sampler.encoders()
             encoders = {name: _frozen(encoder, device) for name, encoder in encoders.items()}
             own = tuple(_encoded(sampler, names[0], encoders, request, device) for request in own)
-            decoder = None if sampler.decoder is None else _frozen(sampler.decoder(), device)
+            decoder = None if sampler.decoder is None or not writes else _frozen(sampler.decoder(), device)
         digest = hashlib.sha256(f"{sampler.digest} {requests!r}".encode()).hexdigest()
-        return cls(options.every, Sampling(sampler, names), len(requests), own, digest, decoder)
+        return cls(options.every, Sampling(sampler, names), len(requests), own, digest, decoder, writes)
 
     def due(self, steps: int) -> bool:
         """Whether they are asked for behind so many optimizer steps."""
@@ -99,16 +95,23 @@ class TrainingSamples:
         return sum(len(self.sampling.schedule(one)) * sampler.branches(name, one) for one in self.own)
 
     def write(
-        self, model: nn.Module, folder: Path, device: torch.device, around: Callable[[], Around] = nullcontext
+        self,
+        model: nn.Module,
+        folder: Path,
+        device: torch.device,
+        around: Callable[[], Around] = nullcontext,
+        instead: Callable[..., Any] | None = None,
     ) -> list[str]:
         """Sample and write this rank's requests; the names of those whose latents are no numbers, which have no files.
 
-        Every forward is taken inside ``around()``. ``folder`` is there afterwards, on every rank.
+        Every forward is taken inside ``around()``: the model's, or the one ``instead`` of it. ``folder`` is there
+        afterwards, on every rank.
         """
+        cast = in_precision_of(model)
 
         def forward(**arguments: Any) -> Any:
             with around():
-                return model(**arguments)
+                return (instead or model)(**cast(arguments))
 
         folder.mkdir(parents=True, exist_ok=True)
         predict = all_branches(self.sampling.sampler, branches_of(self.sampling.sampler, lambda _: forward, 1))
@@ -117,6 +120,8 @@ class TrainingSamples:
             for request in self.own:
                 loop = begin(self.sampling, request, device)
                 run([loop], predict)
+                if not self.writes:
+                    continue
                 if loop.failed:
                     failed.append(str(request.id))
                 else:
@@ -153,25 +158,26 @@ def _encoded(
     )
 
 
-@contextmanager
-def _as_it_generates(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode, and takes arguments in its own precision as it does in training."""
-    modes = [(module, module.training) for module in model.modules()]
+def in_precision_of(model: nn.Module) -> Callable[[Any], Any]:
+    """What casts arguments to a model's own precision, as in training: real numbers in two dims or more."""
     dtype = next((value.dtype for value in model.parameters() if value.dtype != torch.float32), None)
 
-    def cast(_: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        def one(value: Tensor) -> Tensor:
-            return value.to(dtype) if value.is_floating_point() and value.ndim >= 2 else value
+    def one(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() and value.ndim >= 2 else value
 
-        given, by_name = pytree.tree_map_only(Tensor, one, (arguments, named))
-        return given, by_name
+    def cast(arguments: Any) -> Any:
+        return arguments if dtype is None else pytree.tree_map_only(Tensor, one, arguments)
 
-    hook = None if dtype is None else model.register_forward_pre_hook(cast, with_kwargs=True)
+    return cast
+
+
+@contextmanager
+def _as_it_generates(model: nn.Module) -> Iterator[None]:
+    """Inside, the model is in evaluation mode."""
+    modes = [(module, module.training) for module in model.modules()]
     try:
         model.eval()
         yield
     finally:
-        if hook is not None:
-            hook.remove()
         for module, training in modes:
             module.training = training

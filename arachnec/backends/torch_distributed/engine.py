@@ -197,10 +197,16 @@ class Engine:
     def model(self) -> nn.Module:
         """The module in training, with the latest update. One rank may look alone.
 
-        A rank of a pipeline has the parameters of its stages only, one of a cell none but while a layer runs.
+        A rank of a pipeline has the parameters of its stages only, one of a cell none but while a layer runs:
+        ``model_is_whole`` says so, and a checkpoint has them all.
         """
         self._trainer.finish_gathers()
         return self._trainer.model
+
+    @property
+    def model_is_whole(self) -> bool:
+        """Whether `model` has every parameter on this rank between steps: no stages, cells or layers in host memory."""
+        return self._trainer.model_is_whole
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:

@@ -33,7 +33,6 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import traced_module
 from arachnec.runtime.agreement import share_text
 from arachnec.runtime.told_batches import ToldBatches, mark_of
-from arachnec.sampling.during_training import demand_sampled
 
 
 @dataclass(frozen=True)
@@ -106,7 +105,6 @@ def _compiled(
     traced = traced_module(trace, [clips], compiling.cluster)
     model = pipeline.run_model_part(traced)
     demand_optimizer_fits(trace, model, model_file, training)
-    demand_sampled(model, training.sampling)
     program = pipeline.run_iteration_part(iteration_of(model, 0))
     write_executable(
         folder,

@@ -430,6 +430,11 @@ class Trainer:
         """Begin already to gather what ranks have updated in parts, which else the next step does first."""
         self._context.start_gathers(program_of(self.module, self._context.rank).instructions)
 
+    @property
+    def model_is_whole(self) -> bool:
+        """Whether every parameter lies on this rank between steps."""
+        return self._context.cells is None and self._context.pipeline is None
+
     def finish_gathers(self) -> None:
         """Wait for what this rank has begun to gather. Not collective."""
         for updated in self._context.updated.values():

@@ -230,3 +230,17 @@ def test_an_optimizer_that_is_made_already_is_refused(tmp_path: Path) -> None:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     with pytest.raises(UserError, match="`optimizer` is a SGD, not a function of the parameters"):
         with_own_optimizer(load_model_file(tmp_path / "model.py"), optimizer)
+
+
+def test_a_rank_of_a_cell_says_that_it_has_not_the_whole_model(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    run_ranks(2, _whole, tmp_path / "model.py")
+
+
+def _whole(file: Path) -> None:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    for passes, whole in ((QUICK, True), (f"shard-parameters{{cell=2}},{QUICK.partition(',')[2]}", False)):
+        engine = Engine(file, ([_item(name) for name in batch] for batch in BATCHES), passes=passes, steps=1)
+        assert engine.model_is_whole is whole
+        assert len(list(engine)) == 1

@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from arachnec.backends.torch_distributed.run.samples import Samples
 from arachnec.driver import compile as compile_model
-from arachnec.executable.folder import HEADER, read_executable
+from arachnec.executable.folder import HEADER
 from arachnec.executable.train_file import training_of
 from arachnec.executable.training_options import SampledRequests, Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.sampling.during_training import TrainingSamples, demand_sampled
+from arachnec.sampling.during_training import TrainingSamples
+from tests.distributed import pipeline_cases
 from tests.distributed.executor.cells import test_cells
-from tests.distributed.executor.runs.test_validation import CLIPS, TWO, cells, trained_for_a_step, whole
-from tests.distributed.executor.runs.test_validation import stages as in_stages
+from tests.distributed.executor.runs.test_validation import CLIPS, TRAINING, TWO, cells, trained_for_a_step, whole
+from tests.distributed.executor.stages import test_pipelines
 from tests.distributed.executor_cases import train_on
 
 SAMPLER = """
@@ -87,6 +86,35 @@ def test_members_of_a_cell_gather_for_each_other_and_one_without_requests_does_t
         torch.testing.assert_close(first.float(), expected.float())
 
 
+STAGED = {  # name: ranks, the passes' stages, schedule, cell, and what lies in host memory
+    "two stages": (2, "p=2", "schedule=1f1b", 1, "none"),
+    "there and back on two ranks": (2, "p=4", "schedule=zb-v", 1, "none"),
+    "one rank, then two, and one is idle": (4, "cuts=[1],replicas=[1,2]", "schedule=dapple", 1, "none"),
+    "two stages in cells of two": (4, "p=2", "schedule=zb-h1", 2, "none"),
+    "layers in host memory": (2, "p=2", "schedule=1f1b", 1, "parameters"),
+}
+
+
+@pytest.mark.parametrize("case", STAGED)
+def test_a_rank_of_every_stage_samples_with_the_others(case: str, tmp_path: Path) -> None:
+    ranks, stages, schedule, cell, host = STAGED[case]
+
+    def built(name: str) -> Path:
+        passes = pipeline_cases.pipeline_of(stages, schedule, cell=cell, host=host)
+        clips = [test_pipelines.CLIPS]
+        return pipeline_cases.executable(tmp_path / name, ranks, clips, passes, encoder=True, training=TRAINING)
+
+    alone = train_on(ranks, built("x"), steps=2)["steps"]
+    folder = with_samples(built("y"), options(tmp_path))
+    sampled = train_on(ranks, folder, steps=2)["steps"]
+    assert [step["loss"] for step in sampled] == [step["loss"] for step in alone]
+    assert [step["gradient_norm"] for step in sampled] == [step["gradient_norm"] for step in alone]
+    expected = sampled_plainly(trained_for_a_step(folder, test_pipelines.CLIPS))
+    for name in "abc":
+        first = load_file(folder / "samples" / "step-1" / f"{name}.safetensors")["latents"]
+        torch.testing.assert_close(first.float(), expected.float())
+
+
 def with_samples(folder: Path, asked: SampledRequests) -> Path:
     header = json.loads((folder / HEADER).read_text())
     header["training"]["sampling"] = {"file": asked.file, "requests": asked.requests, "every": 1}
@@ -128,11 +156,7 @@ class _Halving(torch.nn.Module):
 
 def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
     device = torch.device("cpu")
-    asked, staged = options(tmp_path), in_stages(tmp_path / "x")
-    with pytest.raises(UserError, match=r"`sampling.file` is .*cuts the model into stages"):
-        Samples.of(Training(sampling=asked), SimpleNamespace(device=device, pipeline=staged), tmp_path)  # type: ignore[arg-type]
-    with pytest.raises(UserError, match=r"`sampling.file` is .*cuts the model into stages"):
-        demand_sampled(read_executable(staged).model, asked)
+    options(tmp_path)
     (tmp_path / "sampler.py").write_text(SAMPLER.replace('{"tiny":', '{"other": torch.nn.Linear(1, 1), "tiny":'))
     two = SampledRequests(str(tmp_path / "sampler.py"), str(tmp_path / "requests.jsonl"))
     with pytest.raises(UserError, match=r"it has the models other, tiny, and one is trained"):
