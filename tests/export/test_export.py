@@ -120,7 +120,7 @@ def output(model: Any) -> Tensor:
 
 
 def loaded(folder: Path, **options: Any) -> Any:
-    """Copied out of the mapped file, where tensors are not aligned: on some processors their products round otherwise."""
+    """Copied out of the mapped file, where tensors are not aligned: some processors round their products otherwise."""
     return deepcopy(diffusers.WanTransformer3DModel.from_pretrained(folder, **options).eval())
 
 
