@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from arachnec.caching.files import EncodedFiles, identity_of
-from arachnec.caching.options import CacheOptions
+from arachnec.caching.options import CacheOptions, words_of
 from arachnec.caching.rank import SET_ASIDE, SetAside
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
@@ -184,12 +184,10 @@ def encoding_plan(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, 
 
 def on_this_machine(tell: Callable[[bytes], None], timeouts: Timeouts) -> Run:
     """All ranks are started here; ``tell`` gets each line that rank 0 reports."""
-    limits = (("start", timeouts.start), ("plan", timeouts.plan), ("stall", timeouts.stall))
-    limited = [word for phase, s in limits if s is not None for word in (f"--{phase}-timeout", str(s))]
 
     def run(encoding: Encoding, files: EncodedFiles, plan: Path) -> None:
         init = [] if encoding.init is None else ["--init", str(encoding.init)]
-        arguments = [str(plan), str(files.folder), "--identity", files.identity, *init, *limited]
+        arguments = [str(plan), str(files.folder), "--identity", files.identity, *init, *words_of(timeouts)]
         try:
             launch(encoding.cluster.world, arguments, tell, worker=WORKER)
         except RankCrashed as crash:

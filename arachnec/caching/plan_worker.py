@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from arachnec.caching.options import limit_options
+from arachnec.caching.options import limit_options, timeouts_of
 from arachnec.launch.ranks import exit_with, joined_rank
-from arachnec.launch.timeouts import START_S, Timeouts
+from arachnec.launch.timeouts import START_S
 
 FOLDER = click.Path(path_type=Path)
 
@@ -32,7 +32,7 @@ def command(plan: Path, output: Path, identity: str, init: Path | None, **limits
         joined.make_process_group(device)
         encoders = tuple(stage.name for stage in executable.traced.stages)
         files = EncodedFiles(output, identity, encoders)
-        timeouts = Timeouts(limits["start_timeout"], limits["plan_timeout"], stall=limits["stall_timeout"])
+        timeouts = timeouts_of(**limits)
         encode_batches(executable, files, init, device, joined.watchdog.enter, timeouts)
 
 
