@@ -8,7 +8,8 @@
 Each step is a command of its own, so that profile and runs can be given a machine where nothing else runs. The pair's
 FLOPs differ at least five times at every size. What FLOPs allow is counted, not derived: all forwards of the large
 model alone over those of the pair at the same K. A run's time is from the first instruction of any rank to the end of
-the last; imports, tracing and connections are before it.
+the last; imports, tracing and connections are before it. More ranks than cores get equal shares of them where
+that can be had (`equal_shares.py`).
 """
 
 import json
@@ -32,6 +33,7 @@ from arachnec.passes.infra.named_pipelines import SAMPLING_PIPELINES
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.profiling.local import profile_here
 from arachnec.views.timeline import COMPUTE, read_measured
+from benchmarks.sampling.equal_shares import available, equal_shares
 
 STEPS, LARGE_STEPS, PER_SIZE = 10, 3, 4
 SIZES = ((9, 96, 128), (17, 96, 128), (17, 128, 192), (33, 128, 192))
@@ -84,7 +86,8 @@ def run(folder: Path, name: str) -> None:
     shutil.rmtree(results, ignore_errors=True)
     generation = prepare_executable(folder / name, results)
     assert generation.program is not None
-    run_here(generation)
+    with equal_shares(len(generation.program.programs)):
+        run_here(generation)
     intervals = [i for i in read_measured(folder / name / MEASURED).intervals if i.op in COMPUTE]
     took = (max(i.end for i in intervals) - min(i.start for i in intervals)) / 1e3
     row = {
@@ -147,7 +150,14 @@ def table(folder: Path, output: Path | None) -> None:
             f"the pair is {speed_up:.2f}x as fast as the large model alone, {share} ({ratio:.2f}x); least {least:.1f}x"
         )
     if output is not None:
-        report = {"ranks": ranks, "flops_allow": ratio, "least_ratio": least, "speed_up": speed_up, "rows": told}
+        report = {
+            "ranks": ranks,
+            "equal_shares": available(ranks),
+            "flops_allow": ratio,
+            "least_ratio": least,
+            "speed_up": speed_up,
+            "rows": told,
+        }
         output.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -156,7 +166,8 @@ def main(action: str, folder: str, *more: str) -> None:
     if action == "profile":
         sampler, data = files(place)
         (place / "ranks").write_text(more[0])
-        profile_here(sampler, data, f"{more[0]}:cpu", place / "profile.json", samples=True)
+        with equal_shares(int(more[0])):
+            profile_here(sampler, data, f"{more[0]}:cpu", place / "profile.json", samples=True)
     elif action == "plan":
         plan(place)
     elif action == "run":
