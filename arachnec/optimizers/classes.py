@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, Union, get_args, get_origin
 
+import msgspec
 import torch
+from torch import Tensor
 from torch.optim import Optimizer, lr_scheduler
 
 from arachnec.executable.training_options import bad_value
@@ -61,6 +64,7 @@ def constructed(kind: Callable[..., T], first: Any, key: str, arguments: Mapping
     if lacking:
         written = ", ".join(f"`{name}`" for name in lacking)
         raise UserError(bad_value(f"{key}.name", called, f"it needs {written}", f"add `{lacking[0]} = ...` to [{key}]"))
+    _hold_to_annotations(kind, key, arguments)
     try:
         return kind(first, **arguments)
     except (ArithmeticError, ValueError, TypeError, AttributeError, LookupError, RuntimeError) as error:
@@ -69,6 +73,35 @@ def constructed(kind: Callable[..., T], first: Any, key: str, arguments: Mapping
         raise UserError(
             bad_value(key, given or called, reason, f"torch's documentation of {called} has them")
         ) from None
+
+
+def _hold_to_annotations(kind: Callable[..., Any], key: str, arguments: Mapping[str, Any]) -> None:
+    """Raise ``UserError`` for a value of another type than the class states: torch takes "no" for true."""
+    try:
+        known = inspect.signature(kind, eval_str=True).parameters
+    except NameError:  # a name that only a type checker imports
+        return
+    for name, value in arguments.items():
+        try:
+            msgspec.convert(value, _of_a_file(known[name].annotation))
+        except msgspec.ValidationError as error:
+            reason = (
+                str(error).partition(" - at")[0].replace("Expected", "expected").replace("`", "").replace(" | null", "")
+            )
+            remedy = f"torch's documentation of {getattr(kind, '__name__', 'it')} has its arguments"
+            raise UserError(bad_value(f"{key}.{name}", value, reason, remedy)) from None
+        except TypeError:  # a type that no file can hold
+            continue
+
+
+def _of_a_file(hint: Any) -> Any:
+    """A type without the tensors that it may be as well: a file holds numbers. What has no type may be anything."""
+    if hint is inspect.Parameter.empty:
+        return Any
+    inner = tuple(_of_a_file(part) for part in get_args(hint) if part is not Tensor)
+    if get_origin(hint) in (Union, types.UnionType):
+        return Union[inner]  # noqa: UP007
+    return get_origin(hint)[inner] if get_origin(hint) in (tuple, list) else hint
 
 
 def near(word: str, known: Sequence[str]) -> str:

@@ -146,6 +146,7 @@ def test_a_setting_that_is_none_is_refused(setting: str, expected: str) -> None:
         ("[schedule]\nname = 'StepLR'", 2, "`schedule.name` is 'StepLR': it needs `step_size`"),
         ("lr = 1.0\n[schedule]\nstep_size = 3\nname = 'StepLRs'", 4, "torch has none of that name"),
         ("[optimizer]\nname = 'SGD'\nmomentun = 0.9", 3, "SGD takes no `momentun`"),
+        ("[optimizer]\nname = 'AdamW'\ncapturable = 'no'", 3, "`optimizer.capturable` is 'no': expected bool, got str"),
         ("[optimizer]\nname = 'SGD'\nmomentum = -1.0", 1, "SGD refuses its arguments: Invalid momentum value: -1.0"),
         ("[schedule]\nname = 'LambdaLR'", 2, "it takes a function"),
         ("optimizer = 'LBFGS'", 1, "it computes the loss again"),

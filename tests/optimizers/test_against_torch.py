@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,7 @@ from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.model_state.optimizer import Optimizer
+from arachnec.optimizers.classes import constructed, optimizer_class
 from arachnec.optimizers.kept_state import UnexpectedState
 from arachnec.optimizers.recipe import recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule
@@ -190,8 +192,23 @@ def test_warm_up_rises_linearly_and_the_scheduler_counts_from_its_end() -> None:
     ],
 )
 def test_arguments_that_a_scheduler_cannot_step_with_are_refused(name: str, arguments: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match=r"refuses its arguments|cannot take a step with these arguments"):
+    with pytest.raises(
+        UserError, match=r"refuses its arguments|cannot take a step with these arguments|expected float"
+    ):
         demand_schedule(Schedule(scheduler=TorchClass(name, arguments)), [{"lr": 0.1, "momentum": 0.9}])
+
+
+@pytest.mark.parametrize("name", [*ARGUMENTS, "Muon"])
+def test_an_optimizers_arguments_are_of_the_types_that_torch_states(name: str) -> None:
+    """torch takes ``capturable = "no"`` for true, and says nothing."""
+    kind = optimizer_class(name)
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    for argument in list(inspect.signature(kind).parameters.values())[1:]:
+        default = list(argument.default) if isinstance(argument.default, tuple) else argument.default
+        constructed(kind, parameters, "optimizer", {argument.name: default})
+        wrong = {} if argument.name == "adjust_lr_fn" else "no"
+        with pytest.raises(UserError, match=f"`optimizer.{argument.name}` is .*: expected "):
+            constructed(kind, parameters, "optimizer", {argument.name: wrong})
 
 
 class Growing(torch.optim.SGD):
