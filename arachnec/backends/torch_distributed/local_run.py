@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
 
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.reporting.audit_log import losses
 from arachnec.backends.torch_distributed.reporting.display import Display
 from arachnec.backends.torch_distributed.reporting.report import RunReport
 from arachnec.cluster.resize import cluster_for
@@ -68,12 +69,12 @@ def run_here(
         # The launcher's own traceback would only hide the rank's.
         print(crashed, file=sys.stderr)
         sys.exit(1)
-    for text in written(folder, options):
+    for text in written(folder, options, training.accumulate):
         console.print(text, highlight=False, soft_wrap=True)
 
 
-def written(folder: Path, options: RunOptions) -> list[str]:
-    """What the run left behind, one line each; makes the pictures."""
+def written(folder: Path, options: RunOptions, batches: int) -> list[str]:
+    """What the run left behind, one line each; makes the pictures. A step has so many ``batches``."""
     place = options.report or folder / "run.json"
     summary = msgspec.json.decode(place.read_bytes(), type=RunReport)
     lines = [
@@ -90,10 +91,11 @@ def written(folder: Path, options: RunOptions) -> list[str]:
         histories = {layer.layer: layer.history for layer in summary.sparse_layers}
         drawing.write_text(sparsity_map(summary.sparse_layers[0].steps, histories), encoding="utf-8")
         lines.append(f"sparsity of every head over steps: {drawing}")
-    return lines + pictures(folder, summary)
+    return lines + pictures(folder, losses(options.checkpoint or folder, batches), summary.ranks)
 
 
-def pictures(folder: Path, summary: RunReport) -> list[str]:
+def pictures(folder: Path, loss: Mapping[int, float], ranks: int) -> list[str]:
+    """Draw the loss of every step so far, with those before a run was resumed."""
     try:
         import matplotlib
     except ImportError:
@@ -102,13 +104,12 @@ def pictures(folder: Path, summary: RunReport) -> list[str]:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
-    axes.plot(
-        [s.step for s in summary.steps], [s.loss for s in summary.steps], marker="." if len(summary.steps) < 50 else ""
-    )
+    steps = sorted(loss)
+    axes.plot(steps, [loss[step] for step in steps], marker="." if len(steps) < 50 else "")
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
-    axes.set_title(f"{counted(len(summary.steps), 'step')} on {counted(summary.ranks, 'rank')}")
+    axes.set_title(f"{counted(len(steps), 'step')}, the last of them on {counted(ranks, 'rank')}")
     axes.grid(alpha=0.3)
     figure.tight_layout()
     place = folder / "loss.png"

@@ -32,13 +32,14 @@ class DamagedAuditLog(Diagnostic):
 
 class AuditLine(msgspec.Struct, frozen=True):
     """A step. ``trained`` took part in it, ``set_aside`` could not be used; where the step was ``skipped`` its clips
-    were seen, and changed nothing."""
+    were seen, and changed nothing. ``loss`` is that of the optimizer step, on each of its batches' lines."""
 
     step: int
     trained: list[str | int]
     skipped: bool = False
     not_finite: list[ClipNote] = []
     set_aside: list[ClipNote] = []
+    loss: float | None = None
 
 
 class AuditLog:
@@ -77,6 +78,13 @@ class AuditLog:
 
     def _file(self, step: int) -> Path:
         return self._folder / f"epoch-{step // self._iterations:05d}.jsonl"
+
+
+def losses(folder: Path, batches: int) -> dict[int, float]:
+    """The loss of every optimizer step that counts, from the log in ``folder``; a step has so many ``batches``."""
+    files = sorted((folder / FOLDER).glob("epoch-*.jsonl"))
+    lines = (line for file in files for line in lines_of(file))
+    return {line.step // batches: line.loss for line in lines if line.loss is not None}
 
 
 def lines_of(file: Path) -> Iterator[AuditLine]:

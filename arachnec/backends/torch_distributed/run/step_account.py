@@ -64,7 +64,8 @@ class StepAccount:
         notes = [] if finite else notes_of_clips(run.not_finite(own, context.rank))
         unused = {note.clip for note in aside}
         names = [own.clips[clip.id].id for clip in own.module.clips]
-        self._seen.append(AuditLine(own.step, [name for name in names if name not in unused], False, notes, aside))
+        trained = [name for name in names if name not in unused]
+        self._seen.append(AuditLine(own.step, trained, False, notes, aside, loss if finite else None))
         self._watch_ranks(planned, everyone[:, 2].tolist())
         if own.share.ends:  # a loss that is not finite makes the sum of all gradients so
             self._end_step(own.step // self.batches, finite, norm)
@@ -101,8 +102,9 @@ class StepAccount:
         self._skipped = 0 if finite else self._skipped + 1
         notes = [note for line in self._seen for note in line.not_finite]
         if self.audit is not None:
+            loss = loss_of_step(self._seen)
             for line in self._seen:
-                self.audit.add(msgspec.structs.replace(line, skipped=not finite))
+                self.audit.add(msgspec.structs.replace(line, skipped=not finite, loss=loss))
         self._seen.clear()
         if not finite:
             self._tell_skipped(step, cause_of_skip(notes, norm))
@@ -121,6 +123,15 @@ class StepAccount:
         if self._skipped >= self.most_skipped:
             raise UserError(TooManySkipped(None, step - self._skipped + 1, step, cause))
         events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
+
+
+def loss_of_step(batches: Sequence[AuditLine]) -> float | None:
+    """The mean over the clips of an optimizer step's batches; of several, each one's loss is its share of it."""
+    losses = [line.loss for line in batches if line.loss is not None]
+    if len(losses) < len(batches):
+        return None
+    trained, aside = (sum(map(len, lists)) for lists in zip(*((b.trained, b.set_aside) for b in batches), strict=True))
+    return sum(losses) * ((trained + aside) / max(1, trained) if len(batches) > 1 else 1)
 
 
 def _left_out(context: RankContext, own: Iteration, run: Run) -> list[report.ClipNote]:

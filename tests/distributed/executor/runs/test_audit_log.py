@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, lines_of
+from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, lines_of, losses
+from arachnec.backends.torch_distributed.reporting.report import ClipNote
+from arachnec.backends.torch_distributed.run.step_account import loss_of_step
 from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError
@@ -61,6 +63,8 @@ def test_after_interruptions_and_on_other_ranks_every_clip_is_there_once_an_epoc
     assert [line.step for line in lines] == list(range(steps))
     for epoch in epochs(kept)[: steps // 3]:
         demand_every_clip_once(epoch)
+    assert losses(kept, 1) == {line.step: line.loss for line in lines}, "of all calls, not of the last alone"
+    assert list(losses(kept, 1)) == list(range(steps))
 
 
 def test_the_clips_of_a_skipped_step_count_as_seen(tmp_path: Path) -> None:
@@ -94,3 +98,11 @@ def test_a_damaged_line_is_told_with_its_file_and_one_that_is_dropped_anyway_is_
         AuditLog(tmp_path, 2, 1)
     AuditLog(tmp_path, 2, 0)
     assert not file.exists()
+
+
+def test_the_loss_of_a_step_of_several_batches_is_the_mean_of_its_clips() -> None:
+    assert loss_of_step([AuditLine(0, ["a"], loss=2.0)]) == 2
+    aside = [ClipNote("d", "no video")]
+    both = [AuditLine(0, ["a", "b"], loss=1.0), AuditLine(1, ["c"], set_aside=aside, loss=0.5)]
+    assert loss_of_step(both) == pytest.approx(1.5 * 4 / 3), "shares of four clips, of which three took part"
+    assert loss_of_step([*both, AuditLine(2, ["e"])]) is None
