@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -10,6 +11,9 @@ from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Instruction, Stage, integer, integers
 from arachnec.ir.parameter_cells import GIB, HELD, LayerSize, cell_of, layer_sizes
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
+
+GIVES_SLOTS_BACK = ("encode", "denoise", "decode", "norm", "step")
+"""Instructions before which a rank gives back the memory that gathered layers take in turn."""
 
 
 def layers_listed(instruction: Instruction, name: str) -> tuple[int, ...]:
@@ -23,6 +27,7 @@ class Gathers:
 
     values: Values
     _whole: dict[str, set[int]] = field(default_factory=dict)  # by stage, what stays from one instruction to the next
+    _slots: dict[int, float] = field(default_factory=dict)  # bytes of those that layers have lain in
 
     @cached_property
     def _stages(self) -> Mapping[str, tuple[Stage, tuple[LayerSize, ...]]]:
@@ -30,36 +35,44 @@ class Gathers:
         return {stage.name: (stage, layer_sizes(stage)) for stage in stages}
 
     def at(self, instruction: Instruction) -> float:
-        """GiB while the instruction runs: what stays whole throughout, and ``held`` of the layers that come and go.
+        """GiB while the instruction runs: what stays whole throughout, and ``held`` of the layers that come and go, or
+        the slots that they have lain in.
 
         What reduce-scatters has the gradients of two such layers besides, one in the making and one on its way.
         """
         if not self._stages:
             return 0.0
-        here = 0.0
+        if instruction.op in GIVES_SLOTS_BACK:
+            self._slots.clear()
+        coming = here = 0.0
         cascade = self.values.cascades.get(instruction.target)
         runs = instruction.op in ("forward", "backward", "weight")
         if runs and cascade is not None and cascade.stage in self._stages:
-            here = self._run(instruction, cascade.stage)
-        return here + sum(self._stay(name, layers) for name, layers in self._whole.items())
+            coming, here = self._run(instruction, cascade.stage)
+        stays = any(len(sizes) - 1 in self._whole.get(name, ()) for name, (_, sizes) in self._stages.items())
+        come = math.fsum(size for slot, size in self._slots.items() if slot != HELD or not stays)
+        return (max(coming, come) + here) / GIB + sum(self._stay(name, layers) for name, layers in self._whole.items())
 
-    def _run(self, instruction: Instruction, name: str) -> float:
-        """GiB that come and go inside the instruction; what it leaves whole is added to what stays."""
+    def _run(self, instruction: Instruction, name: str) -> tuple[float, float]:
+        """Bytes that come and go inside the instruction: of layers in slots, and of all else. What it leaves whole is
+        added to what stays."""
         stage, sizes = self._stages[name]
         gathered, released = (set(layers_listed(instruction, word)) for word in ("gather", "release"))
         scattered, last = set(layers_listed(instruction, "scatter")), len(sizes) - 1
-        whole = self._whole.setdefault(name, set())
+        whole, element = self._whole.setdefault(name, set()), element_bytes(stage)
         through = [sizes[n] for n in gathered & released if n < last]
-        released_sizes = [sizes[n] for n in (whole | gathered) & released if n == last or (n < last and n in whole)]
         held = integer(instruction.attrs.get("held", HELD))
         elements = min(held, len(through)) * max((size.parameters for size in through), default=0.0)
-        bytes_held = (elements + sum(size.parameters for size in released_sizes)) * element_bytes(stage)
+        outside = sizes[last].parameters if last in (whole | gathered) & released else 0.0
+        rest = sum(sizes[n].parameters for n in (whole & released) - gathered if n < last) * element
         blocks = [sizes[n].trained for n in scattered if n < last]
         gradients = min(2, len(blocks)) * max(blocks, default=0.0) + (sizes[last].trained if last in scattered else 0.0)
-        bytes_held += gradients * gradient_element_bytes(stage)
         whole |= gathered
+        for number in whole & released:
+            slot = HELD if number == last else number % HELD
+            self._slots[slot] = max(self._slots.get(slot, 0.0), sizes[number].parameters * element)
         whole -= released
-        return bytes_held / GIB
+        return (elements + outside) * element, rest + gradients * gradient_element_bytes(stage)
 
     def _stay(self, name: str, layers: set[int]) -> float:
         stage, sizes = self._stages[name]

@@ -138,24 +138,3 @@ def _buckets(stage: Stage, layer_counts: tuple[int, ...] | None) -> Sequence[Buc
     if not counts or sum(counts) != layers or min(counts[:-1], default=1) < 1 or counts[-1] < 0:
         raise UserError(WrongBuckets(stage.span, stage.name, list(counts), layers))
     return buckets_of(stage, counts)
-
-
-def overlapped_backwards(lists: dict[int, list[Instruction]]) -> dict[int, Instruction]:
-    """Per rank, the backward inside which its reduces may start; ranks without one are absent.
-
-    It must be the last collective of every rank of its group. Then no other rank waits for one that is held up in an
-    all-reduce, however little the links and the device can overlap (docs/check.md). Only what it hands on may come
-    behind it: the gradient of a stage's input goes to an earlier stage, and no all-reduce of this one waits for those.
-    """
-    last: dict[int, Instruction] = {}
-    for rank, items in lists.items():
-        handed_on = {item.target for item in items if item.op == "backward"}
-        behind = (item for item in reversed(items) if item.op != "free")
-        final = next((item for item in behind if item.op != "send" or item.target not in handed_on), None)
-        if final is not None and final.op == "backward":
-            last[rank] = final
-    return {
-        rank: backward
-        for rank, backward in last.items()
-        if all(peer in last and last[peer].target == backward.target for peer in backward.peers)
-    }

@@ -35,7 +35,7 @@ from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank, updated_parameters
-from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
+from arachnec.lowering.gradient_sync import gradient_synchronisation
 from arachnec.lowering.head_division import with_heads
 from arachnec.lowering.order import (
     COMPUTE,
@@ -54,6 +54,7 @@ from arachnec.lowering.order import (
     reads_saved,
     round_bounds,
 )
+from arachnec.lowering.reduce_overlap import overlapped_backwards
 
 # of a denoise
 SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "unconditional", "attention")
@@ -80,7 +81,8 @@ def lower(module: Module, attention: str | None = None) -> Module:
     placed = _placed(module, module.cluster, order, handoffs, attention)
     lists = _in_order(placed)
     resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
-    ends = gradient_synchronisation(module, module.cluster, resident, overlapped_backwards(lists))
+    overlapped = overlapped_backwards(lists, {cascade.name: cascade.stage for cascade in order})
+    ends = gradient_synchronisation(module, module.cluster, resident, overlapped)
     lists = _in_order({rank: [*items, *_moved_up(module, order, ends[rank])] for rank, items in placed.items()})
     lists = _with_copies(module, lists)
     gathers = updated_parameters(module, resident)

@@ -1,7 +1,7 @@
 """What a layer's gather and reduce-scatter take in a cell of these ranks, of the tensors that cells really move.
 
-More than plain messages of as many bytes: a gather gives the layer new memory and a reduce-scatter puts its gradients
-together; gloo copies both once more, and adds up the whole where a ring would add up a share.
+More than plain messages of as many bytes: a reduce-scatter puts a layer's gradients together, and gloo adds up the
+whole where a ring would add up a share. Memory is what it is in a cascade: the same for every layer.
 
 Each runs alone, and beside compute, as in a cascade. Ranks that wait leave their cores idle; ranks that compute lose
 what their cores do for the collective, and no more.
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -39,6 +39,7 @@ class LayerCollectives:
     group: dist.ProcessGroup
     now: Callable[[], float]
     weight: Tensor  # of a product that stands for compute
+    together: Tensor  # where gradients are put together
     products: int = 1  # so many take longer than any of the collectives
 
     @classmethod
@@ -51,8 +52,10 @@ class LayerCollectives:
         matrices = (value.detach() for value in block.values() if value.ndim == 2)
         weight = max(matrices, key=torch.numel, default=some.new_ones(ROWS, ROWS))
         small, large = _flat({"small": some.new_zeros(SMALL)}, group), _flat(block, group)
-        once = cls(small, large, group, now, weight)
-        return cls(small, large, group, now, weight, once._covering())
+        size = max(small.whole.numel(), large.whole.numel())
+        together = torch.empty(size, dtype=large.gradient_dtype, device=large.whole.device)
+        once = cls(small, large, group, now, weight, together)
+        return replace(once, products=once._covering())
 
     def run(self) -> tuple[float, ...]:
         """ms by ``PHASES``: of each collective alone, and what compute takes longer beside it. Collective."""
@@ -104,15 +107,13 @@ class LayerCollectives:
         if computing:
             self._compute()
         finish()
-        took = (self.now() - started) * 1e3
-        flat.release()
-        return took
+        return (self.now() - started) * 1e3
 
     def _gather(self, flat: FlatLayer) -> Callable[[], object]:
         return flat.gather(self.group).wait
 
     def _scatter(self, flat: FlatLayer) -> Callable[[], object]:
-        scattering = flat.scatter(self.group)
+        scattering = flat.scatter(self.group, self.together[: flat.whole.numel()])
         assert scattering is not None, "the layer trains"
         return scattering.finish
 
@@ -121,5 +122,6 @@ def _flat(values: Mapping[str, Tensor], group: dist.ProcessGroup) -> FlatLayer:
     """A layer of parameters like these."""
     parameters = {name: nn.Parameter(torch.zeros_like(value)) for name, value in values.items()}
     (layout,) = layouts_of(parameters, dict.fromkeys(parameters, 0), dist.get_world_size(group))
-    shard = next(iter(parameters.values())).new_zeros(layout.shard_size).detach()
-    return FlatLayer.of(layout, shard, parameters, dist.get_rank(group))
+    some = next(iter(parameters.values())).detach()
+    shard, whole = some.new_zeros(layout.shard_size), some.new_empty(layout.shard_size * layout.ranks)
+    return FlatLayer.of(layout, shard, whole, parameters, dist.get_rank(group))

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.kernels.attention.collectives import is_gloo
+
+
+class Waited(Protocol):
+    """A copy, or a collective, on its way."""
+
+    def wait(self) -> object: ...
 
 
 def all_gather_flat(everyone: Tensor, own: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -21,6 +31,29 @@ def start_all_gather_flat(everyone: Tensor, own: Tensor, group: dist.ProcessGrou
     work: dist.Work | None = gather(everyone, own, group=group, async_op=True)
     assert work is not None
     return work
+
+
+def start_all_gather_in_place(everyone: Tensor, own: Tensor, member: int, group: dist.ProcessGroup) -> Waited:
+    """Start putting ``own`` of every rank of the group into the flat ``everyone``; this rank is number ``member``.
+
+    gloo's own all-gather receives into new memory and copies that. Here every rank broadcasts its part where it lies.
+    """
+    if not is_gloo(group, everyone.device):
+        return start_all_gather_flat(everyone, own, group)
+    parts = everyone.view(dist.get_world_size(group), -1)
+    parts[member].copy_(own)
+    works = [dist.broadcast(part, group=group, group_src=source, async_op=True) for source, part in enumerate(parts)]
+    return _AllOf(works)
+
+
+@dataclass(frozen=True)
+class _AllOf:
+    works: Sequence[dist.Work | None]
+
+    def wait(self) -> None:
+        for work in self.works:
+            if work is not None:
+                work.wait()
 
 
 def start_reduce_scatter_flat(own: Tensor, everyone: Tensor, group: dist.ProcessGroup | None = None) -> dist.Work:

@@ -1,7 +1,6 @@
 """One flat tensor of a layer on one rank: its own shard always, the whole from gather to release.
 
-The layer's parameters are views of the whole, for good. Releasing takes the memory from under them, gathering gives it
-back at the same place, so that what autograd has kept of a parameter reads the gathered values.
+The layer's parameters are views of the whole, for good: of memory that other layers have in between (`slots`).
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.model_state.cells.host_shard import HostShard, Waited
+from arachnec.model_state.cells.host_shard import HostShard
 from arachnec.model_state.cells.layout import FlatLayout
 from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
-from arachnec.runtime.collectives import start_reduce_scatter_in_place
+from arachnec.runtime.collectives import Waited, start_all_gather_in_place, start_reduce_scatter_in_place
 from arachnec.runtime.host_copies import HostCopies
 
 EXACT = 4  # bytes of an element, from which on a collective itself may sum
@@ -41,16 +40,15 @@ class FlatLayer:
         cls,
         layout: FlatLayout,
         shard: Tensor,
+        whole: Tensor,
         parameters: Mapping[str, nn.Parameter],
         member: int,
         copies: HostCopies | None = None,
     ) -> FlatLayer:
-        """With ``parameters`` taken over: each becomes a view of the whole, and has no memory of its own.
+        """With ``parameters`` taken over: each becomes a view of the ``whole``, and has no memory of its own.
 
         With ``copies`` the shard lies in the host's memory.
         """
-        device = shard.device if copies is None else copies.runtime.device
-        whole = shard.new_empty(layout.shard_size * layout.ranks, device=device)
         unversioned = whole.data  # autograd does not take a gather for a change of what it has kept
         for slot in layout.slots:
             view = unversioned[slot.first : slot.first + slot.size].view(slot.shape)
@@ -58,7 +56,6 @@ class FlatLayer:
             new = nn.Parameter(view, old.requires_grad)
             new.__dict__.update(old.__dict__)
             torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
-        whole.untyped_storage().resize_(0)
         pieces = {
             piece.slot.name: nn.Parameter(shard[piece.place : piece.place + piece.size], layout.trained)
             for piece in layout.pieces(member)
@@ -74,35 +71,23 @@ class FlatLayer:
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup | None) -> Waited:
         """Start to make it whole; the work is to be waited for before a parameter is read."""
-        self.whole.untyped_storage().resize_(self.whole.numel() * self.whole.itemsize)
         if self.host is not None:
-            return self.host.bring_layer(self.whole, self.shard, group)
+            return self.host.bring_layer(self.whole, self.shard, self.member, group)
         assert group is not None, "a layer on one device alone is whole there"
-        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        work: dist.Work | None = gather(self.whole, self.shard, group=group, async_op=True)
-        assert work is not None
-        return work
-
-    def release(self) -> None:
-        self.whole.untyped_storage().resize_(0)
+        return start_all_gather_in_place(self.whole, self.shard, self.member, group)
 
     @torch.no_grad()
-    def scatter(self, group: dist.ProcessGroup | None) -> Scattering | None:
+    def scatter(self, group: dist.ProcessGroup | None, flat: Tensor | None = None) -> Scattering | None:
         """Start to sum the parameters' gradients over the cell, each rank its shard; None where nothing trains.
 
-        The gradients are taken off the parameters.
+        The gradients are taken off the parameters, and put together in ``flat`` if it is given.
         """
         if not self.layout.trained:
             return None
-        values = list(self.parameters.values())
         self.used.update(name for name, value in self.parameters.items() if gradient_of(value) is not None)
-        flat = torch.zeros(self.whole.numel(), dtype=self.gradient_dtype, device=self.whole.device)
-        if group is None and self.host is not None:
-            self.host.bring_gradient(flat, self.gradient)
-        for slot, value in zip(self.layout.slots, values, strict=True):
-            if (gradient := gradient_of(value)) is not None:
-                flat[slot.first : slot.first + slot.size].add_(gradient.reshape(-1))
-                set_gradient(value, None)
+        if flat is None:
+            flat = torch.empty(self.whole.numel(), dtype=self.gradient_dtype, device=self.whole.device)
+        self._put_together(flat, added=group is None and self.host is not None)
         if group is None:
             self.add(flat)
             return None
@@ -112,6 +97,28 @@ class FlatLayer:
         work = dist.all_to_all_single(parts, flat, group=group, async_op=True)
         assert work is not None
         return Scattering(self, flat, parts, work)
+
+    def _put_together(self, flat: Tensor, *, added: bool) -> None:
+        """The gradients of all parameters, zero where there is none; ``added`` to those that the host has so far."""
+        if added:
+            assert self.host is not None
+            flat.zero_()
+            self.host.bring_gradient(flat, self.gradient)
+        end = 0
+        for slot in self.layout.slots:
+            value, end = self.parameters[slot.name], slot.first + slot.size
+            part, gradient = flat[slot.first : end], gradient_of(value)
+            if gradient is None:
+                if not added:
+                    part.zero_()
+                continue
+            if added:
+                part.add_(gradient.reshape(-1))
+            else:
+                part.copy_(gradient.reshape(-1))
+            set_gradient(value, None)
+        if not added:
+            flat[end:].zero_()
 
     def add(self, reduced: Tensor) -> None:
         """A cascade's gradient of the shard, a view for the moment; from a rank alone, with those of the cascades

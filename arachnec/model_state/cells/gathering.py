@@ -25,7 +25,8 @@ from arachnec.analysis.gathers import layers_listed
 from arachnec.ir.nodes import Instruction, integer
 from arachnec.ir.parameter_cells import HELD
 from arachnec.model_state.cells.flat_layer import FlatLayer, Scattering
-from arachnec.model_state.cells.host_shard import Waited
+from arachnec.model_state.cells.slots import Slots, slot_of
+from arachnec.runtime.collectives import Waited
 from arachnec.spmd.sharded_tokens import ShardedTokens
 
 
@@ -40,6 +41,8 @@ class _Pass:
     left: Counter[int]  # calls of each layer that are still to come in a backward
     ran: Counter[int] = field(default_factory=Counter)  # calls of each layer in a forward
     begun: list[int] = field(default_factory=list)  # layers whose backward has begun and not ended
+    running: int | None = None  # the layer that was asked for last
+    gradients: dict[tuple[int, torch.dtype], Tensor] = field(default_factory=dict)  # where they are put together
 
 
 @dataclass
@@ -52,8 +55,10 @@ class Gathering:
     layers: Mapping[int, Sequence[FlatLayer]]
     modules: Mapping[int, nn.Module]
     group: dist.ProcessGroup | None  # None: a rank alone, whose layers come from its host
+    slots: Slots
     updated: Callable[[int], None] | None = None  # waits until a layer's shard is that of all who updated parts of it
     _whole: dict[int, list[Waited]] = field(default_factory=dict)  # with what is still to be waited for
+    _aside: dict[int, list[Tensor]] = field(default_factory=dict)  # whole layers in whose slot another one lies
     _scattering: list[Scattering] = field(default_factory=list)
     _pass: _Pass | None = None
     _calls: dict[str, Counter[int]] = field(default_factory=dict)  # of each layer, by the forward's cascade
@@ -88,6 +93,7 @@ class Gathering:
             self._rest(going)
         finally:
             self._pass = None
+            self.slots.drop()
 
     @contextmanager
     def backward(self, instruction: Instruction, forward: str) -> Iterator[None]:
@@ -180,36 +186,86 @@ class Gathering:
             self._start(going.gather.popleft())
         if number not in self._whole:  # it runs again
             self._start(number)
+        self._take_back(number)
+        going.running = number
         self._ahead(going)
+        self._wait(number)
+
+    def _wait(self, number: int) -> None:
         for work in self._whole[number]:
             work.wait()
         self._whole[number] = []
 
     def _ahead(self, going: _Pass) -> None:
         held = sum(number in self.modules for number in self._whole)
-        if going.gather and held < going.held:
-            self._start(going.gather.popleft())
+        if not going.gather or held >= going.held:
+            return
+        if going.running is not None and self._slot(going.gather[0]) == self._slot(going.running):
+            return  # layers do not run in the order of the list
+        self._start(going.gather.popleft())
 
     def _start(self, number: int) -> None:
         if self.updated is not None:
             self.updated(number)
+        self._take(number)
         self._whole[number] = [flat.gather(self.group) for flat in self.layers.get(number, ())]
 
     def _release(self, going: _Pass, number: int) -> None:
         if number not in going.release or number not in self._whole:
             return
-        for work in self._whole.pop(number):
-            work.wait()
-        for flat in self.layers.get(number, ()):
-            flat.release()
+        self._wait(number)
+        del self._whole[number]
+        self._aside.pop(number, None)
+        self.slots.leave(self._slot(number), (id(self), number))
+        if going.running == number:
+            going.running = None
+
+    def _slot(self, number: int) -> int:
+        return slot_of(number, len(self.modules))
+
+    def _take(self, number: int) -> None:
+        """Have a layer lie in its slot."""
+        flats = self.layers.get(number, ())
+        if flats:
+            self.slots.take(
+                self._slot(number),
+                (id(self), number),
+                [flat.layout for flat in flats],
+                lambda: self._put_aside(number),
+            )
+
+    @torch.no_grad()
+    def _put_aside(self, number: int) -> None:
+        """Another layer comes into the slot of one that is whole."""
+        self._wait(number)
+        self._aside[number] = [flat.whole.clone() for flat in self.layers[number]]
+
+    @torch.no_grad()
+    def _take_back(self, number: int) -> None:
+        aside = self._aside.pop(number, None)
+        if aside is None:
+            return
+        self._take(number)
+        for flat, values in zip(self.layers[number], aside, strict=True):
+            flat.whole.copy_(values)
 
     def _scatter(self, going: _Pass, number: int) -> None:
         if number not in going.scatter:
             return
         going.scatter -= {number}
         self._wait_for_scattering()
-        started = (flat.scatter(self.group) for flat in self.layers.get(number, ()))
+        flats = enumerate(self.layers.get(number, ()))
+        started = (flat.scatter(self.group, self._put_together_in(going, place, flat)) for place, flat in flats)
         self._scattering = [scattering for scattering in started if scattering is not None]
+
+    def _put_together_in(self, going: _Pass, place: int, flat: FlatLayer) -> Tensor | None:
+        """Memory for a layer's gradients, which those before it have left; None where the host may still read it."""
+        if flat.host is not None or not flat.layout.trained:
+            return None
+        key, size = (place, flat.gradient_dtype), flat.whole.numel()
+        if key not in going.gradients or going.gradients[key].numel() < size:
+            going.gradients[key] = torch.empty(size, dtype=flat.gradient_dtype, device=flat.whole.device)
+        return going.gradients[key][:size]
 
     def _wait_for_scattering(self) -> None:
         done, self._scattering = self._scattering, []

@@ -3,20 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from arachnec.runtime.collectives import Waited, start_all_gather_in_place
 from arachnec.runtime.device_runtime import Event
 from arachnec.runtime.host_copies import HostCopies
-
-
-class Waited(Protocol):
-    """A copy, or a collective, on its way."""
-
-    def wait(self) -> object: ...
 
 
 @dataclass
@@ -27,7 +21,7 @@ class HostShard:
     _gradient: Tensor | None = None
     _taken: Event | None = None  # once it has passed, the gradient is in the host
 
-    def bring_layer(self, whole: Tensor, shard: Tensor, group: dist.ProcessGroup | None) -> Waited:
+    def bring_layer(self, whole: Tensor, shard: Tensor, member: int, group: dist.ProcessGroup | None) -> Waited:
         """Start to make a layer whole from its shard, with those of the other members where there are some."""
         if group is None:
             return self.copies.bring(whole, shard)
@@ -35,10 +29,7 @@ class HostShard:
         arrival = self.copies.bring(own, shard)
         with self.copies.runtime.copying():  # the gather waits for the copy, and not what computes meanwhile
             arrival.wait()
-            gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-            work: dist.Work | None = gather(whole, own, group=group, async_op=True)
-        assert work is not None
-        return _Gathered(work, own)
+            return _Gathered(start_all_gather_in_place(whole, own, member, group), own)
 
     def bring_gradient(self, target: Tensor, gradient: Tensor | None) -> None:
         """Fill ``target`` with the gradient so far, if there is one; the current stream waits for it."""
@@ -66,7 +57,7 @@ class HostShard:
 
 @dataclass(frozen=True)
 class _Gathered:
-    work: dist.Work
+    work: Waited
     shard: Tensor  # until it was sent
 
     def wait(self) -> object:

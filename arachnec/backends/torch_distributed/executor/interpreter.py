@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from arachnec.analysis.communicators import grid
+from arachnec.analysis.gathers import GIVES_SLOTS_BACK
 from arachnec.analysis.uses import READS_GRADIENTS, overlapped_reduces
 from arachnec.backends.cascade_step import batch_loss, batch_of
 from arachnec.backends.finite_losses import finite_rows
@@ -154,6 +155,8 @@ class _Walk:
     families: dict[str, str | None] = field(default_factory=dict)  # of attention, by cascade
 
     def execute(self, instruction: Instruction) -> None:
+        if instruction.op in GIVES_SLOTS_BACK and self.context.cells is not None:
+            self.context.cells.slots.drop()
         getattr(self, f"_{instruction.op}")(instruction)
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:

@@ -25,6 +25,7 @@ from arachnec.model_state.cells.flat_layer import FlatLayer
 from arachnec.model_state.cells.gathering import Gathering
 from arachnec.model_state.cells.gradients import ShardGradients, StageCells
 from arachnec.model_state.cells.layout import Piece
+from arachnec.model_state.cells.slots import Slots
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.models.file import ModelFile
 from arachnec.runtime.device_runtime import DeviceRuntime
@@ -38,6 +39,7 @@ class CellParameters:
     stages: Mapping[str, StageCells]
     whole: Mapping[str, Tensor]
     groups: tuple[ProcessGroups, ...]  # of the cells, and of the hosts of a stage's ranks
+    slots: Slots  # that the stages' layers are whole in
     copies: HostCopies | None = None  # with the host's memory, where layers lie in it
 
     @classmethod
@@ -57,12 +59,12 @@ class CellParameters:
         groups.ensure(list(dict.fromkeys(cells)), device=device)
         hosts.ensure([stage.ranks for stage in stages], device=CPU)
         copies = HostCopies(DeviceRuntime.of(device)) if any(stage.in_host for stage in stages) else None
-        model, flats = dealt_out_model(model_file, training, device, stages, own, copies, init)
+        model, flats, slots = dealt_out_model(model_file, training, device, stages, own, copies, init)
         here = {stage.name: stage for stage in stages if stage.name in flats}
-        dealt = {name: _stage_cells(stage, model, flats[name], groups, hosts) for name, stage in here.items()}
+        dealt = {name: _stage_cells(stage, model, flats[name], slots, groups, hosts) for name, stage in here.items()}
         sharded = {slot.name for of in flats.values() for flat in of for slot in flat.layout.slots}
         whole = {name: value for name, value in trained_parameters(model).items() if name not in sharded}
-        return model, cls(dealt, whole, (groups, hosts), copies)
+        return model, cls(dealt, whole, (groups, hosts), slots, copies)
 
     @property
     def pieces(self) -> dict[str, Tensor]:
@@ -111,14 +113,20 @@ class CellParameters:
 
 
 def _stage_cells(
-    stage: DealtStage, model: nn.Module, flats: Sequence[FlatLayer], groups: ProcessGroups, hosts: ProcessGroups
+    stage: DealtStage,
+    model: nn.Module,
+    flats: Sequence[FlatLayer],
+    slots: Slots,
+    groups: ProcessGroups,
+    hosts: ProcessGroups,
 ) -> StageCells:
     cell = groups.get(own_cell(dist.get_rank(), stage.cell))
     by_layer: dict[int, list[FlatLayer]] = {}
     for flat in flats:
         by_layer.setdefault(flat.layout.layer, []).append(flat)
     modules = {number: model.get_submodule(path) for number, path in enumerate(stage.paths)}
-    return StageCells(stage.ranks, tuple(flats), Gathering(by_layer, modules, cell), cell, hosts.get(stage.ranks))
+    gathering = Gathering(by_layer, modules, cell, slots)
+    return StageCells(stage.ranks, tuple(flats), gathering, cell, hosts.get(stage.ranks))
 
 
 def dealt_out_stage(module: Module) -> DealtStage | None:

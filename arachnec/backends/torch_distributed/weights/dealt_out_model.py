@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from arachnec.backends.torch_distributed.weights.streamed_weights import Offered
 from arachnec.executable.training_options import Training
 from arachnec.model_state.cells.flat_layer import FlatLayer
 from arachnec.model_state.cells.layout import FlatLayout, layouts_of
+from arachnec.model_state.cells.slots import Slots
 from arachnec.models.file import ModelFile
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.tracing.layers import layer_of_parameters
@@ -43,8 +45,9 @@ def dealt_out_model(
     own: Collection[str] | None = None,
     copies: HostCopies | None = None,
     init: Path | None = None,
-) -> tuple[nn.Module, dict[str, list[FlatLayer]]]:
-    """The model of ``build_model``, its parameters dealt out as the stages say; the flat tensors of those on this rank.
+) -> tuple[nn.Module, dict[str, list[FlatLayer]], Slots]:
+    """The model of ``build_model``, its parameters dealt out as the stages say; the flat tensors of those on this rank,
+    and the slots that they are whole in.
 
     With ``copies`` the shards of stages that are ``in_host`` lie there. What no stage deals out is whole on the ranks
     whose ``own`` it is. Of all else nothing is kept. ``init`` and ``UserError`` as in ``streamed_model``. Collective.
@@ -70,19 +73,16 @@ def dealt_out_model(
 
     model = streamed_model(model_file, training, device, taking, init)
     parameters = dict(model.named_parameters())
-    flats = {
-        name: [
-            shards.flat(layout, shard, {slot.name: parameters.pop(slot.name) for slot in layout.slots})
-            for layout, shard in zip(shards.layouts, shards.values, strict=True)
-        ]
-        for name, shards in shards_of.items()
-    }
+    last = {stage.name: len(stage.paths) for stage in stages}
+    slots = Slots.of([(shards.layouts, last[name]) for name, shards in shards_of.items()], device)
+    flats = {name: list(shards.flats(slots, last[name], parameters)) for name, shards in shards_of.items()}
+    slots.drop()
     for name, parameter in parameters.items():
         here = kept.pop(name, None)
         put_in_place(parameter, absent(parameter, device) if here is None else here)
         parameter.requires_grad_(parameter.requires_grad and here is not None)
     model.to(device)  # what is no tensor of the module, such as a device that it remembers
-    return model, flats
+    return model, flats, slots
 
 
 def numbered(model: nn.Module, paths: Sequence[str]) -> dict[str, int]:
@@ -107,8 +107,14 @@ class _Shards:
             for piece in layout.pieces(self.member)
         }
 
-    def flat(self, layout: FlatLayout, shard: Tensor, parameters: Mapping[str, nn.Parameter]) -> FlatLayer:
-        return FlatLayer.of(layout, shard, parameters, self.member, self._copies)
+    def flats(self, slots: Slots, last: int, parameters: dict[str, nn.Parameter]) -> Iterator[FlatLayer]:
+        """The flat tensors layer by layer, their parameters taken off ``parameters``."""
+        pairs = zip(self.layouts, self.values, strict=True)
+        for layer, own in groupby(pairs, key=lambda pair: pair[0].layer):
+            layouts, shards = zip(*own, strict=True)
+            for layout, shard, whole in zip(layouts, shards, slots.places(layer, last, layouts), strict=True):
+                named = {slot.name: parameters.pop(slot.name) for slot in layout.slots}
+                yield FlatLayer.of(layout, shard, whole, named, self.member, self._copies)
 
     def take(self, name: str, value: Offered) -> None:
         if name in self._pieces:

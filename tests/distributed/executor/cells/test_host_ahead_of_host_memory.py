@@ -11,6 +11,7 @@ from arachnec.model_state.cells.flat_layer import FlatLayer
 from arachnec.model_state.cells.gathering import Gathering
 from arachnec.model_state.cells.host_shard import HostShard
 from arachnec.model_state.cells.layout import FlatLayout, layouts_of
+from arachnec.model_state.cells.slots import Slots
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.host_inputs import HostInputs
@@ -23,10 +24,10 @@ FORWARD = {"gather": (BLOCKS, 0, 1, 2), "release": (0, 1, 2), "held": 2}
 BACKWARD = {"gather": (0, 1, 2), "release": (BLOCKS, 0, 1, 2), "scatter": (BLOCKS, 0, 1, 2), "held": 2}
 
 
-def on_device(model: nn.Module, layout: FlatLayout, copies: HostCopies) -> FlatLayer:
+def on_device(model: nn.Module, layout: FlatLayout, slots: Slots, copies: HostCopies) -> FlatLayer:
     """As ``FlatLayer.of``, which swaps tensors: fake ones cannot be."""
     shard = copies.buffer(layout.shard_size, layout.dtype)
-    whole = torch.empty(layout.shard_size, device=copies.runtime.device)
+    (whole,) = slots.places(layout.layer, BLOCKS, [layout])
     views = {}
     for slot in layout.slots:
         views[slot.name] = nn.Parameter(whole.data[slot.first : slot.first + slot.size].view(slot.shape))
@@ -46,9 +47,11 @@ def two_cascades() -> tuple[list[str], tuple[int, int], int]:
         copies = HostCopies(runtime)
         parameters = dict(model.named_parameters())
         flats: dict[int, list[FlatLayer]] = {}
-        for layout in layouts_of(parameters, layers, 1):
-            flats.setdefault(layout.layer, []).append(on_device(model, layout, copies))
-        gathering = Gathering(flats, {number: model[number + 1] for number in range(BLOCKS)}, None)
+        layouts = layouts_of(parameters, layers, 1)
+        slots = Slots.of([(layouts, BLOCKS)], device.device)
+        for layout in layouts:
+            flats.setdefault(layout.layer, []).append(on_device(model, layout, slots, copies))
+        gathering = Gathering(flats, {number: model[number + 1] for number in range(BLOCKS)}, None, slots)
         inputs = HostInputs(copies)
         forward, backward = (
             Instruction(op, "c", (0,), Attributes.of(**lists))

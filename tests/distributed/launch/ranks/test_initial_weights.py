@@ -103,7 +103,7 @@ def weights_of(folder: Path, kind: str, dtype: Any) -> dict[str, Tensor]:
     if kind == "stages":
         model = own_model(file, training, CPU, own, folder)
         return {name: value for name, value in model.state_dict().items() if name in own | {"scale"}}
-    model, flats = dealt_out_model(file, training, CPU, [STAGE], init=folder)
+    model, flats, _ = dealt_out_model(file, training, CPU, [STAGE], init=folder)
     return {
         f"{piece.slot.name}/{piece.start}": flat.shard[piece.place : piece.place + piece.size].clone()
         for flat in flats["dit"]
