@@ -54,6 +54,17 @@ class ChangedInPlace(Diagnostic):
     path: str
 
 
+@dataclass(frozen=True)
+class OtherParameters(Diagnostic):
+    title: ClassVar[str] = "for some clips stage {stage} reads `{name}`, which it does not have"
+    help: ClassVar[str] = (
+        "a stage has the parameters that it reads for the first clip: make `{name}` part of a block, "
+        "read it for every clip, or train the model as one stage"
+    )
+    name: str
+    stage: int
+
+
 class _StageEnd(BaseException):
     """Leaves the model's forward at the first unit of a later stage; no ``except Exception`` of a model stops it."""
 
@@ -114,7 +125,21 @@ class Cuts:
 
     def _cut(self, model: nn.Module, arguments: Mapping[str, Any]) -> Cut:
         blocks = [path for part in self.parts for path in part]
-        return Cut(record_dataflow(model, blocks, arguments, prediction_of, self._repeats[0]), self.parts)
+        cut = Cut(record_dataflow(model, blocks, arguments, prediction_of, self._repeats[0]), self.parts)
+        self._demand_own_parameters(cut)
+        return cut
+
+    def _demand_own_parameters(self, cut: Cut) -> None:
+        """Raises ``UserError`` where a stage reads parameters that it did not read at the first cut: its ranks have
+        zeros in their place. The first stage has those that nobody read."""
+        known = next(iter(self._known.values()), cut).parameters
+        if cut.parameters == known:
+            return
+        read = frozenset().union(*known)
+        for stage, (own, names) in enumerate(zip(known, cut.parameters, strict=True)):
+            missing = names - own if stage else (names - own) & read
+            if missing:
+                raise UserError(OtherParameters(None, min(missing), stage))
 
     def forward(self, model: nn.Module, cut: Cut, stage: int) -> StageForward:
         """Of the one model with values that these cuts are for."""

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from arachnec.backends.reference import run_reference
+from arachnec.backends.staged_model import Cuts
 from arachnec.executable.folder import read_executable
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
+from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import clip, plain_loop
-from tests.distributed.pipeline_cases import executable, pipeline_of
+from tests.distributed.pipeline_cases import MODEL, executable, pipeline_of
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2))
 
@@ -32,3 +36,27 @@ def test_stages_in_turn_have_the_gradients_of_plain_pytorch(
     assert set(outcome.gradients) == set(expected)
     for name, value in expected.items():
         torch.testing.assert_close(outcome.gradients[name], value, rtol=1e-9, atol=1e-14)
+
+
+SOMETIMES = """
+
+class Sometimes(Hard):
+    def forward(self, x, time):
+        last = super().forward(x, time)
+        return last + self.unused.sum() if x.shape[1] > 16 else last
+
+
+def build():
+    return Sometimes().double()
+"""
+
+
+def test_a_stage_that_reads_a_parameter_of_another_for_some_clips_is_refused(tmp_path: Path) -> None:
+    """It would compute with the zeros that stand for the parameters of other stages."""
+    source = tmp_path / "model.py"
+    source.write_text(MODEL + SOMETIMES)
+    cuts = Cuts(load_model_file(source), Training(), (("first.0", "first.1"), ("second.0", "second.1")))
+    short = cuts.at(clip("a", 3), 1)
+    assert cuts.at(clip("b", 4), 1).parameters == short.parameters
+    with pytest.raises(UserError, match="stage 1 reads `unused`"):
+        cuts.at(clip("c", 5), 1)
