@@ -13,7 +13,7 @@ on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -218,7 +218,8 @@ class StageForward:
             return call.aside(self._given, args, kwargs, self._device)
         self._inside = True
         try:
-            output = unit.forward(*args, **kwargs)
+            with _kept():
+                output = unit.forward(*args, **kwargs)
         finally:
             self._inside = False
         leaves = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
@@ -278,6 +279,20 @@ class _Call:
                     self._zeros[leaf] = zeros(result.shape, result.dtype, device)
                 leaves.append(self._zeros[leaf])
         return pytree.tree_unflatten(leaves, self._spec)
+
+
+def _kept() -> AbstractContextManager[Any]:
+    """Inside, what autograd saves is kept, also where the model's own forward has checkpointed the call: to run it
+    again behind the stage's forward would run another function, with other stages' units in the way. Which blocks are
+    run again is the plan's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if not hooks or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -60,3 +60,31 @@ def test_a_stage_that_reads_a_parameter_of_another_for_some_clips_is_refused(tmp
     assert cuts.at(clip("b", 4), 1).parameters == short.parameters
     with pytest.raises(UserError, match="stage 1 reads `unused`"):
         cuts.at(clip("c", 5), 1)
+
+
+CHECKPOINTED = """
+
+class Checkpointed(Hard):
+    def forward(self, x, time):
+        from torch.utils.checkpoint import checkpoint
+        t = self.time(time[:, None].to(self.table.dtype))
+        x = self.embed(x.to(self.table.dtype))
+        for block in (*self.first, *self.second):
+            x = checkpoint(block, x, t, use_reentrant=False)
+        return nn.functional.linear(self.head(x), self.embed.weight.t())
+
+
+def build():
+    return Checkpointed().double()
+"""
+
+
+@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb-h1"])
+def test_blocks_that_the_model_checkpoints_itself_have_the_gradients_of_plain_pytorch(
+    tmp_path: Path, schedule: str
+) -> None:
+    folder = executable(tmp_path, 2, [CLIPS], pipeline_of("p=2", schedule), more=CHECKPOINTED)
+    read = read_executable(folder)
+    outcome = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)))
+    for name, value in plain_loop(folder, CLIPS)[1].items():
+        torch.testing.assert_close(outcome.gradients[name], value, rtol=1e-9, atol=1e-14)
