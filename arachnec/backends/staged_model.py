@@ -13,7 +13,7 @@ on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -52,6 +52,17 @@ class ChangedInPlace(Diagnostic):
     title: ClassVar[str] = "the model changes what `{path}` returned in place, and a later stage needs it as it was"
     help: ClassVar[str] = "write `x = x + y` for `x += y` there, or cut the model elsewhere"
     path: str
+
+
+@dataclass(frozen=True)
+class OtherParameters(Diagnostic):
+    title: ClassVar[str] = "for some clips stage {stage} reads `{name}`, which it does not have"
+    help: ClassVar[str] = (
+        "a stage has the parameters that it reads for the first clip: make `{name}` part of a block, "
+        "read it for every clip, or train the model as one stage"
+    )
+    name: str
+    stage: int
 
 
 class _StageEnd(BaseException):
@@ -114,7 +125,21 @@ class Cuts:
 
     def _cut(self, model: nn.Module, arguments: Mapping[str, Any]) -> Cut:
         blocks = [path for part in self.parts for path in part]
-        return Cut(record_dataflow(model, blocks, arguments, prediction_of, self._repeats[0]), self.parts)
+        cut = Cut(record_dataflow(model, blocks, arguments, prediction_of, self._repeats[0]), self.parts)
+        self._demand_own_parameters(cut)
+        return cut
+
+    def _demand_own_parameters(self, cut: Cut) -> None:
+        """Raises ``UserError`` where a stage reads parameters that it did not read at the first cut: its ranks have
+        zeros in their place. The first stage has those that nobody read."""
+        known = next(iter(self._known.values()), cut).parameters
+        if cut.parameters == known:
+            return
+        read = frozenset().union(*known)
+        for stage, (own, names) in enumerate(zip(known, cut.parameters, strict=True)):
+            missing = names - own if stage else (names - own) & read
+            if missing:
+                raise UserError(OtherParameters(None, min(missing), stage))
 
     def forward(self, model: nn.Module, cut: Cut, stage: int) -> StageForward:
         """Of the one model with values that these cuts are for."""
@@ -193,7 +218,8 @@ class StageForward:
             return call.aside(self._given, args, kwargs, self._device)
         self._inside = True
         try:
-            output = unit.forward(*args, **kwargs)
+            with _kept():
+                output = unit.forward(*args, **kwargs)
         finally:
             self._inside = False
         leaves = (output,) if isinstance(output, Tensor) else pytree.tree_leaves(output)
@@ -253,6 +279,20 @@ class _Call:
                     self._zeros[leaf] = zeros(result.shape, result.dtype, device)
                 leaves.append(self._zeros[leaf])
         return pytree.tree_unflatten(leaves, self._spec)
+
+
+def _kept() -> AbstractContextManager[Any]:
+    """Inside, what autograd saves is kept, also where the model's own forward has checkpointed the call: to run it
+    again behind the stage's forward would run another function, with other stages' units in the way. Which blocks are
+    run again is the plan's."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if not hooks or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_same, _same)
+
+
+def _same(value: Tensor) -> Tensor:
+    return value
 
 
 def zeros(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

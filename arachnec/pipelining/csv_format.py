@@ -35,7 +35,7 @@ def read_csv(path: Path, stages: int | None = None, micro_batches: int | None = 
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(ScheduleTooLarge(None, "bytes", path.stat().st_size, LARGEST_FILE))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise UserError(NoText(None, str(path), "a CSV as torch.distributed.pipelining writes it")) from None
     return from_csv(text, str(path), stages, micro_batches)

@@ -70,7 +70,7 @@ def read_profile_file(path: Path) -> LayerProfile:
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(TooManyLayers(None, MOST_LAYERS, MOST_EDGES))
     try:
-        return read_profile(path.read_text(encoding="utf-8"), str(path))
+        return read_profile(path.read_text(encoding="utf-8-sig"), str(path))
     except UnicodeDecodeError:
         raise UserError(NoText(None, str(path), "a profile in DAPPLE's format")) from None
 
@@ -118,7 +118,7 @@ def _layer(name: str, fields: str, span: Span) -> Layer | Diagnostic:
     for field in fields.split(","):
         key, _, value = field.partition("=")
         given[key.strip()] = value.strip()
-    if set(given) != set(FIELDS):
+    if set(given) != set(FIELDS) or fields.count(",") + 1 != len(FIELDS):
         return BadProfileLine(span)
     numbers = []
     for key in FIELDS:

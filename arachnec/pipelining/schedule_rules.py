@@ -78,6 +78,7 @@ def _misplaced(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
     rank_of: dict[int, int] = {}
     told: set[object] = set()
     for rank, order in enumerate(schedule.orders):
+        own = frozenset(order)
         for position, action in enumerate(order):
             stage, kind, micro_batch = action
             at = place(rank, position)
@@ -102,7 +103,7 @@ def _misplaced(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
                 told.add((stage, micro_batch))
                 continue
             needed = Action(stage, NEEDED[kind], micro_batch)
-            if needed not in seen and needed in order:
+            if needed not in seen and needed in own:
                 wrong.append(ActionTooEarly(at, rank, str(action), str(needed)))
     return wrong
 

@@ -8,9 +8,13 @@ import pytest
 import torch
 
 from arachnec.backends.reference import run_reference
+from arachnec.backends.staged_model import Cuts
 from arachnec.executable.folder import read_executable
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
+from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import clip, plain_loop
-from tests.distributed.pipeline_cases import executable, pipeline_of
+from tests.distributed.pipeline_cases import MODEL, executable, pipeline_of
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2))
 
@@ -31,4 +35,56 @@ def test_stages_in_turn_have_the_gradients_of_plain_pytorch(
     assert abs(outcome.loss - loss) <= 1e-12 * abs(loss)
     assert set(outcome.gradients) == set(expected)
     for name, value in expected.items():
+        torch.testing.assert_close(outcome.gradients[name], value, rtol=1e-9, atol=1e-14)
+
+
+SOMETIMES = """
+
+class Sometimes(Hard):
+    def forward(self, x, time):
+        last = super().forward(x, time)
+        return last + self.unused.sum() if x.shape[1] > 16 else last
+
+
+def build():
+    return Sometimes().double()
+"""
+
+
+def test_a_stage_that_reads_a_parameter_of_another_for_some_clips_is_refused(tmp_path: Path) -> None:
+    """It would compute with the zeros that stand for the parameters of other stages."""
+    source = tmp_path / "model.py"
+    source.write_text(MODEL + SOMETIMES)
+    cuts = Cuts(load_model_file(source), Training(), (("first.0", "first.1"), ("second.0", "second.1")))
+    short = cuts.at(clip("a", 3), 1)
+    assert cuts.at(clip("b", 4), 1).parameters == short.parameters
+    with pytest.raises(UserError, match="stage 1 reads `unused`"):
+        cuts.at(clip("c", 5), 1)
+
+
+CHECKPOINTED = """
+
+class Checkpointed(Hard):
+    def forward(self, x, time):
+        from torch.utils.checkpoint import checkpoint
+        t = self.time(time[:, None].to(self.table.dtype))
+        x = self.embed(x.to(self.table.dtype))
+        for block in (*self.first, *self.second):
+            x = checkpoint(block, x, t, use_reentrant=False)
+        return nn.functional.linear(self.head(x), self.embed.weight.t())
+
+
+def build():
+    return Checkpointed().double()
+"""
+
+
+@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb-h1"])
+def test_blocks_that_the_model_checkpoints_itself_have_the_gradients_of_plain_pytorch(
+    tmp_path: Path, schedule: str
+) -> None:
+    folder = executable(tmp_path, 2, [CLIPS], pipeline_of("p=2", schedule), more=CHECKPOINTED)
+    read = read_executable(folder)
+    outcome = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)))
+    for name, value in plain_loop(folder, CLIPS)[1].items():
         torch.testing.assert_close(outcome.gradients[name], value, rtol=1e-9, atol=1e-14)

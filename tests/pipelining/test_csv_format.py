@@ -196,3 +196,16 @@ def _reaches_the_end(orders: list[tuple[Action, ...]]) -> bool:
                 done.add(order.pop(0))
                 moved = True
     return not any(left)
+
+
+def test_a_long_row_of_backwards_without_forwards_is_refused_by_looking_at_every_action_once() -> None:
+    """200,000 of them: time that grew with the square of it would be hours."""
+    text = ",".join(f"0B{number}" for number in range(200_000)) + "\n"
+    with pytest.raises(UserError, match="stage 0 has no forward of micro-batch 0"):
+        from_csv(text, "bad.csv")
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_action(tmp_path: Path) -> None:
+    path = tmp_path / "orders.csv"
+    path.write_text("0F0,0B0\n", encoding="utf-8-sig")
+    assert read_csv(path).micro_batches == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import combinations, product
 from math import inf
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -15,7 +16,7 @@ from arachnec.pipelining import profile_errors
 from arachnec.pipelining.hybrid_plan import HybridPlan, Instance, Machines, Stage, hybrid_plan
 from arachnec.pipelining.hybrid_search import best_plan, dapple_plan, pipedream_plan
 from arachnec.pipelining.placement_policies import POLICIES, allocate, allocations
-from arachnec.pipelining.profile_file import MOST_LAYERS, Layer, LayerProfile, read_profile
+from arachnec.pipelining.profile_file import MOST_LAYERS, Layer, LayerProfile, read_profile, read_profile_file
 from tests.pipelining.bert_profile import V100, bert_instance, line
 
 
@@ -224,3 +225,16 @@ def test_batches_that_do_not_divide_and_clusters_of_nothing_are_refused() -> Non
     for bad in ((V100, 63, 2, 2), (Machines(0, 8), 64, 2, 2)):
         with pytest.raises(UserError):
             Instance(profile, *bad)
+
+
+def test_a_number_that_stands_twice_is_refused() -> None:
+    text = "node1 -- a -- forward_compute_time=1, forward_compute_time=9, backward_compute_time=2, activation_size=3, "
+    with pytest.raises(UserError) as refusal:
+        read_profile(text + "parameter_size=4\n", "bad.txt")
+    assert isinstance(refusal.value.diagnostics[0], profile_errors.BadProfileLine)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_layer(tmp_path: Path) -> None:
+    path = tmp_path / "profile.txt"
+    path.write_text(line("node1", "a", 1, 2, 3, 4) + "\n", encoding="utf-8-sig")
+    assert len(read_profile_file(path).layers) == 1
