@@ -35,6 +35,12 @@ from arachnec.commands.pass_options import PassOptions, pass_options
 @click.option("--passes", help="A pipeline of passes that plans the requests.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @click.option("--plan-only", is_flag=True, help="Plan and prove, and print the plan; run nothing.")
+@click.option(
+    "--stall-timeout",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Seconds beyond its planned time that an instruction or a denoising step may take which waits for no other; "
+    "default: 60.",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @pass_options
 def command(
@@ -48,6 +54,7 @@ def command(
     passes: str | None,
     profile: Path | None,
     plan_only: bool,
+    stall_timeout: float | None,
     as_json: bool,
     options: PassOptions,
 ) -> None:
@@ -73,7 +80,7 @@ def command(
         instruments=options.instruments(),
     )
     if not plan_only:
-        generate_here(generation, as_json)
+        generate_here(generation, as_json, stall_timeout=stall_timeout)
         return
     if generation.compiled is None:
         click.echo("every request is finished")

@@ -15,13 +15,18 @@ if TYPE_CHECKING:
     from arachnec.generation.run import Generation
 
 
-def generate_here(generation: Generation, as_json: bool = False, report_file: Path | None = None) -> None:
+def generate_here(
+    generation: Generation,
+    as_json: bool = False,
+    report_file: Path | None = None,
+    stall_timeout: float | None = None,
+) -> None:
     """Run what is left, and print a line a request, or the report as JSON; ``report_file`` has it too."""
     from arachnec.generation.run import run_here
     from arachnec.launch.local_ranks import RankCrashed
 
     try:
-        report = run_here(generation)
+        report = run_here(generation, stall_timeout)
     except RankCrashed as crash:
         # The launcher's own traceback would only hide the rank's.
         print(crash, file=sys.stderr)

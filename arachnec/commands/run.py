@@ -11,6 +11,7 @@ from arachnec.backends.torch_distributed.options import RunOptions, run_options
 RESULTS = "results"
 OF_NOBODY = vars(RunOptions())
 OPTION_OF = {"settings": "set"}
+OF_BOTH = ("report", "stall_timeout")  # training and sampling
 
 
 @click.command("run")
@@ -50,9 +51,10 @@ def sample(folder: Path, ranks: int | None, output: Path, options: RunOptions) -
     from arachnec.executable.folder import demand_folder
     from arachnec.generation.run import prepare_executable
 
-    of_training = [name for name, value in vars(options).items() if name != "report" and value != OF_NOBODY[name]]
+    of_training = [name for name, value in vars(options).items() if name not in OF_BOTH and value != OF_NOBODY[name]]
     if of_training:
         option = OPTION_OF.get(of_training[0], of_training[0]).replace("_", "-")
         raise click.UsageError(f"--{option} is of training; {folder} samples")
     demand_folder(output)
-    generate_here(prepare_executable(folder, output, ranks), report_file=options.report)
+    generation = prepare_executable(folder, output, ranks)
+    generate_here(generation, report_file=options.report, stall_timeout=options.stall_timeout)

@@ -22,6 +22,7 @@ from arachnec.analysis.receive_prefetch import Prefetched, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.data.requests import Request
 from arachnec.generation.encoded import Encoders
+from arachnec.generation.progress import RequestProgress, instruction_limit
 from arachnec.generation.rank_models import RankModels
 from arachnec.generation.results import Outcome, Results
 from arachnec.generation.rounds import Rounds, all_pairs
@@ -29,7 +30,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, inte
 from arachnec.ir.parser import parse_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import even_split
-from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.launch.timeouts import GROUP_TIMEOUT, Timeouts
 from arachnec.lowering.continuation import begins_as
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
@@ -40,6 +41,10 @@ from arachnec.sampling.forward import BranchPoint, all_branches, branches_of
 from arachnec.sampling.loop import Loop, Point, Predict, Sampling, begin, guided, run
 from arachnec.sampling.state import packed, state_bytes, unpack
 from arachnec.spmd.specialisation import Specialisation
+
+
+def unwatched(progress: RequestProgress) -> None:
+    """Nobody minds how long an instruction takes."""
 
 
 @dataclass
@@ -60,8 +65,11 @@ class GenerationRank:
     models: RankModels = field(init=False)
     encoders: Encoders = field(init=False)
     started: float = field(init=False)
+    progress: RequestProgress = field(init=False)
     measured: list[Interval] = field(default_factory=list)  # of every instruction, once the program has run
     rounds: Rounds | None = None  # where the rest may be planned again
+    enter: Callable[[RequestProgress], None] = unwatched  # who watches over how long they take
+    timeouts: Timeouts = field(default_factory=Timeouts)
     _decoder: nn.Module | None = None
 
     def __post_init__(self) -> None:
@@ -105,11 +113,14 @@ class GenerationRank:
         tags = dict(self._at_hand.tags)
         handoffs = Handoffs(self.connections, threads, tags)
         clock = Clock(self.rank, runtime)
+        self.progress = RequestProgress(self.module, self.rank, self.requests, clock, self._limit)
+        self.enter(self.progress)
         if self.rounds:
             self.rounds.enter(0)
         at = 0
         while at < len(self.program.instructions):
             step = self.program.instructions[at]
+            self.progress.at(at)
             for receive in self._at_hand.prefetched[at]:
                 spec = self._spec(receive.target)
                 self.values[receive.target] = handoffs.prefetch(receive.target, spec, receive.peers[0])
@@ -120,6 +131,7 @@ class GenerationRank:
                 self._go_on(integer(step.attrs["round"]), self.rounds)
                 tags |= self._at_hand.tags
             at += 1
+        self.progress.at(at)
         self.measured = [interval for interval in clock.intervals() if interval.op != "replan"]
         handoffs.finish()
         threads.close()
@@ -133,6 +145,7 @@ class GenerationRank:
             if not begins_as(ahead.program.instructions, self.program.instructions, round):
                 raise RuntimeError(f"the program of round {round} does not begin as that of rank {self.rank}")
             self.module, self._at_hand = module, ahead
+            self.progress.follow(module)
         rounds.enter(round)
 
     def _execute(self, step: Instruction, handoffs: Handoffs, runtime: DeviceRuntime) -> None:
@@ -167,6 +180,12 @@ class GenerationRank:
                 for value in coming:
                     value.wait()
 
+    def _limit(self, instruction: Instruction) -> float:
+        cluster = self.module.cluster
+        planned_for_cpu = cluster is not None and cluster.attrs.get("device") == "cpu"
+        applies = planned_for_cpu or self.device.type != "cpu"
+        return instruction_limit(self.cascades.get(instruction.target), instruction, self.timeouts, applies=applies)
+
     def _requests(self, cascade: Cascade) -> list[Request]:
         return [self.requests[number] for number in cascade.clips]
 
@@ -182,7 +201,8 @@ class GenerationRank:
         """Nothing of a request runs before it arrives."""
         wait = self.started + max(request.arrival for request in requests) - time.monotonic()
         if wait > 0:
-            time.sleep(wait)
+            with self.progress.arriving():
+                time.sleep(wait)
 
     def _loops(self, cascade: Cascade) -> list[Loop]:
         """The requests of a segment or of a decoder as its input has them, or before their first step."""
@@ -213,7 +233,7 @@ class GenerationRank:
         ranks = step.peers or (self.rank,)
         last = integers(cascade.attrs.get("steps", (0, 0)))[1]
         loops = self._loops(cascade)
-        predict = self._predict(step, cascade)
+        predict = self._told(loops, self._predict(step, cascade))
         run(loops, predict, last + 1, self._agreed(ranks), cascade.stage)
         for number, loop in zip(cascade.clips, loops, strict=True):
             self.loops[number] = cascade.name, loop
@@ -223,6 +243,16 @@ class GenerationRank:
             if self.rounds and ranks[0] == self.rank and "switch" in cascade.attrs:
                 self.rounds.tell(number, loop.step, loop.switched)
         return loops
+
+    def _told(self, loops: Sequence[Loop], predict: Predict) -> Predict:
+        """Predictions of a step, once it is told that the step begins."""
+
+        def predicted(name: str, points: Sequence[Point]) -> list[Tensor]:
+            own = next(loop for loop in loops if loop.request is points[0].request)
+            self.progress.step(own.step, len(own.schedule))
+            return predict(name, points)
+
+        return predicted
 
     def _predict(self, step: Instruction, cascade: Cascade) -> Predict:
         """Predictions of a step, by this rank and those that share the branches, or the one, that it has."""
@@ -283,6 +313,7 @@ class GenerationRank:
     def _deliver(self, loop: Loop) -> None:
         """Write the files of a request, or why there are none."""
         request = loop.request
+        self.progress.result_of(request)
         failed = f"its latents are no numbers after step {loop.step}" if loop.failed else None
         outcome = Outcome(
             id=str(request.id),

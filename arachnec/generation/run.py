@@ -134,8 +134,8 @@ def planned_again(executable: SamplingExecutable, requests: Sequence[Request], m
         return planned(replace(executable.traced, clips=clips, cluster=machine), pipeline)
 
 
-def run_here(generation: Generation) -> dict[str, Any]:
-    """Start the ranks; returns the report, which is written too.
+def run_here(generation: Generation, stall_timeout: float | None = None) -> dict[str, Any]:
+    """Start the ranks; returns the report, which is written too. ``stall_timeout``: see ``arachnec generate --help``.
 
     Raises ``UserError`` where a rank died, or where a request has no result; what is finished stays.
     """
@@ -150,7 +150,8 @@ def run_here(generation: Generation) -> dict[str, Any]:
             own.write_text(print_module(generation.program), encoding="utf-8")
             world = len(generation.program.programs)
             paths = generation.folder, generation.sampler, own, out
-            launch(world, [str(path.absolute()) for path in paths], lambda line: None, worker=WORKER)
+            limits = () if stall_timeout is None else ("--stall-timeout", str(stall_timeout))
+            launch(world, [*(str(path.absolute()) for path in paths), *limits], lambda line: None, worker=WORKER)
             _keep_measured(generation, world)
     except UserError as error:
         raise UserError(*map(resumable, error.diagnostics)) from None

@@ -19,7 +19,8 @@ PATH = click.Path(path_type=Path)
 @click.argument("sampler", type=PATH)
 @click.argument("program", type=PATH)
 @click.argument("out", type=PATH)
-def command(folder: Path, sampler: Path, program: Path, out: Path) -> None:
+@click.option("--stall-timeout", type=click.FloatRange(min=0, min_open=True), help="See `arachnec generate`.")
+def command(folder: Path, sampler: Path, program: Path, out: Path, stall_timeout: float | None) -> None:
     """Run this rank's part of PROGRAM, of the executable FOLDER, and write into OUT. Rank and world size come from
     torchrun's environment."""
     with joined_rank() as joined:
@@ -29,6 +30,7 @@ def command(folder: Path, sampler: Path, program: Path, out: Path) -> None:
         from arachnec.generation.round_planning import planned_in_rounds
         from arachnec.ir.parser import parse_file
         from arachnec.ir.printer import print_module
+        from arachnec.launch.timeouts import Timeouts
         from arachnec.models.sampler_file import load_sampler_file
         from arachnec.sampling.loop import Sampling
 
@@ -49,7 +51,8 @@ def command(folder: Path, sampler: Path, program: Path, out: Path) -> None:
         rank = GenerationRank(joined.rank, sampling, module, executable.requests, results, device, tell)
         with planned_in_rounds(joined.store, joined.rank, program, module) as rank.rounds:
             rank.connect()
-            joined.watchdog.enter("work")
+            rank.enter = lambda progress: joined.watchdog.enter("the program of requests", progress=progress)
+            rank.timeouts = Timeouts(stall=stall_timeout)
             rank.run()
         if rank.rounds and joined.rank == 0:
             program.with_name(EXECUTED).write_text(print_module(rank.module), encoding="utf-8")

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Protocol
 
 from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.data.clip import VideoClip
@@ -17,22 +18,30 @@ from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.launch.progress import Place, Position
 from arachnec.runtime.clock import Clock
 
-TOGETHER = ("encode", "forward", "backward", "weight", "norm")  # all of the group are in it at once
-COMPUTES = ("forward", "backward", "weight")
+TOGETHER = ("encode", "forward", "backward", "weight", "norm", "denoise")  # all of the group are in it at once
+COMPUTES = ("forward", "backward", "weight", "denoise", "decode")
 NAMED = 4
 
 
+class Named(Protocol):
+    """A clip or a request."""
+
+    @property
+    def id(self) -> str | int: ...
+
+
 class StepProgress:
-    """``limit``: how many seconds an instruction may take."""
+    """``limit``: how many seconds an instruction may take. ``noun``: what the module's clips are called."""
 
     def __init__(
         self,
         module: Module,
         rank: int,
         step: int,
-        clips: Mapping[int, VideoClip],
+        clips: Mapping[int, Named],
         clock: Clock,
         limit: Callable[[Instruction], float],
+        noun: str = "clip",
     ) -> None:
         self._module = module
         self._rank = rank
@@ -40,6 +49,7 @@ class StepProgress:
         self._clips = clips
         self._clock = clock
         self._limit = limit
+        self._noun = noun
         self._at = (-1, time.monotonic())
         self._device_at = self._at
         self._ahead: tuple[str, float] | None = None
@@ -75,7 +85,7 @@ class StepProgress:
         instruction = instructions[index]
         return Place(
             position=position,
-            doing=described(instruction, self._module, self._clips),
+            doing=described(instruction, self._module, self._clips, self._noun),
             seconds=seconds,
             limit=self._limit(instruction),
         )
@@ -95,7 +105,7 @@ class StepProgress:
         """The instructions with clips that ``rank`` has up to a position, or all of them, in words."""
         instructions = self._program(rank).instructions[: None if until is None else until.instruction + 1]
         own = [step for step in instructions if step.op in ("encode", *COMPUTES)] or list(instructions)
-        return listed([described(step, self._module, self._clips) for step in own]) or "nothing"
+        return listed([described(step, self._module, self._clips, self._noun) for step in own]) or "nothing"
 
     def _of_device(self) -> tuple[int, float] | None:
         """The instruction that the device is in, and since when it was seen there; None where it is not behind."""
@@ -159,18 +169,18 @@ class StepProgress:
         return {program.rank: program for program in self._module.programs}
 
 
-def described(instruction: Instruction, module: Module, clips: Mapping[int, VideoClip]) -> str:
+def described(instruction: Instruction, module: Module, clips: Mapping[int, Named], noun: str = "clip") -> str:
     """An instruction in words, with the clips of its cascade by their names."""
     cascade = next((c for c in module.cascades if c.name == instruction.target), None)
     if cascade is None:
         return f"{instruction.op} @{instruction.target}"
     peer = {"send": " to rank {}", "receive": " from rank {}"}.get(instruction.op, "").format(*instruction.peers[:1])
-    return f"{instruction.op} %{cascade.name}{peer} ({named([clips[clip].id for clip in cascade.clips])})"
+    return f"{instruction.op} %{cascade.name}{peer} ({named([clips[clip].id for clip in cascade.clips], noun)})"
 
 
-def named(clips: list[str | int]) -> str:
+def named(clips: list[str | int], noun: str = "clip") -> str:
     """Clips by name, the first few of them."""
-    return f"{'clip' if len(clips) == 1 else 'clips'} {listed(clips)}"
+    return f"{noun}{'' if len(clips) == 1 else 's'} {listed(clips)}"
 
 
 def listed(names: Sequence[str | int]) -> str:

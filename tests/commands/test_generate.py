@@ -161,7 +161,7 @@ def test_a_request_without_a_result_ends_the_command_with_its_name(
 def test_an_interrupted_run_says_how_it_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def interrupted(left: generation.Generation) -> None:
+    def interrupted(left: generation.Generation, stall_timeout: float | None) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(generation, "run_here", interrupted)
