@@ -143,6 +143,7 @@ STAGE = table("""
     cuts            | [[int, GiB formula]] | traced | optional | runs of layers, and what each of them hands on
     token_cuts      | [[int, GiB formula]] | traced | optional | of `cuts`, what blocks make of tokens
     tied_layers     | [[[int], int]] | traced | optional | layers that read the same parameters, and how many train
+    between_params  | [[[int], int, int]] | traced | optional | layers, what they alone read in no block, what trains
     density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
     measured        | [[[int], float, [float]]] | traced | optional | as `density`, of layers that a run made sparse
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
@@ -362,6 +363,7 @@ FIGURES = (
 # How a sparse stage chooses keys. Its parts choose alike.
 CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "choice_overhead", "sparse_speed")
 TIED = "tied_layers"  # where layers share parameters, one more
+BETWEEN = "between_params"  # and where parameters in no block are read by neither the first nor the last
 TOKEN_CUTS = "token_cuts"  # where blocks hand on tokens, one more
 
 # Speeds of a cluster's links and ranks, which a profile and a run measure. They price a plan; no proof rests on them.

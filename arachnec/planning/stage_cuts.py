@@ -18,7 +18,7 @@ from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
 from arachnec.ir.stage_sizes import squared, tied_sets
-from arachnec.ir.tables import CHOICE, FIGURES, TIED, TOKEN_CUTS
+from arachnec.ir.tables import BETWEEN, CHOICE, FIGURES, TIED, TOKEN_CUTS
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 from arachnec.planning.sparse_stages import predictor_gib
 
@@ -167,7 +167,9 @@ def layer_work(stage: Stage, clips: Sequence[Clip]) -> list[float]:
 def parts_of(stage: Stage, cuts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages ``@name_0``, ``@name_1``, ... of a stage and its cuts."""
     bounds = [0, *cuts, len(layers_of(stage))]
-    parts = [_part(stage, number, a, b) for number, (a, b) in enumerate(pairwise(bounds))]
+    parts = [
+        _part(stage, number, a, b, _between(stage, cuts, number)) for number, (a, b) in enumerate(pairwise(bounds))
+    ]
     tied = [_tied(stage, cuts, number) or None for number in range(len(parts))]
     parts = [replace(part, attrs=part.attrs.updated(tied=own)) for part, own in zip(parts, tied, strict=True)]
     first = next((i for i, part in enumerate(parts) if _trained(part) or "tied" in part.attrs), 0)
@@ -191,7 +193,7 @@ def _trained(part: Stage) -> int:
     return integer(part.attrs.get("trained", part.attrs["params"]))
 
 
-def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
+def _part(stage: Stage, number: int, begin: int, end: int, between: Sequence[tuple[int, int]]) -> Stage:
     """The stage that runs layers ``begin`` to ``end``, the last one excluded."""
     attrs, layers = stage.attrs, layers_of(stage)
     last = end == len(layers)
@@ -210,8 +212,9 @@ def _part(stage: Stage, number: int, begin: int, end: int) -> Stage:
     every, once = list(counts.items()), [(kind, 1) for kind in counts]
     kept = formula_sum([(1, outside("end_saved", "GiB")), (1, _largest(stage, "block_shared", once))], "GiB")
     recomputed = [(1, kept), (1, blocks("block_inputs", "GiB", every)), (1, _largest(stage, "block_saved", once))]
-    params = sum(integers(attrs["layer_params"])[begin:end]) + sum(_ends(stage)[i][0] for i in ends)
-    trained = sum(count for _, count in layers[begin:end]) + sum(_ends(stage)[i][1] for i in ends)
+    outside_blocks = [*(_ends(stage)[i] for i in ends), *between]
+    params = sum(integers(attrs["layer_params"])[begin:end]) + sum(count for count, _ in outside_blocks)
+    trained = sum(count for _, count in layers[begin:end]) + sum(train for _, train in outside_blocks)
     state, optimizer = _state(stage, params, trained)
     sparse = _sparse(stage, begin, end)
     of_part = Stage(stage.name, True, Attributes.of(predictors=sparse.get("predictors")))
@@ -317,6 +320,21 @@ def _state(stage: Stage, params: int, trained: int) -> tuple[float, float]:
     rest = whole - optimizer / ranks
     own = optimizer * trained / max(1, every_trained)
     return rest * (params + trained) / max(1, every + every_trained) + own, own
+
+
+def _between(stage: Stage, cuts: Sequence[int], number: int) -> list[tuple[int, int]]:
+    """Parameters in no block that this part alone reads, and how many train. ``end_params`` count them with the
+    embedding: the first part lacks those of another."""
+    groups = stage.attrs.get(BETWEEN) or ()
+    assert isinstance(groups, tuple)
+    own: list[tuple[int, int]] = []
+    for group in groups:
+        assert isinstance(group, tuple)
+        parts = {bisect_right(cuts, layer) for layer in integers(group[0])}
+        params, trained = integer(group[1]), integer(group[2])
+        if len(parts) == 1 and 0 not in parts and number in (0, *parts):
+            own.append((params, trained) if number else (-params, -trained))
+    return own
 
 
 def _ends(stage: Stage) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,12 +141,21 @@ class Repeats:
             if key not in self.seen:
                 outputs, spec = pytree.tree_flatten(forward(*args, **kwargs))
                 places = {id(leaf): i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
-                self.seen[key] = [places.get(id(leaf), leaf) for leaf in outputs], spec
+                self.seen[key] = [_Input(places[id(leaf)]) if id(leaf) in places else leaf for leaf in outputs], spec
                 return pytree.tree_unflatten(outputs, spec)
             outputs, spec = self.seen[key]
-            return pytree.tree_unflatten([inputs[x] if type(x) is int else _like(x) for x in outputs], spec)
+            return pytree.tree_unflatten(
+                [inputs[x.place] if isinstance(x, _Input) else _like(x) for x in outputs], spec
+            )
 
         return once
+
+
+@dataclass(frozen=True)
+class _Input:
+    """An output that is the block's own input of this place."""
+
+    place: int
 
 
 def _form(leaf: Any) -> Any:
@@ -157,8 +167,24 @@ def _form(leaf: Any) -> Any:
 def _like(leaf: Any) -> Any:
     if not isinstance(leaf, Tensor) or not leaf.is_meta:
         return leaf
-    empty = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
-    return empty.requires_grad_(leaf.requires_grad)
+    empty = partial(torch.empty_strided, leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
+    return computed(empty) if leaf.requires_grad else empty()
+
+
+def computed(make: Callable[[], Tensor]) -> Tensor:
+    """What ``make`` gives, as a result that needs a gradient: unlike a leaf it may be written in place."""
+    output: Tensor = _Computed.apply(torch.zeros((), requires_grad=True), make)  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Computed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        return make()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[None, None]:
+        return None, None
 
 
 def run_once(model: nn.Module, call: ExampleCall) -> None:

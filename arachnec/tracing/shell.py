@@ -6,6 +6,7 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from arachnec.data.clip import VideoClip
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.tracing.captured import CapturedModel
-from arachnec.tracing.record import ExampleCall, training_mode
+from arachnec.tracing.record import ExampleCall, computed, training_mode
 
 
 @dataclass(frozen=True)
@@ -82,9 +83,8 @@ def without_blocks(
 
         def forward(*args: Any, _block: Any = block, _shapes: Any = shapes, _types: Any = types, **kwargs: Any) -> Any:
             reached()
-            outputs = [
-                torch.zeros(s, dtype=t, device=device, requires_grad=True) for s, t in zip(_shapes, _types, strict=True)
-            ]
+            empty = [partial(torch.zeros, s, dtype=t, device=device) for s, t in zip(_shapes, _types, strict=True)]
+            outputs = [computed(make) for make in empty]
             return _block.unflatten(outputs)
 
         for path in block.instances:

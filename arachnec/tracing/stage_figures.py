@@ -5,7 +5,7 @@ Figures are per block class, for the embedding and the head, and for what goes o
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -90,6 +90,7 @@ def stage_figures(
             for series, run in groupby(zip(*of_blocks, strict=True))
         ),
         "tied_layers": _tied(model, cuts[0]) or None,
+        "between_params": _between(model, cuts[0]) or None,
     }
 
 
@@ -118,6 +119,18 @@ def _ends(model: nn.Module, flow: Dataflow) -> tuple[tuple[int, int], tuple[int,
     tail = cut.parameters[1] - blocks
     head = [parameters[name] for name in parameters if name not in blocks and name not in tail]
     return _counts(head), _counts([parameters[name] for name in sorted(tail)])
+
+
+def _between(model: nn.Module, cut: Cut) -> tuple[Value, ...]:
+    """What lies in no block, and is read neither with the first nor with the last: by which layers, how many
+    parameters, and how many train. ``cut`` has a stage for every layer."""
+    blocks = {name for call in cut.flow.calls if call.is_block for name in call.parameters}
+    groups: dict[tuple[int, ...], list[nn.Parameter]] = defaultdict(list)
+    for name, parameter in model.named_parameters():
+        layers = tuple(number for number, names in enumerate(cut.parameters) if name in names)
+        if name not in blocks and layers and layers[0] > 0 and layers[-1] < len(cut.parts) - 1:
+            groups[layers].append(parameter)
+    return tuple((layers, *_counts(parameters)) for layers, parameters in sorted(groups.items()))
 
 
 def _counts(parameters: Sequence[nn.Parameter]) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """From a model file to stages: costs in B, S and T, tokens of any clip, and what `sample` may do while planning."""
 
 import math
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -321,6 +322,79 @@ def test_the_parts_of_a_stage_add_up_to_it(traced):
     assert sum(len(part.attrs["layers"]) for part in parts) == len(whole.attrs["layers"])
     assert parts[0].attrs["output"](**sizes) > 0
     assert "output" not in parts[1].attrs
+
+
+class Hourglass(Model):
+    """With layers in no block between its blocks, and a weight that two of these share."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(5)])
+        self.middle, self.twice = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, video, text, scale=1.0):
+        x, text = self.embed(video).flatten(2).transpose(1, 2), self.text(text)
+        for number, block in enumerate(self.blocks):
+            x = block(x, text)
+            x = self.middle(x) if number == 1 else x
+            x = x + self.twice.weight.mean() if number in (1, 2) else x
+        return self.head(x) * scale
+
+
+def test_a_part_counts_the_parameters_that_it_computes_with():
+    """Cells would leave the gradients of others where they are."""
+    whole = trace_model(source(build=Hourglass), CLIPS).stages[-1]
+    model = Hourglass()
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    paths = [f"blocks.{number}" for number in range(5)]
+    arguments = {"video": torch.randn(1, 3, 2, 4, 4), "text": torch.randn(1, 6, 16)}
+    flow = record_dataflow(model, paths, arguments, lambda output: output)
+    for count in range(5):
+        for cuts in combinations(range(1, 5), count):
+            bounds = pairwise((0, *cuts, 5))
+            owned = Cut(flow, tuple(tuple(paths[a:b]) for a, b in bounds)).parameters
+            if sum(len(names & {"twice.weight"}) for names in owned) > 1:
+                continue  # of two parts: `tied`
+            read = frozenset().union(*owned)
+            unread = [name for name in sizes if name not in read]
+            expected = [sum(sizes[name] for name in names) for names in owned]
+            expected[0] += sum(sizes[name] for name in unread)
+            assert [part.attrs["params"] for part in parts_of(whole, cuts)] == expected, cuts
+
+
+class Numbers(Block):
+    """Returns a number, and what it was given, beside its tokens."""
+
+    def forward(self, x, text):
+        return {"tokens": super().forward(x, text), "count": 3, "text": text, "nothing": None}
+
+
+class Counting(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Numbers() for _ in range(3)])
+
+    def forward(self, video, text, scale=1.0):
+        x, text = self.embed(video).flatten(2).transpose(1, 2), self.text(text)
+        for block in self.blocks:
+            given = block(x, text)
+            x, text = given["tokens"] * given["count"], given["text"]
+            x += 1  # in place, as one may with a result
+        return self.head(x) * scale
+
+
+class InPlace(Model):
+    def forward(self, video, text, scale=1.0):
+        x, text = self.embed(video).flatten(2).transpose(1, 2), self.text(text)
+        for block in self.blocks:
+            x = block(x, text)
+            x += 1
+        return self.head(x) * scale
+
+
+@pytest.mark.parametrize("build", [Counting, InPlace])
+def test_blocks_may_return_numbers_and_have_their_results_written_in_place(build):
+    assert trace_model(source(build=build), CLIPS).stages[-1].attrs["blocks"][0][1] == 3
 
 
 def test_what_goes_between_stages_is_what_the_later_ones_read():
