@@ -28,6 +28,7 @@ class Gathers:
     values: Values
     _whole: dict[str, set[int]] = field(default_factory=dict)  # by stage, what stays from one instruction to the next
     _slots: dict[int, float] = field(default_factory=dict)  # bytes of those that layers have lain in
+    _between: float = 0.0  # GiB while no cascade of these stages runs
 
     @cached_property
     def _stages(self) -> Mapping[str, tuple[Stage, tuple[LayerSize, ...]]]:
@@ -43,13 +44,22 @@ class Gathers:
         if not self._stages:
             return 0.0
         if instruction.op in GIVES_SLOTS_BACK:
-            self._slots.clear()
-        coming = here = 0.0
+            if self._slots:
+                self._slots.clear()
+                self._between = self._with(0.0, 0.0)
+            return self._between
         cascade = self.values.cascades.get(instruction.target)
-        runs = instruction.op in ("forward", "backward", "weight")
-        if runs and cascade is not None and cascade.stage in self._stages:
-            coming, here = self._run(instruction, cascade.stage)
-        stays = any(len(sizes) - 1 in self._whole.get(name, ()) for name, (_, sizes) in self._stages.items())
+        if instruction.op not in ("forward", "backward", "weight") or cascade is None:
+            return self._between
+        if cascade.stage not in self._stages:
+            return self._between
+        during = self._with(*self._run(instruction, cascade.stage))
+        self._between = self._with(0.0, 0.0)
+        return during
+
+    def _with(self, coming: float, here: float) -> float:
+        """GiB with so many bytes that come and go, of layers in slots and of all else."""
+        stays = any(len(self._stages[name][1]) - 1 in layers for name, layers in self._whole.items())
         come = math.fsum(size for slot, size in self._slots.items() if slot != HELD or not stays)
         return (max(coming, come) + here) / GIB + sum(self._stay(name, layers) for name, layers in self._whole.items())
 

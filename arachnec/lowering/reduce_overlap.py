@@ -24,7 +24,7 @@ def overlapped_backwards(lists: Lists, stage_of: Mapping[str, str]) -> dict[int,
     all-reduce, however little the links and the device can overlap (docs/check.md). Only what it hands on may come
     behind it: the gradient of a stage's input goes to an earlier stage. Where replicas of a stage share the stages
     before, one of those may be waiting for it that another replica's last backward waits for, with a value for it or
-    a gradient to take: then the all-reduces come behind the backward. ``stage_of`` is the stage of every cascade.
+    a gradient to take: then its reduces come behind the backward. ``stage_of`` is the stage of every cascade.
     """
     tails = _last_backwards(lists)
     while (tail := _holding_up(lists, tails, stage_of)) is not None:
@@ -62,7 +62,7 @@ def _last_backwards(lists: Lists) -> dict[int, _Tail]:
 
 
 def _holding_up(lists: Lists, tails: Mapping[int, _Tail], stage_of: Mapping[str, str]) -> _Tail | None:
-    """A last backward behind which something comes that another waits for, where both start the same all-reduces."""
+    """A last backward behind which something comes that another waits for, where both start the same reduces."""
     ranks_of: dict[str, list[int]] = defaultdict(list)
     for rank, tail in tails.items():
         ranks_of[stage_of[tail.backward.target]].append(rank)
@@ -94,7 +94,7 @@ def _behind(
         first_behind[rank] = first
         for index in range(first, until):
             coming += _met(lists, rank, lists[rank][index])
-        if rank in tails and first <= tails[rank].index < until:  # and so the all-reduces that start inside it
+        if rank in tails and first <= tails[rank].index < until:  # and so the reduces that start inside it
             stage = stage_of[tails[rank].backward.target]
             coming += [(other, tails[other].index + 1) for other in ranks_of[stage] if other != rank]
     return first_behind
