@@ -6,6 +6,7 @@ whole checkpoint or none.
 
 from __future__ import annotations
 
+import hashlib
 import re
 import shutil
 from collections.abc import Sequence
@@ -41,11 +42,12 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``commit.json``."""
+    """``commit.json``. ``digest`` is the SHA-256 of the rest; those of before have none."""
 
     format: int
     position: Position
     files: tuple[FileRecord, ...]
+    digest: str = ""
 
 
 def step_folder(folder: Path, steps: int) -> Path:
@@ -59,7 +61,8 @@ def file_of(rank: int) -> str:
 def write_commit(path: Path, position: Position, files: Sequence[FileRecord]) -> None:
     """Make the checkpoint in ``path`` whole. Raises OSError."""
     draft = path / f"{COMMIT}.draft"
-    draft.write_bytes(msgspec.json.encode(Commit(FORMAT, position, tuple(files))))
+    commit = Commit(FORMAT, position, tuple(files))
+    draft.write_bytes(msgspec.json.encode(msgspec.structs.replace(commit, digest=_digest(commit))))
     synced(draft)
     synced(path)
     draft.rename(path / COMMIT)
@@ -77,6 +80,7 @@ def read_commit(path: Path) -> Commit | None:
         return None
     sound = (
         commit.format == FORMAT
+        and commit.digest in ("", _digest(commit))
         and commit.files
         and commit.position.steps >= 0
         and _steps(path) in (commit.position.steps, -1)
@@ -84,6 +88,10 @@ def read_commit(path: Path) -> Commit | None:
         and all(Path(record.name).name == record.name for record in commit.files)
     )
     return commit if sound else None
+
+
+def _digest(commit: Commit) -> str:
+    return hashlib.sha256(msgspec.json.encode(msgspec.structs.replace(commit, digest=""))).hexdigest()
 
 
 def committed(folder: Path) -> list[Path]:

@@ -97,7 +97,8 @@ def test_a_checkpoint_is_whole_with_its_commit_and_intact_with_its_bytes(tmp_pat
     assert committed(tmp_path) == []
     write_commit(path, POSITION, records)
     assert committed(tmp_path) == [path]
-    assert read_commit(path) == Commit(2, POSITION, tuple(records))
+    assert (commit := read_commit(path)) is not None
+    assert (commit.format, commit.position, commit.files) == (2, POSITION, tuple(records))
     assert all(is_intact(path, record) for record in records)
     file = path / records[1].name
     file.write_bytes(file.read_bytes()[:-1] + b"?")
@@ -122,6 +123,22 @@ def test_a_commit_that_cannot_be_is_none(text: bytes, tmp_path: Path) -> None:
     path.mkdir()
     (path / COMMIT).write_bytes(text)
     assert committed(tmp_path) == []
+
+
+def test_a_commit_in_which_a_bit_has_flipped_is_none(tmp_path: Path) -> None:
+    """It would be whole otherwise, and of another run: that it was damaged must not end the run for good."""
+    path = step_folder(tmp_path, 7)
+    write_commit(path, POSITION, written(path, cut(whole(), [])))
+    sound = (path / COMMIT).read_bytes()
+    assert committed(tmp_path) == [path]
+    for at in range(len(sound)):
+        for bit in (1, 4):
+            (path / COMMIT).write_bytes(sound[:at] + bytes([sound[at] ^ bit]) + sound[at + 1 :])
+            assert committed(tmp_path) == [], (at, bit)
+    assert read_commit(path) is None
+    undated = msgspec.structs.replace(msgspec.json.decode(sound, type=Commit), digest="")
+    (path / COMMIT).write_bytes(msgspec.json.encode(undated))
+    assert committed(tmp_path) == [path], "those of before have no digest"
 
 
 def test_the_newest_stay_and_nothing_is_read_back_for_that(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

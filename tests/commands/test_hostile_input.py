@@ -50,6 +50,8 @@ def read_mix(path: Path) -> object:
     """A training file whose clips come from manifests that it names; one of them is there."""
     (path.parent / "clips.jsonl").write_text(SEEDS["clips.jsonl"])
     training = training_of(Training(), path)
+    if not training.mix.manifests:
+        return "no mix"
     sources = [replace(source, data=str(path.parent / "clips.jsonl")) for source in training.mix.manifests]
     return mixed_manifest(replace(training, mix=replace(training.mix, manifests=tuple(sources))))
 
