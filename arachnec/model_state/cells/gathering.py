@@ -169,6 +169,9 @@ class Gathering:
         outside = [number for number in going.gather if number not in self.modules]
         for number in outside:
             self._bring(going, number)
+        released = [number for number in self.layers if number not in self.modules and number not in self._whole]
+        if released:  # its slot has what another layer left there, or by chance the right values
+            raise RuntimeError(f"layer {released[0]} is read and is not whole")
         self._ahead(going)
 
     def _rest(self, going: _Pass) -> None:
