@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-COUNTED = (1, 2, 3, 5, 7)  # the shape of the latents that stand in while steps are counted; no scheduler's own
+COUNTED = (1, 2, 3, 5, 7, 11, 13)  # sizes of latents that stand in while steps are counted; no scheduler's own
+VIDEO = 5  # dimensions of a video's latents
 
 
 @dataclass(frozen=True)
@@ -106,30 +107,32 @@ class Schedule:
         step: int,
         history: Sequence[Tensor],
         dtype: torch.dtype = torch.float32,
-        shape: Sequence[int] = (),
+        *,
+        shape: Sequence[int],
     ) -> None:
         """Stand before ``step`` with a history that began at ``since``, of latents of a ``shape``."""
-        self._count(since, step, dtype)
+        self._count(since, step, dtype, len(shape))
         leaves, spec = self._leaves()
         moved = iter(history)
-        placed = [next(moved) if _is_history(leaf, COUNTED) else _sized(leaf, shape) for leaf in leaves]
+        placed = [next(moved) if _is_history(leaf, COUNTED[: len(shape)]) else _sized(leaf, shape) for leaf in leaves]
         state = pytree.tree_unflatten(placed, spec)
         vars(self.scheduler).update(state["scheduler"])
         self._previous = state["previous"]
 
-    def kept(self, since: int, step: int, dtype: torch.dtype = torch.float32) -> list[torch.dtype]:
+    def kept(self, since: int, step: int, like: Tensor) -> list[torch.dtype]:
         """The precision of every tensor of the history before ``step``: what a rank that takes over receives."""
         counted = Schedule(self._make, self._asked, self._device)
-        counted._count(since, step, dtype)
-        return [leaf.dtype for leaf in counted.history(torch.empty(COUNTED))]
+        counted._count(since, step, like.dtype, like.ndim)
+        return [leaf.dtype for leaf in counted.history(torch.empty(COUNTED[: like.ndim]))]
 
     def longest_history(self, dtype: torch.dtype = torch.float32) -> int:
         """The most bytes that the history has for one number of the latents, before whichever step."""
         counted = Schedule(self._make, self._asked, self._device)
         longest = 0
         for step in range(len(self)):
-            counted._count_one(step, dtype)
-            longest = max(longest, sum(leaf.dtype.itemsize for leaf in counted.history(torch.empty(COUNTED))))
+            counted._count_one(step, dtype, VIDEO)
+            leaves = counted.history(torch.empty(COUNTED[:VIDEO]))
+            longest = max(longest, sum(leaf.dtype.itemsize for leaf in leaves))
         return longest
 
     def demand_counted(self, since: int, step: int, like: Tensor) -> None:
@@ -138,19 +141,19 @@ class Schedule:
         ``step`` is the next one, of a history that began at ``since``.
         """
         counted = Schedule(self._make, self._asked, self._device)
-        counted._count(since, step, like.dtype)
+        counted._count(since, step, like.dtype, like.ndim)
         (own, own_spec), (theirs, spec) = self._leaves(), counted._leaves()
         same = own_spec == spec and all(_alike(a, like.shape, b) for a, b in zip(own, theirs, strict=True))
         if not same:
             raise UserError(OtherHistory(None, type(self.scheduler).__name__, step))
 
-    def _count(self, since: int, step: int, dtype: torch.dtype) -> None:
+    def _count(self, since: int, step: int, dtype: torch.dtype, dimensions: int) -> None:
         self.restart(since)
         for number in range(since, step):
-            self._count_one(number, dtype)
+            self._count_one(number, dtype, dimensions)
 
-    def _count_one(self, step: int, dtype: torch.dtype) -> None:
-        latents = torch.full(COUNTED, 0.5, dtype=dtype, device=self._device)
+    def _count_one(self, step: int, dtype: torch.dtype, dimensions: int) -> None:
+        latents = torch.full(COUNTED[:dimensions], 0.5, dtype=dtype, device=self._device)
         self.model_input(latents, step)  # some schedulers note that they were asked for it
         self.advance(latents.clone(), step, latents, torch.Generator("cpu").manual_seed(0))
 
@@ -179,14 +182,16 @@ def _is_history(leaf: object, shape: Sequence[int]) -> bool:
 
 def _sized(leaf: object, shape: Sequence[int]) -> object:
     """What is kept of the size of the latents that stood in, of these."""
-    known = isinstance(leaf, torch.Size) and len(leaf) and tuple(leaf) == COUNTED[-len(leaf) :] and len(shape)
+    counted = COUNTED[: len(shape)]
+    known = isinstance(leaf, torch.Size) and len(leaf) and tuple(leaf) == counted[-len(leaf) :]
     return torch.Size(shape[-len(leaf) :]) if known else leaf  # type: ignore[arg-type]
 
 
 def _alike(own: object, shape: Sequence[int], counted: object) -> bool:
     """Whether a value that a scheduler keeps is history in both, or the same in both."""
-    if _is_history(own, shape) or _is_history(counted, COUNTED):
-        return _is_history(own, shape) and _is_history(counted, COUNTED)
+    stand_in = COUNTED[: len(shape)]
+    if _is_history(own, shape) or _is_history(counted, stand_in):
+        return _is_history(own, shape) and _is_history(counted, stand_in)
     if isinstance(own, Tensor) and isinstance(counted, Tensor):
         return own.shape == counted.shape and torch.allclose(own, counted, rtol=0, atol=0, equal_nan=True)
     if isinstance(own, torch.Size):

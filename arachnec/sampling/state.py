@@ -51,13 +51,13 @@ def unpack(state: Tensor, loop: Loop) -> None:
     loop.previous = previous if loop.step else None
     if loop.failed:
         return
-    dtypes = loop.schedule.kept(loop.history_since, loop.step, latents.dtype)
+    dtypes = loop.schedule.kept(loop.history_since, loop.step, latents)
     rest = _cut(next(parts), [dtype.itemsize * latents.numel() for dtype in dtypes])
     history = [
         part.view(dtype).reshape(latents.shape).to(latents.device, non_blocking=True)
         for dtype, part in zip(dtypes, rest, strict=False)
     ]
-    loop.schedule.restore(loop.history_since, loop.step, history, latents.dtype, latents.shape)
+    loop.schedule.restore(loop.history_since, loop.step, history, latents.dtype, shape=latents.shape)
 
 
 def _bytes(tensor: Tensor, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import permutations, product
 
 import pytest
@@ -13,6 +14,7 @@ from arachnec.data.requests import Request
 from arachnec.ir.nodes import Module, Phase, Stage, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
+from arachnec.ir.values import Attributes
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sampling.chains import Rates, request_chains
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
@@ -107,6 +109,20 @@ def test_a_decoder_claims_the_latents_of_a_segment_that_was_cut() -> None:
         claimed = quantity(cascade.attrs["memory"])
         assert claimed == pytest.approx(cost.memory(cascade, cascade.width, 0, cascade.side), abs=1e-6)
     Pipeline.parse("lower,check").run(planned)
+
+
+def test_what_a_part_of_a_cut_segment_reads_counts_where_memory_is_scarce() -> None:
+    """A part reads latents that the whole segment does not: what fits by less than these is planned another way."""
+    rows, forecasts = [request(number, SHAPES[2], guidance=5.0) for number in range(3)], [SwitchForecast.fixed(4)] * 3
+    for memory in (33.38 + 0.01 * n for n in range(10)):
+        module = parse_module(TEXT.replace("MEMORY", f"{memory:.2f}"))
+        assert module.cluster is not None
+        slowed: Attributes = module.cluster.attrs.updated(slowed=((0, 2.0),))
+        asked = sampling_module(
+            rows, tokens, module.stages, ("large", "small"), replace(module.cluster, attrs=slowed), switch="fixed=4",
+            forecasts=forecasts, branches=lambda name, row: 2,
+        )  # fmt: skip
+        Pipeline.parse("segment,annotate,schedule-sampling{steps=20},place,lower,check").run(asked)
 
 
 @given(requests(5))

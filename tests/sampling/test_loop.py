@@ -104,9 +104,9 @@ def stepped(
 
 
 @pytest.mark.parametrize("name", SCHEDULERS)
-@pytest.mark.parametrize("since", [0, 2])
-def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int) -> None:
-    noise = torch.randn(1, 4, 3, 4, 6, generator=torch.Generator().manual_seed(1))
+@pytest.mark.parametrize(("since", "shape"), [(0, (1, 4, 3, 4, 6)), (2, (1, 4, 3, 4, 6)), (0, (1, 12, 4))])
+def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int, shape: tuple[int, ...]) -> None:
+    noise = torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
     def begun() -> tuple[Schedule, torch.Generator]:
         schedule = Schedule(SCHEDULERS[name], 6)
@@ -121,7 +121,7 @@ def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int)
         before.demand_counted(since, border, latents)
         history = before.history(latents)
         after = Schedule(SCHEDULERS[name], 6)
-        assert [tensor.dtype for tensor in history] == after.kept(since, border)
+        assert [tensor.dtype for tensor in history] == after.kept(since, border, latents)
         after.restore(since, border, history, shape=latents.shape)
         assert torch.equal(stepped(after, border, len(after), latents, generator), expected), border
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
@@ -46,7 +47,7 @@ class Rates:
     _entries: dict[tuple[object, ...], dict[int, Entry]] = field(default_factory=dict, repr=False, compare=False)
 
     def entries(self, cascade: Cascade) -> dict[int, Entry]:
-        """Rows by degree that fit the memory and beat every narrower one."""
+        """Rows by degree that fit the memory, whole and cut, and beat every narrower one."""
         key = self.cost.table.shape(cascade)
         if key not in self._entries:
             self._entries[key] = self._new(cascade)
@@ -65,9 +66,19 @@ class Rates:
 
     def _fitting(self, cascade: Cascade, degree: int) -> Entry | None:
         """The fastest row of a cascade at a degree that fits."""
-        room = self.room(cascade.stage)
+        room = self.room(cascade.stage) - self._handed_to_a_part(cascade)
         rows = (self.cost.table.entry(cascade, degree, None, way) for way in self.cost.table.ways(cascade, degree))
         return min((row for row in rows if row.memory <= room), key=lambda row: row.time, default=None)
+
+    def _handed_to_a_part(self, cascade: Cascade) -> float:
+        """GiB that a later part of a cascade would read of the part before it, and the cascade itself does not read."""
+        if self.down or divisible_steps(cascade) == 1 or not self._denoised.isdisjoint(cascade.inputs):
+            return 0.0
+        return self.cost.output(cascade)
+
+    @cached_property
+    def _denoised(self) -> frozenset[str]:
+        return frozenset(cascade.name for cascade in self.cost.module.cascades if cascade.phase is Phase.DENOISE)
 
     def row(self, cascade: Cascade, degree: int) -> Entry:
         """The row of a cascade at a degree that fits."""
