@@ -102,7 +102,8 @@ class Traced:
 
     def _kept(self) -> int:
         """Tensors of the latents' size that a request hands on beside them: the last prediction, the history."""
-        return 1 + self.sampling.schedule(self.requests[0]).longest_history() // LATENT_BYTES
+        latents = begin(self.sampling, self.requests[0]).latents.float()
+        return 1 + self.sampling.longest_history(self.requests[0], latents) // LATENT_BYTES
 
     def _latent_bytes(self, trace: Trace) -> float:
         """Of one token."""
@@ -147,7 +148,7 @@ def traced_decoder(sampler: SamplerFile, clips: Sequence[VideoClip]) -> FromLate
         return None
     with torch.device("meta"):
         decoder = sampler.decoder()
-    return FromLatents(decoder, latents_of(sampler, clips))
+    return FromLatents(sampler, decoder, latents_of(sampler, clips))
 
 
 def forecast(sampling: Sampling, request: Request, seen: Sequence[Seen] = ()) -> SwitchForecast:
@@ -161,7 +162,9 @@ def forecast(sampling: Sampling, request: Request, seen: Sequence[Seen] = ()) ->
 
 
 def demand_steps(sampling: Sampling, requests: Sequence[Request]) -> None:
-    """Raises ``UserError`` where a request ends before the step at which it is to switch."""
+    """Raises ``UserError`` where the scheduler does not take a request's steps, or it ends before it is to switch."""
+    for request in {request.steps: request for request in requests}.values():
+        sampling.longest_history(request, begin(sampling, request).latents)
     rule = sampling.switch
     least = {"fixed": int(rule.value), "adaptive": rule.least}.get(rule.kind, 0)
     if len(sampling.names) == 1:

@@ -32,6 +32,7 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.launch.timeouts import GROUP_TIMEOUT, Timeouts
 from arachnec.lowering.continuation import begins_as
+from arachnec.models.decoders import decoded
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoff_connections import HandoffConnections
@@ -327,7 +328,7 @@ class GenerationRank:
         if failed is None:
             self._build_decoder()
             with torch.no_grad():
-                pixels = None if self._decoder is None else self._decoder(loop.latents)
+                pixels = None if self._decoder is None else decoded(self.sampling.sampler, self._decoder, loop.latents)
             self.results.write(request, outcome, loop.latents, pixels)
         self.tell(outcome)
 

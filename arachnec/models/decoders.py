@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.file import called, own_errors
 from arachnec.models.sampler_file import SamplerFile, request_of
 
 DECODER = "decoder"  # the name of a sampler file's decoder as a stage
@@ -44,8 +47,9 @@ class VideoDecoder(nn.Module):
 class FromLatents(nn.Module):
     """A decoder in an encoder's form, to be traced and timed: what it loads has the shape of a clip's latents."""
 
-    def __init__(self, decoder: nn.Module, latents: Callable[[VideoClip], Tensor]) -> None:
+    def __init__(self, sampler: SamplerFile, decoder: nn.Module, latents: Callable[[VideoClip], Tensor]) -> None:
         super().__init__()
+        self.sampler = sampler
         self.decoder = decoder
         self.latents = latents
 
@@ -54,8 +58,29 @@ class FromLatents(nn.Module):
         return torch.zeros_like(self.latents(clip), device=device)
 
     def forward(self, loaded: Tensor) -> Tensor:
-        pixels: Tensor = self.decoder(loaded)
-        return pixels
+        return decoded(self.sampler, self.decoder, loaded)
+
+
+@dataclass(frozen=True)
+class OtherPixels(Diagnostic):
+    title: ClassVar[str] = "the decoder gives {pixels} for latents {latents}"
+    label: ClassVar[str] = "must return a module that gives pixels"
+    help: ClassVar[str] = "give a floating-point tensor [1, 3, frames, height, width] on [-1, 1]"
+    pixels: str
+    latents: str
+
+
+def decoded(sampler: SamplerFile, decoder: nn.Module, latents: Tensor) -> Tensor:
+    """Pixels ``[1, 3, frames, height, width]`` of a sampler file's decoder.
+
+    Raises ``UserError`` where it gives something else, or raises in the file's own code.
+    """
+    with own_errors(sampler.path, "the decoder's forward", "sampler file"):
+        pixels = decoder(latents)
+    if not isinstance(pixels, Tensor) or pixels.ndim != 5 or pixels.shape[:2] != (1, 3) or 0 in pixels.shape:
+        got = str(list(pixels.shape)) if isinstance(pixels, Tensor) else called(pixels)
+        raise UserError(OtherPixels(sampler.span("decoder"), got, str(list(latents.shape))))
+    return pixels
 
 
 def latents_of(sampler: SamplerFile, clips: Sequence[VideoClip]) -> Callable[[VideoClip], Tensor]:

@@ -15,7 +15,7 @@ from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
-from arachnec.models.file import FileForm, ModelFile, called, definition, load_functions, wrong_encoders
+from arachnec.models.file import FileForm, ModelFile, called, definition, load_functions, own_errors, wrong_encoders
 
 if TYPE_CHECKING:
     import torch
@@ -95,7 +95,8 @@ class SamplerFile:
         model = self.models()[name]
         if not isinstance(model, torch.nn.Module):
             torch.manual_seed(clip_seed(0, 0, name))
-            model = model()
+            with own_errors(self.path, "models()", "sampler file"):
+                model = model()
         if not isinstance(model, torch.nn.Module):
             raise UserError(BadModel(self.span("models"), name, called(model)))
         return model

@@ -95,7 +95,9 @@ class SamplerProfiler:
         self._coders = dict(self._encoders)
         if self.sampler.decoder is not None:
             decoder = self.sampler.decoder().to(self.device).eval().requires_grad_(False)
-            self._coders[DECODER] = FromLatents(decoder, latents_of(self.sampler, [r.clip() for r in self.requests]))
+            self._coders[DECODER] = FromLatents(
+                self.sampler, decoder, latents_of(self.sampler, [r.clip() for r in self.requests])
+            )
         self._models = {name: self.sampler.build(name).to(self.device).eval().requires_grad_(False) for name in names}
         of_shape = {request.shape: (request, count) for request, count in zip(self.requests, tokens, strict=True)}
         rows = sorted(of_shape.values(), key=lambda row: (row[1], row[0].text_tokens))

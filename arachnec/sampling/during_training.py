@@ -24,6 +24,7 @@ from arachnec.data.requests import Request, read_requests
 from arachnec.data.video_file import write_video
 from arachnec.executable.training_options import SampledRequests, bad_value
 from arachnec.ir.diagnostic import UserError
+from arachnec.models.decoders import decoded
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Loop, Sampling, begin, run
@@ -131,7 +132,8 @@ class TrainingSamples:
     def _deliver(self, loop: Loop, folder: Path) -> None:
         latents = folder / f"{loop.request.id}.safetensors"
         if self.decoder is not None:
-            write_video(latents.with_suffix(".mp4"), self.decoder(loop.latents)[0])
+            pixels = decoded(self.sampling.sampler, self.decoder, loop.latents)
+            write_video(latents.with_suffix(".mp4"), pixels[0])
         save_tensors({"latents": loop.latents.cpu().contiguous()}, latents, {})
 
 

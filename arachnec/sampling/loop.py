@@ -40,16 +40,18 @@ class Sampling:
     names: tuple[str, ...]
     switch: Switch = ONE_MODEL
     restart: bool = False  # whether the second model's first step is taken without the scheduler's history
-    _longest: dict[tuple[int, torch.dtype], int] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _longest: dict[tuple[int, torch.dtype, int], int] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
 
     def schedule(self, request: Request, device: torch.device | str = "cpu") -> Schedule:
         return Schedule(self.sampler.scheduler, request.steps, device)
 
-    def longest_history(self, request: Request, dtype: torch.dtype) -> int:
+    def longest_history(self, request: Request, latents: Tensor) -> int:
         """The most bytes that the scheduler's history has for one number of the latents, counted once."""
-        key = request.steps, dtype
+        key = request.steps, latents.dtype, latents.ndim
         if key not in self._longest:
-            self._longest[key] = self.schedule(request).longest_history(dtype)
+            self._longest[key] = self.schedule(request).longest_history(latents)
         return self._longest[key]
 
     def bounds(self, schedule: Schedule) -> tuple[int, int]:

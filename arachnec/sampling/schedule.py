@@ -17,15 +17,17 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.file import ran_out_of_memory
 
 COUNTED = (1, 2, 3, 5, 7, 11, 13)  # sizes of latents that stand in while steps are counted; no scheduler's own
-VIDEO = 5  # dimensions of a video's latents
 
 
 @dataclass(frozen=True)
 class SchedulerFailed(Diagnostic):
     title: ClassVar[str] = "the scheduler {scheduler} cannot take {steps} steps: {reason}"
-    help: ClassVar[str] = "change the request's `steps`, or the scheduler's options"
+    help: ClassVar[str] = (
+        "change the request's `steps`, or the scheduler: step(prediction, timestep, latents) gives latents"
+    )
     scheduler: str
     steps: int
     reason: str
@@ -54,6 +56,8 @@ class Schedule:
         self._draws = "generator" in accepted
         self._set_timesteps()
         self.timesteps = tuple(self.scheduler.timesteps)
+        if not self.timesteps:
+            raise self._failed("it has no timesteps")
         self._begin(0)
 
     def __len__(self) -> int:
@@ -76,7 +80,19 @@ class Schedule:
         return latents if scale is None else scale(latents, self.timesteps[step])
 
     def advance(self, prediction: Tensor, step: int, latents: Tensor, generator: torch.Generator | None) -> Tensor:
-        """The latents after a step."""
+        """The latents after a step. Raises ``UserError`` where the scheduler fails, or gives something else."""
+        try:
+            advanced = self._advanced(prediction, step, latents, generator)
+        except Exception as error:
+            if ran_out_of_memory(error):
+                raise
+            raise self._failed(f"at step {step + 1} {_reason(error)}") from error
+        if not isinstance(advanced, Tensor) or advanced.shape != latents.shape:
+            given = list(advanced.shape) if isinstance(advanced, Tensor) else type(advanced).__name__
+            raise self._failed(f"step {step + 1} gives {given} for latents {list(latents.shape)}")
+        return advanced
+
+    def _advanced(self, prediction: Tensor, step: int, latents: Tensor, generator: torch.Generator | None) -> Any:
         timestep = self.timesteps[step]
         options = {**self._options, "generator": generator} if self._draws else self._options
         if self._hands_previous:
@@ -87,8 +103,7 @@ class Schedule:
             result = self.scheduler.step(prediction, timestep, latents, **options)
         if isinstance(result, Tensor):
             return result
-        advanced: Tensor = result[0] if isinstance(result, tuple) else result.prev_sample
-        return advanced
+        return result[0] if isinstance(result, tuple) else getattr(result, "prev_sample", result)
 
     def restart(self, step: int) -> None:
         """Forget the history before ``step``: it is taken as if it were the first."""
@@ -125,13 +140,13 @@ class Schedule:
         counted._count(since, step, like.dtype, like.ndim)
         return [leaf.dtype for leaf in counted.history(torch.empty(COUNTED[: like.ndim]))]
 
-    def longest_history(self, dtype: torch.dtype = torch.float32) -> int:
+    def longest_history(self, like: Tensor) -> int:
         """The most bytes that the history has for one number of the latents, before whichever step."""
         counted = Schedule(self._make, self._asked, self._device)
         longest = 0
         for step in range(len(self)):
-            counted._count_one(step, dtype, VIDEO)
-            leaves = counted.history(torch.empty(COUNTED[:VIDEO]))
+            counted._count_one(step, like.dtype, like.ndim)
+            leaves = counted.history(torch.empty(COUNTED[: like.ndim]))
             longest = max(longest, sum(leaf.dtype.itemsize for leaf in leaves))
         return longest
 
@@ -166,14 +181,21 @@ class Schedule:
         options = {"device": self._device} if "device" in accepted else {}
         try:
             self.scheduler.set_timesteps(self._asked, **options)
-        except (ValueError, IndexError, ZeroDivisionError) as error:
-            name, reason = type(self.scheduler).__name__, " ".join(str(error).split()) or type(error).__name__
-            raise UserError(SchedulerFailed(None, name, self._asked, reason)) from error
+        except Exception as error:
+            raise self._failed(_reason(error)) from error
+
+    def _failed(self, reason: str) -> UserError:
+        return UserError(SchedulerFailed(None, type(self.scheduler).__name__, self._asked, reason))
 
     def _begin(self, step: int) -> None:
         begin = getattr(self.scheduler, "set_begin_index", None)
         if begin is not None:
             begin(step)
+
+
+def _reason(error: Exception) -> str:
+    said = " ".join(str(error).split())
+    return f"{type(error).__name__}{': ' if said else ''}{said}"
 
 
 def _is_history(leaf: object, shape: Sequence[int]) -> bool:

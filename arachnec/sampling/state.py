@@ -20,7 +20,7 @@ def state_bytes(loop: Loop) -> int:
     """How many bytes the state of this request has."""
     latents = loop.latents
     sizes = (HEAD + len(loop.schedule)) * 8, loop.generator.get_state().nbytes, latents.nbytes, latents.numel() * 4
-    return sum(sizes) + loop.sampling.longest_history(loop.request, latents.dtype) * latents.numel()
+    return sum(sizes) + loop.sampling.longest_history(loop.request, latents) * latents.numel()
 
 
 def packed(loop: Loop) -> Tensor:

@@ -59,6 +59,39 @@ def scheduler():
     return DDIMScheduler()
 """
 )
+
+
+def scheduled(step: str, timesteps: str = "torch.linspace(1000, 1, steps)", arguments: str = "") -> str:
+    """The sampler file with a scheduler of its own."""
+    return f"""{SAMPLER}
+
+class Own:
+    def set_timesteps(self, steps):
+        self.timesteps = {timesteps}
+
+    def step(self, prediction, timestep, latents{arguments}):
+        {step}
+
+
+def scheduler():
+    return Own()
+"""
+
+
+def decoding(forward: str) -> str:
+    """The sampler file with a decoder of its own."""
+    return f"""{SAMPLER}
+
+class Pixels(nn.Module):
+    def forward(self, latents):
+        {forward}
+
+
+def decoder():
+    return Pixels()
+"""
+
+
 MISTAKES = {
     "a boundary is a share": (["--switch", "boundary=1.5"], SAMPLER, {}, "a boundary lies in [0, 1]"),
     "a rule has a kind": (["--switch", "adaptve=0.1"], SAMPLER, {}, "did you mean `adaptive=...`?"),
@@ -84,6 +117,34 @@ MISTAKES = {
         SAMPLER + '\n\ndef guidance(name, request):\n    return float("nan")\n',
         {},
         "returned nan",
+    ),
+    "a scheduler has timesteps": ([], scheduled("return latents", "[]"), {}, "4 steps: it has no timesteps"),
+    "a step gives latents": ([], scheduled("return None"), {}, "step 1 gives NoneType for latents [1, 2, 3]"),
+    "a step keeps their shape": ([], scheduled("return latents[:, :1]"), {}, "step 1 gives [1, 1, 3] for latents"),
+    "no step fails": (
+        [],
+        scheduled("return latents if timestep > 400 else {}[timestep]"),
+        {},
+        "the scheduler Own cannot take 4 steps: at step 3 KeyError",
+    ),
+    "a step is called as Diffusers calls it": (
+        [],
+        scheduled("return latents", arguments=", order"),
+        {},
+        "at step 1 TypeError",
+    ),
+    "a function builds its model": (
+        [],
+        SAMPLER.replace('"small": lambda: Tiny()', '"small": lambda: Tiny(width=9)'),
+        {},
+        "the sampler file raised TypeError",
+    ),
+    "a decoder gives pixels": ([], decoding("return latents"), {}, "the decoder gives [1, 12, 4] for latents"),
+    "a decoder does not fail": (
+        [],
+        decoding("raise RuntimeError('no codec')"),
+        {},
+        "the sampler file raised RuntimeError: no codec in the decoder's forward",
     ),
     "an unknown key": ([], SAMPLER, {"step": 4}, "did you mean `steps`?"),
 }
