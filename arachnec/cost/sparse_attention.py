@@ -56,10 +56,11 @@ class SparseLoads:
     node: int = 0
     _densities: dict[str, Mapping[int, LayerDensity]] = field(default_factory=dict, repr=False, compare=False)
     _loads: dict[tuple[object, ...], SparseLoad] = field(default_factory=dict, repr=False, compare=False)
+    _faster: dict[tuple[str, int, int], frozenset[int]] = field(default_factory=dict, repr=False, compare=False)
 
     def of(self, cascade: Cascade, degree: int) -> SparseLoad:
         """Of a clip of the cascade on ``degree`` ranks: as its ``heads`` say, or as they would be divided."""
-        layers = sparse_layers(cascade)
+        layers = self._running(cascade)
         if not layers:
             return NO_LOAD
         heads = cascade.attrs.get("heads") if cascade.attrs.get("degree") == degree else None
@@ -78,10 +79,8 @@ class SparseLoads:
         stage, table = self.stages[name], self.densities(name)
         ahead, back, _ = speeds(stage)
         pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
-        measured = measured_densities(stage)
         apart = self.node if "part_of" not in stage.attrs else 0  # stages of a cut model get all keys
         inside = share_inside(degree, apart or degree)
-        layers = layers if measured is None else tuple(layer for layer in layers if layer in measured)
         for layer in layers:
             density = table[layer]
             weights = head_weights(stage, density)
@@ -92,6 +91,17 @@ class SparseLoads:
             choice += heaviest
             received += most_received(division, density.heads, groups, inside)
         return SparseLoad(pairs, dense / ahead, dense / back, choice, received, len(layers))
+
+    def _running(self, cascade: Cascade) -> tuple[int, ...]:
+        """The layers of those that may be sparse which are, as far as a run has told."""
+        layers, stage = sparse_layers(cascade), self.stages[cascade.stage]
+        measured = measured_densities(stage) if layers else None
+        if measured is None:
+            return layers
+        key = cascade.stage, cascade.tokens, cascade.text
+        if key not in self._faster:
+            self._faster[key] = frozenset(faster_sparse(stage, cascade.tokens, cascade.text, measured))
+        return tuple(layer for layer in layers if layer in self._faster[key])
 
     def densities(self, stage: str) -> Mapping[int, LayerDensity]:
         table = self._densities.get(stage)
@@ -156,10 +166,12 @@ def coarse_groups(groups: int) -> int:
     return 1 << (groups.bit_length() - 1)
 
 
-def faster_sparse(stage: Stage, tokens: int, text: int) -> tuple[int, ...]:
+def faster_sparse(
+    stage: Stage, tokens: int, text: int, densities: Mapping[int, LayerDensity] | None = None
+) -> tuple[int, ...]:
     """The layers that take less time sparse than dense, for clips of this length: on one rank, one clip, forward and
-    backward. So the answer is the same in every plan."""
-    table = layer_densities(stage)
+    backward. So the answer is the same in every plan. Without ``densities`` by those that the stage assumes."""
+    table = layer_densities(stage) if densities is None else densities
     forward, backward = (squared(formula_in(stage, name)) * tokens**2 for name in ("forward", "backward"))
     ahead, back, _ = speeds(stage)
     choosing = choice_time(stage, tokens, text) + choice_overhead(stage)

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from arachnec.analysis.residency import resident_ranks
 from arachnec.checkpoint.parts import Part, part_of
+from arachnec.cost.sparse_attention import faster_sparse
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import latest_densities, layer_densities, sparse_layers, sparse_stages
 from arachnec.ir.head_division import parts_by_layer
-from arachnec.ir.nodes import Cascade, Module, integer
+from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.predictor import MASS
@@ -69,8 +70,9 @@ class LayerSummary(msgspec.Struct, frozen=True):
     ``mass`` (of a group's attention, that its chosen blocks hold) and ``of_best`` (the share of what the best choice of
     that size would hold) are of the last step that measured it. ``imbalance`` is the heaviest rank's heads over the
     mean by the densities that are measured now, in the cascade where that is most; ``planned_imbalance`` by those that
-    the plan was made with, ``known_imbalance`` what it would be, had they been known. ``history`` are the sparsities of
-    heads after each of ``steps``; of a long run every second, fourth and so on."""
+    the plan was made with, ``known_imbalance`` what it would be, had they been known. ``sparse_lengths`` are the tokens
+    of that step's clips in which the layer, if it is sparse, is so: in others dense is faster by what its heads need.
+    ``history`` are the sparsities of heads after each of ``steps``; of a long run every second, fourth and so on."""
 
     layer: int
     path: str
@@ -84,6 +86,7 @@ class LayerSummary(msgspec.Struct, frozen=True):
     planned_imbalance: float = 1.0
     imbalance: float = 1.0
     known_imbalance: float = 1.0
+    sparse_lengths: list[int] = []
     steps: list[int] = []
     history: list[list[float]] = []
 
@@ -101,15 +104,16 @@ Groups = Callable[[tuple[int, ...]], dist.ProcessGroup | None]
 class SparsePredictors:
     """``layers`` by number: what is known before the next step. ``collect`` and ``finish`` are called by all ranks.
 
-    ``first`` is the number of a stage's first layer. ``places`` are, of a model that is cut into stages, the ranks of
-    every one and its layers; projections of layers that are not on this ``rank`` have no elements."""
+    ``stages`` are those of the program that have layers, by the number of their first. ``places`` are, of a model that
+    is cut into stages, the ranks of every one and its layers; projections of layers that are not on this ``rank`` have
+    no elements."""
 
     names: Mapping[int, Layer]
     layers: dict[int, LayerState]
     sizes: tuple[int, int, int]  # tokens of a group, a block and a cell
     mass: float  # of a group's attention, that its blocks are to hold
     optimizer: torch.optim.Adam
-    first: Mapping[str, int]
+    stages: Mapping[int, Stage]
     rank: int = 0
     places: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = ()
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
@@ -152,8 +156,8 @@ class SparsePredictors:
         queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
         mass = stage.attrs.get("mass", MASS)
         assert isinstance(mass, int | float)
-        sizes, numbered = (queries, keys, min(CELL, queries, keys)), {part.name: n for n, part in stages.items()}
-        return cls(names, layers, sizes, float(mass), optimizer, numbered, rank, places)
+        sizes = queries, keys, min(CELL, queries, keys)
+        return cls(names, layers, sizes, float(mass), optimizer, stages, rank, places)
 
     def cascade(
         self,
@@ -167,10 +171,10 @@ class SparsePredictors:
     ) -> SparseCascade | None:
         """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
         With a ``weight`` its layers learn and are measured. One that ``trains`` may be done again."""
-        first = self.first.get(cascade.stage, 0)
-        numbers = tuple(first + layer for layer in sparse_layers(cascade))
-        if not numbers:
+        if not sparse_layers(cascade):
             return None
+        first = next(n for n, stage in self.stages.items() if stage.name == cascade.stage)
+        numbers = tuple(first + layer for layer in sparse_layers(cascade))
         if cascade.name not in self._cascades:
             clip = clips[cascade.clips[0]]
             heads = {self.names[number]: self.layers[number].site.heads for number in numbers}
@@ -178,7 +182,7 @@ class SparsePredictors:
             replay = self.files.lists(step, own, heads) if weight is not None else {}
             self._clips[cascade.name] = own
             self._cascades[cascade.name] = SparseCascade(
-                {self.names[number]: self.layers[number] for number in numbers},
+                {self.names[number]: self._on_the_faster_path(number, cascade) for number in numbers},
                 token_grid(cascade.tokens, clip.frames, clip.height, clip.width),
                 f"{seed}/{step}/{clip.id}",
                 weight=weight,
@@ -191,6 +195,21 @@ class SparsePredictors:
                 done_again=self.all_keys,
             )
         return self._cascades[cascade.name]
+
+    def _on_the_faster_path(self, number: int, cascade: Cascade) -> LayerState:
+        """A layer as it runs for clips of the cascade's length: dense where that is faster by what its heads need."""
+        state = self.layers[number]
+        return replace(state, sparse=state.sparse and self._is_faster_sparse(number, cascade.tokens, cascade.text))
+
+    def _is_faster_sparse(self, number: int, tokens: int, text: int) -> bool:
+        first, stage = self._stage_of(number)
+        assumed = layer_densities(stage)[number - first]
+        measured = {number - first: replace(assumed, heads=self.layers[number].densities)}
+        return bool(faster_sparse(stage, tokens, text, measured))
+
+    def _stage_of(self, number: int) -> tuple[int, Stage]:
+        """The stage of a layer, and the number of its first."""
+        return max((row for row in self.stages.items() if row[0] <= number), key=lambda row: row[0])
 
     def fetches(self, step: int) -> bool:
         """Whether ranks get only the keys that they chose, in layers that are sparse: between machines, and but for the
@@ -345,9 +364,18 @@ class SparsePredictors:
         rows = {first: latest_densities(stage) for first, stage in sparse_stages(module).items()}
         planned = {first + layer: density for first, table in rows.items() for layer, density in table.items()}
         told = forecasts(module, {number: state.densities for number, state in self.layers.items()})
-        return [self._summary(n, state, planned[n].heads, told[n]) for n, state in self.layers.items()]
+        lengths = {number: self._sparse_lengths(module, number) for number in self.layers}
+        return [self._summary(n, state, planned[n].heads, told[n], lengths[n]) for n, state in self.layers.items()]
 
-    def _summary(self, number: int, state: LayerState, planned: tuple[float, ...], forecast: Forecast) -> LayerSummary:
+    def _sparse_lengths(self, module: Module, number: int) -> list[int]:
+        first, stage = self._stage_of(number)
+        own = (c for c in module.cascades if c.stage == stage.name and number - first in sparse_layers(c))
+        lengths = {(cascade.tokens, cascade.text) for cascade in own if self.layers[number].sparse}
+        return sorted({tokens for tokens, text in lengths if self._is_faster_sparse(number, tokens, text)})
+
+    def _summary(
+        self, number: int, state: LayerState, planned: tuple[float, ...], forecast: Forecast, lengths: list[int]
+    ) -> LayerSummary:
         measured = self.measured.get(number)
         means = () if measured is None else (measured.loss, measured.held, measured.of_best)
         names = ("loss", "mass", "of_best")
@@ -362,6 +390,7 @@ class SparsePredictors:
             planned_imbalance=forecast.planned,
             imbalance=forecast.measured,
             known_imbalance=forecast.known,
+            sparse_lengths=lengths,
             steps=self.history.steps,
             history=[[round(x, 4) for x in row[number]] for row in self.history.rows],
         )

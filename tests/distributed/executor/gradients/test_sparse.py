@@ -22,7 +22,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.nodes import Module
-from arachnec.ir.values import Value
+from arachnec.ir.values import Formula, Quantity, Term, Value
 from arachnec.kernels.sparse.predictor import Projections
 from arachnec.model_state import sparse_predictors
 from arachnec.model_state.key_list_files import read_lists, share_that_differs
@@ -55,18 +55,30 @@ def planned(
     rank: int, works: tuple[Work, ...] = WORKS, world: int = 2, nodes: int = 1, **more: Value
 ) -> tuple[Module, Module]:
     """The traced module and the program. Keys are in many blocks, so that a small step of a density leaves one out.
-    Predictors of rank 4, the size of a head, are right from the first step."""
+    Predictors of rank 4, the size of a head, are right from the first step. Sparse kernels are so fast that they pay
+    whatever a head needs."""
     source = traced(world, [CLIPS])
     (stage,) = source.stages
     density = density_rows({layer: LayerDensity(0.5, (0.2,) * 3) for layer in range(2)})
     attrs = stage.attrs.updated(
-        layers=LAYERS, density=density, predictor_rank=rank, query_group=16, key_block=1, mass=0.9, division="groups"
+        layers=LAYERS,
+        density=density,
+        predictor_rank=rank,
+        query_group=16,
+        key_block=1,
+        mass=0.9,
+        division="groups",
+        sparse_speed=(1e3, 1e3, 1e3),
     )
     source = replace(source, stages=(replace(stage, attrs=attrs.updated(**more)),))
     assert source.cluster is not None
     machines = source.cluster.attrs.updated(nodes=nodes, gpus=world // nodes)
     source = replace(source, cluster=replace(source.cluster, attrs=machines))
-    return source, lowered(source, works)
+    program = lowered(source, works)
+    squares = Formula((Term(1e-6, (("B", 1), ("S", 2))),), "ms")
+    (stage,) = program.stages
+    stages = (replace(stage, attrs=stage.attrs.updated(forward=squares, backward=squares)),)
+    return source, replace(program, stages=stages)
 
 
 def executable(
@@ -137,6 +149,19 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
         assert layer.pop("history")[-1] == pytest.approx(layer["sparsity"], abs=1e-4)
         assert layer["planned_density"] == [0.2] * 3 and layer["known_imbalance"] <= layer["imbalance"]
     assert resumed["sparse_layers"] == through["sparse_layers"]
+
+
+def test_a_layer_runs_sparse_for_the_lengths_where_that_is_faster_by_what_was_measured(tmp_path: Path) -> None:
+    """Keys were assumed to be few and are not: where nothing is saved, all losses are those of dense layers."""
+    dense = trained(executable(tmp_path / "alone", None), steps=3)
+    for name, speed, lengths in (("never", 1.0, []), ("long", 1e3, [240])):
+        overhead = Quantity(0.03, "ms")  # dense, a clip of 240 tokens takes 0.058 ms a layer, one of 100 takes 0.010
+        folder = executable(tmp_path / name, 4, sparse_speed=(speed, speed, 1.0), choice_overhead=overhead)
+        report = trained(folder, steps=3)
+        assert [layer["sparse_lengths"] for layer in report["sparse_layers"]] == [lengths] * 2
+        assert all(layer["sparse"] for layer in report["sparse_layers"])
+        same = [step["loss"] for step in report["steps"]] == [step["loss"] for step in dense["steps"]]
+        assert same == (not lengths)
 
 
 def test_behind_the_switch_a_run_goes_on_with_another_number_of_ranks(tmp_path: Path) -> None:
