@@ -93,6 +93,25 @@ def test_every_outcome_of_a_switch_runs_through_one_program(tmp_path: Path) -> N
         torch.testing.assert_close(latents, expected(fixed, requests[0]), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("outcome", [0, 6])
+def test_a_switch_before_the_first_step_and_one_behind_the_last(tmp_path: Path, outcome: int) -> None:
+    """Four ranks, branches on unequal numbers of them, segments of three steps over all steps."""
+    rule = Switch("adaptive", 0.1, least=0, most=6)
+    sampling = sampling_of(written(tmp_path), rule)
+    module = partitioned(sampling, REQUESTS[:1], 4, length=3)
+    ways: tuple[dict[str, object], ...] = (
+        {"ranks": (0, 1, 2), "side": 2, "degree": 2, "unconditional": (1, 1)},
+        {"ranks": (3, 0, 1, 2), "side": 2, "degree": 1, "unconditional": (3, 1)},
+        {"ranks": (2,)},
+    )
+    works = {cascade.name: ways[number % 3] for number, cascade in enumerate(module.cascades)}
+    forced = Forced("adaptive", 0.1, least=0, most=6, outcome=outcome)
+    told, latents = run(tmp_path, lowered(module, works), forced, REQUESTS[:1])["a"]
+    assert told.switched == outcome and told.steps == 6
+    fixed = sampling_of(sampling.sampler, parse_switch(f"fixed={outcome}"))
+    torch.testing.assert_close(latents, expected(fixed, REQUESTS[0]), rtol=1e-4, atol=1e-5)
+
+
 def test_encoders_run_where_the_plan_says_and_videos_are_written(tmp_path: Path) -> None:
     sampling = sampling_of(written(tmp_path, ENCODER + DECODER), FIXED)
     module = partitioned(sampling, REQUESTS, 2)
