@@ -3,14 +3,15 @@
 More than plain messages of as many bytes: a reduce-scatter puts a layer's gradients together, and gloo adds up the
 whole where a ring would add up a share. Memory is what it is in a cascade: the same for every layer.
 
-Each runs alone, and beside compute, as in a cascade. Ranks that wait leave their cores idle; ranks that compute lose
-what their cores do for the collective, and no more.
+Each runs alone, and beside compute as in a cascade: layer after layer, of a backward a gather and a reduce-scatter at
+once. Ranks that wait leave their cores idle; ranks that compute lose what their cores do for the collectives, and what
+they wait for each other at every layer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,7 +26,7 @@ from arachnec.runtime.agreement import gather
 
 SMALL = 1024  # parameters of the layer that tells the latency
 ROWS = 256  # of what the compute beside a collective multiplies
-COVERS = 2.0  # how much longer it takes than the collective
+LAYERS = 6  # one after another, beside compute
 SIZES = ("small", "large")
 PHASES = tuple(f"{op} {size}{how}" for size in SIZES for op in (GATHER, SCATTER) for how in ("", " overlapped"))
 
@@ -40,7 +41,7 @@ class LayerCollectives:
     now: Callable[[], float]
     weight: Tensor  # of a product that stands for compute
     together: Tensor  # where gradients are put together
-    products: int = 1  # so many take longer than any of the collectives
+    products: int = 1  # so many take as long as a gather and a reduce-scatter of the large layer
 
     @classmethod
     def of(cls, block: Mapping[str, Tensor], group: dist.ProcessGroup, now: Callable[[], float]) -> LayerCollectives:
@@ -61,11 +62,11 @@ class LayerCollectives:
         """ms by ``PHASES``: of each collective alone, and what compute takes longer beside it. Collective."""
         times: list[float] = []
         for flat in (self.small, self.large):
-            for start in (self._gather, self._scatter):
-                alone = self._timed(start, flat, computing=False)
-                computed = self._computed()
-                dist.barrier(self.group)
-                times += [alone, max(0.0, self._timed(start, flat, computing=True) - computed)]
+            alone = [self._timed(start, flat) for start in (self._gather, self._scatter)]
+            dist.barrier(self.group)
+            computed, forward, backward = (self._layers(flat, kinds) for kinds in ((), (GATHER,), (GATHER, SCATTER)))
+            beside = max(0.0, forward - computed), max(0.0, backward - max(forward, computed))
+            times += [alone[0], beside[0], alone[1], beside[1]]
         return tuple(times)
 
     def measurements(self, times: Mapping[str, float]) -> list[Collective]:
@@ -78,12 +79,12 @@ class LayerCollectives:
         return rows
 
     def _covering(self) -> int:
-        """So many products as take longer than a collective of the large layer on every rank."""
+        """So many products as take as long as both collectives of the large layer on every rank."""
         self._computed()
         one = max(self._computed(), 1e-3)
-        self._timed(self._gather, self.large, computing=False)
-        longest = max(self._timed(start, self.large, computing=False) for start in (self._gather, self._scatter))
-        products = torch.tensor([math.ceil(COVERS * longest / one)])
+        self._timed(self._gather, self.large)
+        both = math.fsum(self._timed(start, self.large) for start in (self._gather, self._scatter))
+        products = torch.tensor([math.ceil(both / one)])
         return max(int(value) for value in gather(products))
 
     def _computed(self) -> float:
@@ -98,16 +99,33 @@ class LayerCollectives:
         for _ in range(self.products):
             nn.functional.gelu(values @ self.weight)
 
-    def _timed(self, start: Callable[[FlatLayer], Callable[[], object]], flat: FlatLayer, *, computing: bool) -> float:
-        """ms of a collective, with compute between its start and its end or without."""
-        for value in flat.parameters.values() if start == self._scatter else ():
-            set_gradient(value, torch.zeros(value.shape, dtype=flat.gradient_dtype, device=value.device))
+    def _timed(self, start: Callable[[FlatLayer], Callable[[], object]], flat: FlatLayer) -> float:
+        """ms of a collective with nothing beside it."""
+        if start == self._scatter:
+            _set_gradients(flat)
         started = self.now()
-        finish = start(flat)
-        if computing:
-            self._compute()
-        finish()
+        start(flat)()
         return (self.now() - started) * 1e3
+
+    def _layers(self, flat: FlatLayer, kinds: Collection[str]) -> float:
+        """ms of a layer's compute among others, with collectives of these ``kinds`` beside it."""
+        dist.barrier(self.group)
+        coming = self._gather(flat) if GATHER in kinds else _nothing
+        going: Callable[[], object] = _nothing
+        coming()
+        took = 0.0
+        for _ in range(LAYERS):
+            if SCATTER in kinds:
+                _set_gradients(flat)
+            started = self.now()
+            coming = self._gather(flat) if GATHER in kinds else _nothing
+            self._compute()
+            going()
+            going = self._scatter(flat) if SCATTER in kinds else _nothing
+            coming()
+            took += self.now() - started
+        going()
+        return took / LAYERS * 1e3
 
     def _gather(self, flat: FlatLayer) -> Callable[[], object]:
         return flat.gather(self.group).wait
@@ -116,6 +134,16 @@ class LayerCollectives:
         scattering = flat.scatter(self.group, self.together[: flat.whole.numel()])
         assert scattering is not None, "the layer trains"
         return scattering.finish
+
+
+def _set_gradients(flat: FlatLayer) -> None:
+    """What a backward leaves; a scatter takes it."""
+    for value in flat.parameters.values():
+        set_gradient(value, torch.zeros(value.shape, dtype=flat.gradient_dtype, device=value.device))
+
+
+def _nothing() -> None:
+    pass
 
 
 def _flat(values: Mapping[str, Tensor], group: dist.ProcessGroup) -> FlatLayer:
