@@ -28,6 +28,10 @@ PHASES = {
 }
 
 
+BACKWARDS = ("backward", "weight")
+"""Which make gradients of parameters."""
+
+
 READS_GRADIENTS = ("norm", "step")
 """Of a stage, and after the all-reduces above them: they read whole gradients."""
 
@@ -70,7 +74,7 @@ class Values:
 
     def saved_reads(self, instruction: Instruction) -> tuple[str, ...]:
         """The cascades whose saved tensors this instruction reads, on its own rank."""
-        if instruction.op not in ("backward", "weight"):
+        if instruction.op not in BACKWARDS:
             return ()
         return self._saved[instruction.target]
 
@@ -136,14 +140,14 @@ def moved_by(instruction: Instruction) -> Hashable:
 
 
 def overlapped_reduces(program: Program) -> dict[int, list[int]]:
-    """Index of a backward to the indices of the reduces that start inside it.
+    """Index of a backward, or of its ``weight``, to the indices of the reduces that start inside it.
 
-    Those are the reduces with ``early``; each belongs to the last backward above it.
+    Those are the reduces with ``early``; each belongs to the last of these above it.
     """
     by_backward: dict[int, list[int]] = {}
     last: int | None = None
     for index, instruction in enumerate(program.instructions):
-        if instruction.op == "backward":
+        if instruction.op in BACKWARDS:
             last = index
         elif instruction.op == "reduce" and "early" in instruction.attrs and last is not None:
             by_backward.setdefault(last, []).append(index)

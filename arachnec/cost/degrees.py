@@ -43,7 +43,7 @@ def wide_steps(largest: int, gpus: int) -> tuple[int, ...]:
     return tuple(
         degree
         for degree in range(1, largest + 1)
-        if degree <= STEP * STEP or degree == largest or degree % STEP == 0 or (gpus >= STEP and degree % gpus == 0)
+        if degree <= STEP * STEP or degree == largest or degree % STEP == 0 or degree % max(STEP, gpus) == 0
     )
 
 

@@ -239,7 +239,7 @@ class CostModel:
         return max(machine.memory for machine in machines(self.cluster))
 
     def has_attention(self, cascade: Cascade) -> bool:
-        return count_in(self.stages[cascade.stage], "attentions") > 0
+        return bool(count_in(self.stages[cascade.stage], "attentions"))
 
     def can_recompute(self, cascade: Cascade) -> bool:
         return self._memory.can_recompute(cascade)

@@ -9,22 +9,20 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sysconfig
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Final
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.dataset_item import BadItem, clip_of_item
+from arachnec.data.dataset_raised import dataset_raised
 from arachnec.data.source_state import from_text, to_text
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.ir.nodes import Span
 
 EMPTY = hashlib.sha256(b"").hexdigest()
-LIBRARIES = tuple(str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib"))
+END: Final = object()  # of a dataset: None may be an item of it, which is a mistake
 
 
 @dataclass(frozen=True)
@@ -32,16 +30,6 @@ class NotIterable(Diagnostic):
     title: ClassVar[str] = "`batches` is a {kind}, which cannot be drawn from"
     help: ClassVar[str] = "{remedy}"
     kind: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class DatasetRaised(Diagnostic):
-    title: ClassVar[str] = "the dataset raised {exception} after {drawn}"
-    label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = "{remedy}"
-    exception: str
-    drawn: str
     remedy: str
 
 
@@ -78,6 +66,15 @@ class UnlikeBefore(Diagnostic):
     before: str
 
 
+@dataclass(frozen=True)
+class WithoutTensors(Diagnostic):
+    title: ClassVar[str] = "clip `{clip}` has no tensors, and clip `{other}` has {names}"
+    help: ClassVar[str] = "give every clip the same ones: without any, `sample` makes zeros to plan with"
+    clip: str | int
+    other: str | int
+    names: str
+
+
 class BatchSource:
     """Draws batches. ``batch`` is how many clips make one, where the dataset gives single clips. With ``repeat`` a
     dataset that can be begun again is, as often as needed."""
@@ -93,6 +90,8 @@ class BatchSource:
         self.clips = 0
         self.digest = EMPTY
         self._given = 0  # clips that were made of items, for their numbers
+        self._bare: str | int | None = None  # a clip that has nothing but its size
+        self._full: VideoClip | None = None  # one with tensors
         self._like: dict[tuple[object, str], tuple[tuple[int, ...], str | int]] = {}  # by size and name: shape, clip
 
     def begin(self) -> None:
@@ -148,8 +147,8 @@ class BatchSource:
             yield
         except UserError:
             raise
-        except Exception as error:
-            raise UserError(_raised(error, self.clips)) from error
+        except (Exception, SystemExit) as error:
+            raise UserError(dataset_raised(error, self.clips)) from error
 
     @property
     def _keeps_state(self) -> bool:
@@ -174,7 +173,7 @@ class BatchSource:
         assert self._batch is not None
         while len(clips) < self._batch:
             item = self._item(again=not clips)
-            if item is None:
+            if item is END:
                 break
             if isinstance(item, list | tuple):
                 remedy = "leave `batch` out: the dataset itself says which clips make one"
@@ -184,7 +183,7 @@ class BatchSource:
 
     def _whole(self) -> list[VideoClip]:
         item = self._item(again=True)
-        if item is None:
+        if item is END:
             return []
         if not isinstance(item, list | tuple):
             remedy = "give Engine(..., batch=N): so many of them make a global batch"
@@ -196,6 +195,7 @@ class BatchSource:
     def _clip(self, item: object) -> VideoClip:
         clip = clip_of_item(item, self._given)
         self._given += 1
+        self._demand_tensors(clip)
         for name, value in clip.values.items():
             shape = tuple(value.shape)
             before, other = self._like.setdefault((clip.shape, name), (shape, clip.id))
@@ -204,8 +204,18 @@ class BatchSource:
                 raise UserError(UnlikeBefore(None, clip.id, announced, name, actual, other, expected))
         return clip
 
+    def _demand_tensors(self, clip: VideoClip) -> None:
+        """Refuse a clip of which only the size is known beside one with tensors: it would be trained as zeros."""
+        if clip.values:
+            self._full = self._full or clip
+        elif clip.path is None and not clip.cached and not clip.encoded and self._bare is None:
+            self._bare = clip.id
+        if self._full is not None and self._bare is not None:
+            names = ", ".join(f"`{name}`" for name in self._full.values)
+            raise UserError(WithoutTensors(None, self._bare, self._full.id, names))
+
     def _item(self, *, again: bool) -> Any:
-        """The dataset's next item; None at its end, after which ``again`` begins anew where it may."""
+        """The dataset's next item; ``END`` at its end, after which ``again`` begins anew where it may."""
         assert self._items is not None
         try:
             item = next(self._items)
@@ -216,13 +226,13 @@ class BatchSource:
                     DatasetEnded(None, counted(announced, "item"), counted(self._in_epoch, "item"))
                 ) from None
             if not (again and self._repeat and self._in_epoch and not isinstance(self._dataset, Iterator)):
-                return None
+                return END
             self._items, self._in_epoch = self._iterator(), 0
             return self._item(again=False)
         except UserError:
             raise
-        except Exception as error:
-            raise UserError(_raised(error, self.clips)) from error
+        except (Exception, SystemExit) as error:  # it may run in a thread, which an exit would end unheard
+            raise UserError(dataset_raised(error, self.clips)) from error
         self._in_epoch += 1
         return item
 
@@ -247,6 +257,8 @@ class BatchSource:
             return len(self._dataset)  # type: ignore[arg-type]
         except (TypeError, NotImplementedError):
             return None
+        except (Exception, SystemExit) as error:
+            raise UserError(dataset_raised(error, self.clips)) from error
 
 
 def _by_index(dataset: Any, length: int) -> Iterator[Any]:
@@ -255,23 +267,3 @@ def _by_index(dataset: Any, length: int) -> Iterator[Any]:
             yield dataset[index]
         except IndexError:
             return
-
-
-def _raised(error: Exception, clips: int) -> DatasetRaised:
-    message = " ".join(str(error).split())
-    named = f"{type(error).__name__}{': ' if message else ''}{message}"
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if _is_users(f.filename)]
-    line = frames[-1].lineno if frames else None
-    span = Span(frames[-1].filename, line, 1, line, 2) if line is not None else None
-    short = "unexpected end of data" in message or "ReadError" in named or "EOFError" in named
-    remedy = (
-        "the file is cut short or damaged: check it with `tar tf FILE`, and copy or write it again"
-        if short
-        else "correct the dataset; what was trained so far is in the checkpoint, where one is kept"
-    )
-    return DatasetRaised(span, named[:400], counted(clips, "clip"), remedy)
-
-
-def _is_users(filename: str) -> bool:
-    path = str(Path(filename).resolve())
-    return filename.endswith(".py") and not path.startswith((*LIBRARIES, str(Path(__file__).parents[1])))

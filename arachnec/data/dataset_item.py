@@ -47,16 +47,16 @@ def clip_of_item(item: object, number: int) -> VideoClip:
     if not isinstance(item, Mapping):
         remedy = "a clip is an arachnec.VideoClip, or a dict with frames, height, width, caption or text_tokens"
         raise UserError(BadItem(None, number, f"a {type(item).__name__}", remedy))
-    values = {str(key): _tensor(value) for key, value in item.items() if _is_array(value)}
+    values = {str(key): _tensor(value, str(key), number) for key, value in item.items() if _is_array(value)}
     given = {str(key): value for key, value in item.items() if not _is_array(value)}
     key = given.pop("__key__", None)
     if key is not None:
         given.setdefault("id", str(key))
     given = {name: value for name, value in given.items() if not name.startswith("__")}
-    raw = next((name for name, value in given.items() if isinstance(value, bytes)), None)
-    if raw is not None and raw not in KEYS and raw not in ALIASES:
-        remedy = "decode it in the dataset, to a tensor; or leave it out"
-        raise UserError(BadItem(None, number, f"a dict whose `{raw}` is bytes", remedy))
+    for name, value in given.items():
+        remedy = _remedy(name, value)
+        if remedy is not None:
+            raise UserError(BadItem(None, number, f"a dict whose `{name}` is {_kind(value)}", remedy))
     for name, text in (("txt", "caption"),):
         if name in given:
             given[text] = given.pop(name)
@@ -92,7 +92,29 @@ def _is_number(value: object) -> bool:
     return hasattr(value, "dtype") and not getattr(value, "ndim", 1)
 
 
-def _tensor(value: Any) -> Any:
+def _remedy(name: str, value: object) -> str | None:
+    """What to do about a value that no row of a manifest can have; None where a row may have it."""
+    known = name in KEYS or name in ALIASES or name == "txt"
+    if isinstance(value, bytes):
+        return (
+            "decode it in the dataset, to text" if known else "decode it in the dataset, to a tensor; or leave it out"
+        )
+    if isinstance(value, list | tuple | Mapping) and (not known or name == VIDEO):
+        return "give a tensor or an array of numbers; or leave it out"
+    return None
+
+
+def _kind(value: object) -> str:
+    return {bytes: "bytes", dict: "a dict"}.get(type(value), f"a {type(value).__name__}")
+
+
+def _tensor(value: Any, name: str, number: int) -> Any:
     import torch
 
-    return value.detach().cpu() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    try:
+        return value.detach().cpu() if isinstance(value, torch.Tensor) else torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):  # an array of objects; a tensor without values
+        place = " on the meta device" if isinstance(value, torch.Tensor) and value.is_meta else ""
+        kind = f"a {type(value).__name__} of {value.dtype}{place}"
+        remedy = "give a tensor or an array of numbers; or leave it out"
+        raise UserError(BadItem(None, number, f"a dict whose `{name}` is {kind}", remedy)) from None

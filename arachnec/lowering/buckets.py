@@ -24,7 +24,7 @@ from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Reduce, Stage, in
 from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
 from arachnec.ir.values import Quantity
-from arachnec.lowering.order import forward_share, global_order
+from arachnec.lowering.order import GRADIENT, forward_share, global_order
 
 MIB = 2**20
 
@@ -148,7 +148,8 @@ def time_reversed(module: Module) -> Module:
 
 
 def last_backwards(module: Module, stage: Stage, ranks: Sequence[int]) -> list[tuple[float, float]]:
-    """Per rank: the end of its last cascade in ms, and the ms of that cascade's backward if reduces may overlap it."""
+    """Per rank: the end of its last cascade in ms, and the ms of that cascade's backward, or of what a split one left
+    for the end, if reduces may overlap it."""
     last: dict[int, Cascade] = {}
     for cascade in global_order(module.cascades):
         last.update(dict.fromkeys(cascade.ranks, cascade))
@@ -158,7 +159,7 @@ def last_backwards(module: Module, stage: Stage, ranks: Sequence[int]) -> list[t
             ends.append((0.0, 0.0))
             continue
         cascade = last[rank]
-        inside = cascade.phase in (Phase.TRAIN, Phase.BACKWARD) and cascade.stage == stage.name
+        inside = cascade.phase in (Phase.TRAIN, *GRADIENT) and cascade.stage == stage.name
         inside = inside and all(last[member] is cascade for member in cascade.ranks)
         forward = forward_share(cascade, stage) if cascade.phase is Phase.TRAIN else 0.0
         share = 1 - forward if inside else 0.0

@@ -37,7 +37,8 @@ def gradient_synchronisation(
 ) -> dict[int, list[Instruction]]:
     """The reduces and optimizer steps at the end of every rank's list.
 
-    ``resident`` are the ranks of every stage; ``overlapped`` is the backward inside which a rank's reduces may start.
+    ``resident`` are the ranks of every stage. ``overlapped`` is the backward or weight inside which a rank's reduces
+    may start.
     """
     cost = CostModel(module)
     attributes = {reduce.stage: reduce.attrs for reduce in module.reductions}
@@ -50,8 +51,6 @@ def gradient_synchronisation(
         stated = attributes.get(stage.name, Attributes())
         if "buckets" in stated or cell_of(stage) is not None:
             own = {rank: item for rank, item in overlapped.items() if stage_of[item.target] == stage.name}
-            if any(resident[stage.name] & resident[other.name] for other in trained if other is not stage):
-                own = {}  # whose reduces stand between backwards
             counts = integers(stated["buckets"]) if "buckets" in stated else None
             if layers_in_host(stage):
                 own, counts = {}, None  # through the device, once all have come

@@ -8,6 +8,7 @@ stand in the same order. ``docs/check.md`` says how a back end may run them less
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -79,11 +80,8 @@ def lower(module: Module, attention: str | None = None) -> Module:
     order = global_order(module.cascades)
     handoffs = plan_handoffs(module, module.cluster, order)
     placed = _placed(module, module.cluster, order, handoffs, attention)
-    lists = _in_order(placed)
     resident = {stage.name: resident_ranks(module, module.cluster, stage) for stage in module.stages}
-    overlapped = overlapped_backwards(lists, {cascade.name: cascade.stage for cascade in order})
-    ends = gradient_synchronisation(module, module.cluster, resident, overlapped)
-    lists = _in_order({rank: [*items, *_moved_up(module, order, ends[rank])] for rank, items in placed.items()})
+    lists, ends = _with_ends(module, module.cluster, order, placed, resident)
     lists = _with_copies(module, lists)
     gathers = updated_parameters(module, resident)
     states, kept = (resident_gib(module, resident, name) for name in ("state", "host_state"))
@@ -123,6 +121,33 @@ def _with_copies(module: Module, lists: Mapping[int, list[Instruction]]) -> dict
     cascades = {cascade.name: cascade for cascade in module.cascades}
     stages = {stage.name: stage for stage in module.stages}
     return {rank: with_host_copies(items, cascades, stages) for rank, items in lists.items()}
+
+
+def _with_ends(
+    module: Module,
+    cluster: Cluster,
+    order: tuple[Cascade, ...],
+    placed: Mapping[int, Sequence[tuple[Place, Instruction]]],
+    resident: dict[str, frozenset[int]],
+) -> tuple[dict[int, list[Instruction]], dict[int, list[Instruction]]]:
+    """Every rank's list with the reduces that stand between its cascades, and what ends it.
+
+    Which reduces start inside a last backward follows from where the others stand: those of other stages first.
+    """
+
+    def ended(overlapped: dict[int, Instruction]) -> dict[int, list[Instruction]]:
+        ends = gradient_synchronisation(module, cluster, resident, overlapped)
+        moved = {rank: [*items, *_moved_up(module, order, ends[rank])] for rank, items in placed.items()}
+        lists.update(_in_order(moved))
+        return ends
+
+    lists = _in_order(placed)
+    stage_of = {cascade.name: cascade.stage for cascade in order}
+    trained = Counter(rank for stage in module.stages if stage.trained for rank in resident[stage.name])
+    if any(count > 1 for count in trained.values()):
+        ended({})
+    ends = ended(overlapped_backwards(lists, stage_of))
+    return lists, ends
 
 
 def _moved_up(

@@ -1,5 +1,8 @@
 """Backwards inside which gradients may start to be summed. In: the lists of all ranks, without what ends them.
 
+A split backward has no whole gradients: its ``weight`` stands for it, which nothing waits for. On a rank with several
+stages the reduces of those that were through before stand between its cascades.
+
 A rank that starts an all-reduce inside its last backward waits there, as far as a proof knows, for every other rank
 that starts it so: each comes to its own last backward, and may have to wait for what this rank hands on behind it.
 """
@@ -7,9 +10,10 @@ that starts it so: each comes to its own last backward, and may have to wait for
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+from arachnec.analysis.uses import BACKWARDS
 from arachnec.ir.nodes import Instruction
 
 Lists = Mapping[int, Sequence[Instruction]]
@@ -18,15 +22,16 @@ _OTHER_END = {"send": "receive", "receive": "send"}
 
 
 def overlapped_backwards(lists: Lists, stage_of: Mapping[str, str]) -> dict[int, Instruction]:
-    """Per rank, the backward inside which its reduces may start; ranks without one are absent.
+    """Per rank, the backward or weight inside which its reduces may start; ranks without one are absent.
 
     It must be the last collective of every rank of its group. Then no other rank waits for one that is held up in an
     all-reduce, however little the links and the device can overlap (docs/check.md). Only what it hands on may come
     behind it: the gradient of a stage's input goes to an earlier stage. Where replicas of a stage share the stages
     before, one of those may be waiting for it that another replica's last backward waits for, with a value for it or
-    a gradient to take: then its reduces come behind the backward. ``stage_of`` is the stage of every cascade.
+    a gradient to take: then its reduces come behind the backward. Where reduces stand between cascades, of ranks with
+    several stages, nothing comes behind it but those of its own stage. ``stage_of`` is the stage of every cascade.
     """
-    tails = _last_backwards(lists)
+    tails = _last_backwards(lists, stage_of)
     while (tail := _holding_up(lists, tails, stage_of)) is not None:
         for rank in tail.peers:
             del tails[rank]
@@ -35,7 +40,7 @@ def overlapped_backwards(lists: Lists, stage_of: Mapping[str, str]) -> dict[int,
 
 @dataclass(frozen=True)
 class _Tail:
-    """The last backward of a rank, and its index; behind it are at most sends of what it made."""
+    """The last backward or weight of a rank, and its index; behind it are at most sends of gradients."""
 
     rank: int
     backward: Instruction
@@ -46,19 +51,30 @@ class _Tail:
         return self.backward.peers or (self.rank,)
 
 
-def _last_backwards(lists: Lists) -> dict[int, _Tail]:
+def _last_backwards(lists: Lists, stage_of: Mapping[str, str]) -> dict[int, _Tail]:
     last: dict[int, _Tail] = {}
     for rank, items in lists.items():
         handed_on = {item.target for item in items if item.op == "backward"}
-        behind = ((index, items[index]) for index in range(len(items) - 1, -1, -1) if items[index].op != "free")
-        end = next(((n, item) for n, item in behind if item.op != "send" or item.target not in handed_on), None)
-        if end is not None and end[1].op == "backward":
-            last[rank] = _Tail(rank, end[1], end[0])
+        behind: set[tuple[str, str]] = set()
+        for index in range(len(items) - 1, -1, -1):
+            item = items[index]
+            if item.op in BACKWARDS:
+                if not behind or behind == {("reduce", stage_of[item.target])} or _only_sends(behind):
+                    last[rank] = _Tail(rank, item, index)
+                break
+            if item.op == "reduce" or (item.op == "send" and item.target in handed_on):
+                behind.add((item.op, item.target))
+            elif item.op != "free":
+                break
     return {
         rank: tail
         for rank, tail in last.items()
         if all(peer in last and last[peer].backward.target == tail.backward.target for peer in tail.peers)
     }
+
+
+def _only_sends(behind: Collection[tuple[str, str]]) -> bool:
+    return all(op == "send" for op, _ in behind)
 
 
 def _holding_up(lists: Lists, tails: Mapping[int, _Tail], stage_of: Mapping[str, str]) -> _Tail | None:

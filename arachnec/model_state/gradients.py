@@ -9,7 +9,7 @@ the backward"). Nothing here makes the host wait for its device: who had a gradi
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -137,6 +137,12 @@ class GradientSynchronisation:
         finally:
             for hook in hooks:
                 hook.remove()
+
+    def start_behind(self, reduces: Sequence[Instruction], make: Callable[[Collection[int]], None]) -> None:
+        """Start each all-reduce once ``make`` has added the last gradients of its parameters, given by their ids."""
+        for reduce in reduces:
+            make({id(value) for value in self._members(reduce).values()})
+            self.start(reduce)
 
     @property
     def done(self) -> bool:

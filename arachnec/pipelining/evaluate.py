@@ -207,7 +207,7 @@ def _why_blocked(
         stage, kind, micro_batch = action = blocked[rank]
         if kind == WEIGHT_GRADIENT:
             return ActionTooEarly(None, rank, str(action), str(Action(stage, ACTIVATION_GRADIENT, micro_batch)))
-        if kind != FORWARD and (stage, micro_batch) not in forward_done and rank_of[stage] == rank:
+        if kind != FORWARD and (stage, micro_batch) not in forward_done:
             return ActionTooEarly(None, rank, str(action), str(Action(stage, FORWARD, micro_batch)))
         awaited = stage - 1 if kind == FORWARD else stage + 1
         needs[rank] = Action(awaited, kind, micro_batch)

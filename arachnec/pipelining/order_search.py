@@ -61,7 +61,9 @@ def anneal(problem: OrderProblem, split: bool, tries: int, seed: int) -> Sequenc
     now, entry = min(((cost(start), start) for start in starts), key=lambda pair: pair[0])
     best, best_entry = now, entry
     warmth = WARMTH * now
-    for step in range(tries if count > 1 else 0):
+    if count == 1:
+        return entry
+    for step in range(tries):
         a, b = rng.sample(range(count), 2)
         moved = list(entry)
         if rng.random() < 0.5:

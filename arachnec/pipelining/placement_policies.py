@@ -16,7 +16,7 @@ def allocate(policy: str, used: Allocation, devices: int, count: int) -> Allocat
     Fresh first takes machines that nothing is on, so that a stage stays in one. Append first fills those that have
     begun. Scatter first takes from all that have begun in turn, or from all machines where none has.
     """
-    begun = [k for k, taken in enumerate(used) if 0 < taken < devices]
+    begun = [k for k, taken in enumerate(used) if taken]  # a full one gives none
     fresh = [k for k, taken in enumerate(used) if not taken]
     groups = {"fresh-first": (fresh, begun), "append-first": (begun, fresh), "scatter-first": (begun, fresh)}
     taken = [0] * len(used)

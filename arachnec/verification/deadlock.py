@@ -13,8 +13,8 @@ device after every operation do stand still. So the rule is exact for "a device-
 A handoff over the host network occupies no device, and posting a receive holds up nobody. Its event stands where the
 receive stands in the list, the latest place that a back end may post it: a send may then even wait for it.
 
-A reduce with ``early`` starts inside a backward. It is an event inside that backward: the backward's own collectives
-stand before it and after it.
+A reduce with ``early`` starts inside a backward, or inside its ``weight`` where that is split. It is an event inside:
+the backward's own collectives stand before it and after it.
 """
 
 from __future__ import annotations
@@ -153,7 +153,7 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
 
 
 def _ordered(program: Program) -> Iterator[tuple[Place, Instruction, Instruction | None]]:
-    """A rank's instructions in order. A backward is split where reduces start inside it.
+    """A rank's instructions in order. A backward or weight is divided where reduces start inside it.
 
     The third element is the reduce that starts at the end of this part of a backward, else None.
     """
@@ -172,20 +172,20 @@ def _ordered(program: Program) -> Iterator[tuple[Place, Instruction, Instruction
 
 def _starts_apart(values: Values) -> Iterator[StartsApart]:
     """Reduces that some ranks of a backward start inside it and others do not."""
-    started: dict[tuple[str, tuple[int, ...]], dict[Hashable, dict[int, Instruction]]] = defaultdict(dict)
+    started: dict[tuple[str, str, tuple[int, ...]], dict[Hashable, dict[int, Instruction]]] = defaultdict(dict)
     for program in values.module.programs:
         for index, numbers in overlapped_reduces(program).items():
             backward = program.instructions[index]
             for reduce in (program.instructions[number] for number in numbers):
                 shards = "cell" in reduce.attrs  # of which every member of a cell has its own, over its own ranks
                 bucket = (reduce.target, () if shards else reduce.peers, bucket_of(reduce))
-                started[backward.target, backward.peers].setdefault(bucket, {})[program.rank] = reduce
-    for (target, peers), by_bucket in started.items():
+                started[backward.op, backward.target, backward.peers].setdefault(bucket, {})[program.rank] = reduce
+    for (op, target, peers), by_bucket in started.items():
         for ranks in by_bucket.values():
             others = tuple(sorted(set(peers) - set(ranks)))
             if others:
                 rank, reduce = next(iter(ranks.items()))
-                backward = Instruction("backward", target, peers)
+                backward = Instruction(op, target, peers)
                 yield StartsApart(reduce.span, rank, written(reduce), written(backward), rank_list(others))
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.analysis.residency import resident_ranks
-from arachnec.analysis.uses import Values, bucket_of, gib, rank_list, written
+from arachnec.analysis.uses import BACKWARDS, Values, bucket_of, gib, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module, Program
@@ -97,7 +97,7 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
                 groups.setdefault((instruction.target, instruction.peers), program.rank)
             elif instruction.op == "step":
                 steps[instruction.target].append(index)
-            elif instruction.op in ("backward", "weight"):
+            elif instruction.op in BACKWARDS:
                 stage = values.cascades[instruction.target].stage
                 last[stage] = index
                 with_gradient[stage].add(program.rank)
@@ -185,7 +185,7 @@ def _order(
         if "early" not in reduce.attrs:
             later = reduce
             continue
-        if backward is None or backward.op != "backward":
+        if backward is None:
             yield WrongStart(reduce.span, rank, written(reduce), "this rank has no backward of the stage")
         elif not 0 <= early <= gib(backward, "time") * (1 + TOLERANCE):
             reason = f"its backward takes {gib(backward, 'time'):g} ms"

@@ -35,15 +35,15 @@ import pytest
 from tests.warm_python import END_WITH_PARENT, LIBRARIES
 
 ROOT = Path(__file__).parents[2]
-HOUSE = "tests/house/test_dataclasses.py"
+HOUSE = ("tests/house/test_dataclasses.py", "tests/house/test_zips.py")
 PARTS: dict[str, tuple[str, ...]] = {
-    "verification": (HOUSE, "tests/verification", "tests/golden/test_golden.py"),
-    "lowering": (HOUSE, "tests/lowering", "tests/verification", "tests/golden/test_golden.py"),
-    "planning": (HOUSE, "tests/planning", "tests/golden/test_golden.py"),
-    "cost": (HOUSE, "tests/cost", "tests/golden/test_golden.py", "tests/planning"),
-    "pipelining": (HOUSE, "tests/pipelining", "tests/golden/test_golden.py", "tests/planning"),
+    "verification": (*HOUSE, "tests/verification", "tests/golden/test_golden.py"),
+    "lowering": (*HOUSE, "tests/lowering", "tests/verification", "tests/golden/test_golden.py"),
+    "planning": (*HOUSE, "tests/planning", "tests/golden/test_golden.py"),
+    "cost": (*HOUSE, "tests/cost", "tests/golden/test_golden.py", "tests/planning"),
+    "pipelining": (*HOUSE, "tests/pipelining", "tests/golden/test_golden.py", "tests/planning"),
     "model_state/cells": (
-        HOUSE, "tests/equivalence", "tests/distributed/executor/cells", "tests/distributed/executor/stages",
+        *HOUSE, "tests/equivalence", "tests/distributed/executor/cells", "tests/distributed/executor/stages",
     ),
 }  # fmt: skip
 OTHER = {

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import gc
 import io
+import sys
 import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -64,6 +66,21 @@ class Endless:
         return item()
 
 
+class Lengthless(Endless):
+    def __len__(self) -> int:
+        raise OSError("no index file")
+
+
+def leaving() -> Iterator[Any]:
+    yield [item()]
+    sys.exit(5)
+
+
+def running_out() -> Iterator[Any]:
+    yield [item()]
+    yield next(iter(()))
+
+
 def raising() -> Iterator[Any]:
     yield [item()]
     raise ValueError("no such column")
@@ -94,6 +111,23 @@ def raising() -> Iterator[Any]:
             "announces 3 x 16 x 16 and its `latents` is 1 x 4 x 3",
             id="other-latents",
         ),
+        pytest.param([None, item()], 2, "item 0 of the dataset is a NoneType", id="none"),
+        pytest.param([[item()], None], None, "a single clip, and nothing says", id="no-batch"),
+        pytest.param(Lengthless(), 2, "raised OSError: no index file after 0 clips", id="len-raises"),
+        pytest.param(leaving(), None, "raised SystemExit: 5 after 1 clip", id="leaves"),
+        pytest.param([[item(video=[[1.0]])]], None, "is a dict whose `video` is a list", id="list"),
+        pytest.param([[item(more={"a": 1})]], None, "is a dict whose `more` is a dict", id="nested"),
+        pytest.param([[item(caption=b"a cat")]], None, "to text", id="bytes-caption"),
+        pytest.param([[item(video=np.array([None]))]], None, "`video` is a ndarray of object", id="objects"),
+        pytest.param(
+            [[item(x=torch.zeros(2, device="meta"))]], None, "`x` is a Tensor of torch.float32 on the", id="meta"
+        ),
+        pytest.param(
+            [[item(id="a", x=torch.zeros(2)), item(id="b")]],
+            None,
+            "clip `b` has no tensors, and clip `a` has `x`",
+            id="x",
+        ),
     ],
 )
 def test_what_is_wrong_is_said_once(batches: Any, batch: int | None, expected: str) -> None:
@@ -101,6 +135,34 @@ def test_what_is_wrong_is_said_once(batches: Any, batch: int | None, expected: s
         all_of(BatchSource(batches, batch))
     assert len(told.value.diagnostics) == 1
     assert expected in render(told.value.diagnostics[0])
+
+
+def test_a_generator_that_lets_a_stop_iteration_out_is_told_at_its_line() -> None:
+    with pytest.raises(UserError, match="generator raised StopIteration after 1 clip") as told:
+        all_of(BatchSource(running_out()))
+    span = told.value.diagnostics[0].span
+    assert span is not None
+    assert (span.file, Path(__file__).read_text().splitlines()[span.line - 1].strip()) == (
+        __file__,
+        "yield next(iter(()))",
+    )
+
+
+class Undecodable(Short):
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        raise ValueError("cannot decode this one")
+
+
+def test_what_a_worker_of_a_loader_raises_is_told_at_the_datasets_line() -> None:
+    loader = torch.utils.data.DataLoader(Undecodable(), batch_size=2, num_workers=1, collate_fn=list)  # type: ignore[arg-type]
+    with pytest.raises(UserError, match=r"raised ValueError: cannot decode this one after 0 clips$") as told:
+        all_of(BatchSource(loader))
+    span = told.value.diagnostics[0].span
+    assert span is not None
+    assert (Path(span.file).name, span.line) == (
+        Path(__file__).name,
+        Undecodable.__getitem__.__code__.co_firstlineno + 1,
+    )
 
 
 class Forgetful:

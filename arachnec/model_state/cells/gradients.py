@@ -5,7 +5,7 @@ It stands in the place of ``GradientSynchronisation``. Inside a cell the backwar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
@@ -121,6 +121,10 @@ class ShardGradients:
             if reduces:
                 stack.enter_context(self.stages[reduces[0].target].gathering.telling(scattered))
             yield
+
+    def start_behind(self, reduces: Sequence[Instruction], make: Callable[[Collection[int]], None]) -> None:
+        """Of a stage that lies in no cells."""
+        self.whole.start_behind(reduces, make)
 
     @property
     def done(self) -> bool:

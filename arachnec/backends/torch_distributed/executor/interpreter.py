@@ -310,7 +310,8 @@ class _Walk:
 
     def _weight(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
-        self.staged.weight(instruction, cascade, self._cells(cascade))
+        reduces = self._reduces_starting(cascade)
+        self.staged.weight(instruction, cascade, self._cells(cascade), self.gradients, reduces)
 
     def _backward(self, instruction: Instruction) -> None:
         cascade = self.cascades[instruction.target]
@@ -339,9 +340,13 @@ class _Walk:
         return self.iteration.share.measures and whole and cascade.phase is not Phase.BACKWARD
 
     def _starting_reduces(self, cascade: Cascade) -> AbstractContextManager[None]:
-        """Run a backward inside: its all-reduces start as it goes; none does before an update's last iteration."""
-        reduces = self._reduces_inside.get(cascade.name)
-        return self.gradients.inside_backward(reduces) if reduces and self.iteration.share.ends else nullcontext()
+        """Run a backward inside: its all-reduces start as it goes."""
+        reduces = self._reduces_starting(cascade)
+        return self.gradients.inside_backward(reduces) if reduces else nullcontext()
+
+    def _reduces_starting(self, cascade: Cascade) -> list[Instruction]:
+        """The all-reduces that start inside its backward, or weight; none does before an update's last iteration."""
+        return self._reduces_inside.get(cascade.name, []) if self.iteration.share.ends else []
 
     def _cells(self, cascade: Cascade) -> StageCells | None:
         """How the cascade's stage is dealt out; None where it is whole."""
@@ -417,7 +422,7 @@ class _Walk:
 
     @cached_property
     def _reduces_inside(self) -> dict[str, list[Instruction]]:
-        """The all-reduces that start inside the backward of a cascade."""
+        """The all-reduces that start inside the backward, or weight, of a cascade."""
         steps, overlapped = self.iteration.program.instructions, overlapped_reduces(self.iteration.program)
         return {steps[index].target: [steps[number] for number in numbers] for index, numbers in overlapped.items()}
 

@@ -19,7 +19,8 @@ from arachnec.backends.torch_distributed.executor.stage_messages import StageMes
 from arachnec.backends.torch_distributed.rank.rank_context import SequenceParallel
 from arachnec.backends.weight_gradients import Deferred
 from arachnec.ir.nodes import Cascade, Instruction, Phase
-from arachnec.model_state.cells.gradients import StageCells
+from arachnec.model_state.cells.gradients import ShardGradients, StageCells
+from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.models.file import ModelFile
 from arachnec.tracing.cuts import Cut
 from arachnec.tracing.dataflow import Form, Output
@@ -131,14 +132,27 @@ class StageCascades:
         reader = self.messages.readers.get(cascade.name)
         return cascade.degree if reader is None else reader.degree
 
-    def weight(self, instruction: Instruction, cascade: Cascade, cells: StageCells | None) -> None:
-        """The weight gradients that a split backward left; layer by layer where they are dealt out over ``cells``."""
+    def weight(
+        self,
+        instruction: Instruction,
+        cascade: Cascade,
+        cells: StageCells | None,
+        gradients: GradientSynchronisation | ShardGradients,
+        reduces: Sequence[Instruction] = (),
+    ) -> None:
+        """The weight gradients that a split backward left; layer by layer where they are dealt out over ``cells``.
+
+        The all-reduces ``reduces`` of the stage's ``gradients`` start inside, each when its own are whole.
+        """
         deferred = self._deferred.pop(self.forward_of(cascade))
         if cells is not None:
             layers: dict[int, set[int]] = {}
             for flat in cells.flats:
                 layers.setdefault(flat.layout.layer, set()).update(map(id, flat.parameters.values()))
-            cells.gathering.weight(instruction, lambda number: deferred.run(layers.get(number, ())))
+            with gradients.inside_backward(reduces):
+                cells.gathering.weight(instruction, lambda number: deferred.run(layers.get(number, ())))
+        else:
+            gradients.start_behind(reduces, deferred.run)
         deferred.run()
 
     def deferring(self, forward: str) -> Deferred | None:

@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import nn
 
+from arachnec.analysis.uses import overlapped_reduces
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Cascade, Phase
+from arachnec.ir.nodes import Cascade, Phase, Program
 from arachnec.ir.values import Quantity
 from arachnec.models.file import load_model_file
 from tests.distributed.executor.stages.test_pipelines import FROZEN
@@ -62,6 +63,7 @@ class Product:
     more: str = ""
     trained: tuple[str, ...] | None = None
     change: Callable[[Cascade], Cascade] | None = None
+    inside: bool = False  # whether every rank's buckets start inside its last weight
 
 
 PRODUCTS = {
@@ -83,6 +85,10 @@ PRODUCTS = {
     "host-cells-zb-v": Product("p=4", "schedule=zb-v", cell=2, host="parameters"),
     "host-inputs": Product("p=2", "schedule=1f1b,degree=2,recompute=true", host="inputs"),
     "cells-replicas": Product("p=1", "schedule=gpipe", cell=2),
+    "replicas-zb-h1": Product("p=2", "schedule=zb-h1,degree=1", inside=True),
+    "replicas-zb-h1-dealt": Product("cuts=[1],replicas=[2,2]", "schedule=zb-h1", crowded=True, inside=True),
+    "replicas-planned-host": Product("p=2", "schedule=planned,degree=1", host="optimizer", inside=True),
+    "cells-replicas-zb-h1": Product("p=1", "schedule=zb-h1", cell=2, inside=True),
 }
 
 
@@ -95,6 +101,8 @@ def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, product: Product) 
     folder = executable(tmp_path / "own", 4, [CLIPS], passes, training=training, **how)  # type: ignore[arg-type]
     module = read_executable(folder).program
     assert any("sharded" in stage.attrs for stage in module.stages) == product.crowded
+    if product.inside:
+        assert all(starts_inside_a_weight(program) for program in module.programs)
     saved = tmp_path / "g.safetensors"
     planned_anew = product.change is not None  # later iterations are
     steps = train_on(4, folder, save_gradients=saved, steps=1 if planned_anew else 2)["steps"]
@@ -110,6 +118,10 @@ def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, product: Product) 
         loss, gradients = plain_loop(folder, CLIPS, step=1, model=after_one_step(folder, training))
         assert steps[1]["loss"] == pytest.approx(loss, rel=1e-9)
     assert_same_gradients(saved, {name: gradients[name] for name in trained}, 1e-9)
+
+
+def starts_inside_a_weight(program: Program) -> bool:
+    return {program.instructions[at].op for at in overlapped_reduces(program)} == {"weight"}
 
 
 def assert_bytes_crossed(step: dict[str, Any]) -> None:

@@ -1,0 +1,105 @@
+"""Where the rules of orders begin and end: one micro-batch, three stages a rank, what each blocked rank is told."""
+
+from __future__ import annotations
+
+import random
+from itertools import product
+
+import pytest
+
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.pipelining import errors
+from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_schedule
+from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times
+from arachnec.pipelining.held import held
+from arachnec.pipelining.list_schedule import list_schedule
+from arachnec.pipelining.order_search import plan_order
+from arachnec.pipelining.placement_policies import POLICIES, allocate
+from arachnec.pipelining.problem import OrderProblem
+from arachnec.pipelining.schedule_rules import require_valid
+
+
+def refused(text: str, evaluated: bool = False) -> Diagnostic:
+    """What is said of a schedule, by its rules or by whoever computes its times."""
+    schedule = parse_schedule(text)
+    with pytest.raises(UserError) as caught:
+        if evaluated:
+            evaluate(schedule, uniform_times(schedule.stages, schedule.micro_batches, 1, 1, 1))
+        else:
+            require_valid(schedule)
+    return caught.value.diagnostics[0]
+
+
+@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("seed", range(12))
+def test_three_stages_a_rank_never_wait_for_each_others_memory(seed: int, split: bool) -> None:
+    """Of what has begun on a rank everything counts that it holds, whichever stage it has come to."""
+    rng = random.Random(seed)
+    ranks, count = rng.choice((1, 2)), rng.randint(2, 4)
+    placement = tuple(stage % ranks for stage in range(3 * ranks))
+
+    def table() -> list[list[int]]:
+        return [[rng.randint(1, 4) for _ in range(count)] for _ in placement]
+
+    times, saved = StageTimes(table(), table(), table()), table()
+    hosted = [[stage for stage, own in enumerate(placement) if own == rank] for rank in range(ranks)]
+    alone = [max(sum(saved[stage][m] for stage in own) for m in range(count)) for own in hosted]
+    limits = [need + rng.randint(0, 4) for need in alone]
+    makespan, schedule = list_schedule(OrderProblem(times, saved, limits, placement), range(count), split)
+    require_valid(schedule, len(placement), count)
+    assert all(most <= limit for most, limit in zip(held(schedule, saved), limits, strict=True))
+    assert evaluate(schedule, times).makespan == makespan
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_one_micro_batch_has_one_order(split: bool) -> None:
+    problem = OrderProblem(StageTimes([[2], [3]], [[2], [3]], [[1], [1]]), [[1], [1]], [1, 1], (0, 1))
+    plan = plan_order(problem, split=split, tries=3)
+    assert plan.makespan == (2 + 3 + 3 + 2 + 1 if split else 2 + 3 + 4 + 3)
+    assert plan.gap == plan.makespan / plan.bound - 1 < 0.2
+
+
+def test_every_micro_batch_has_a_forward_and_a_backward_whole_or_in_both_halves() -> None:
+    """Of every set of kinds what is told to be lacking."""
+    for chosen in product((False, True), repeat=len(KINDS)):
+        kinds = {kind for kind, there in zip(KINDS, chosen, strict=True) if there}
+        if "F" not in kinds or {"B", "I"} <= kinds or {"B", "W"} <= kinds or kinds == {"F", "W"}:
+            continue  # told as work that stands too early or in both ways
+        lacking = {"F": "B", "FI": "W"}.get("".join(kind for kind in "FBIW" if kind in kinds))
+        text = " ".join(["0F0 0B0", *(f"0{kind}1" for kind in "FBIW" if kind in kinds)])
+        if lacking is None:
+            require_valid(parse_schedule(text))
+            continue
+        problem = refused(text)
+        assert isinstance(problem, errors.MissingAction)
+        assert (problem.action, problem.rank, problem.micro_batch) == (f"0{lacking}1", 0, 1)
+
+
+def test_a_blocked_rank_is_told_the_first_thing_that_it_lacks() -> None:
+    too_early = refused("0B0 0F0", evaluated=True)
+    assert isinstance(too_early, errors.ActionTooEarly)
+    assert (too_early.rank, too_early.action) == (0, "0B0")
+    halves = refused("0F0 0W0 0I0", evaluated=True)
+    assert isinstance(halves, errors.ActionTooEarly)
+    missing = refused("0F0 0B0\n1F0", evaluated=True)
+    assert isinstance(missing, errors.MissingAction)
+    assert (missing.stage, missing.rank, missing.action, missing.phase) == (1, 1, "1B0", "backward")
+    crossed = refused("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", evaluated=True)
+    assert isinstance(crossed, errors.DeadlockedSchedule)
+
+
+def test_idle_time_is_a_share_of_all_ranks_time() -> None:
+    schedule = PipelineSchedule(((Action(0, "F", 0), Action(0, "B", 0)), (Action(1, "F", 0), Action(1, "B", 0))))
+    evaluation = evaluate(schedule, uniform_times(2, 1, 1, 1, 1))
+    assert evaluation.makespan == 6
+    assert evaluation.idle == (3, 3)
+    assert evaluation.bubble == 0.5
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_full_machine_gives_nothing(policy: str) -> None:
+    assert allocate(policy, (4, 1, 0), 4, 7) == (0, 3, 4)
+    with pytest.raises(ValueError, match="too few"):
+        allocate(policy, (4, 1, 0), 4, 8)
+    first = {"fresh-first": (0, 0, 2), "append-first": (0, 2, 0), "scatter-first": (0, 2, 0)}
+    assert allocate(policy, (4, 1, 0), 4, 2) == first[policy]
