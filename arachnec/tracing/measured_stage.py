@@ -19,7 +19,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
@@ -34,6 +33,7 @@ from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.memory import Flash, closest
 from arachnec.tracing.record import ExampleCall, flatten_call, is_meta, training_mode
 from arachnec.tracing.shell import PeakBytes
+from arachnec.tracing.total_flops import TotalFlops
 
 ONE = sympy.Integer(1)
 LINEAR = (B * S, B * T, B, ONE)
@@ -131,7 +131,7 @@ class _Counter:
         with _running(self.model), torch.no_grad(), alive, _Attentions(is_meta(self.model)):
             self.model(**call.arguments)
         blocks = _Blocks([c.path for c in self.captured.calls], seen)
-        flops, attentions = FlopCounterMode(display=False), _Attentions(is_meta(self.model))
+        flops, attentions = TotalFlops(), _Attentions(is_meta(self.model))
         own = {tensor.untyped_storage()._cdata for tensor in [*self.model.parameters(), *self.model.buffers()]}
         kept: dict[int, tuple[int, Tensor]] = {}
 

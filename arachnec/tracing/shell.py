@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.data.clip import VideoClip
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.record import ExampleCall, computed, training_mode
+from arachnec.tracing.total_flops import TotalFlops
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
     def bytes_kept() -> int:
         return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
 
-    counter, alive = FlopCounterMode(display=False), PeakBytes()
+    counter, alive = TotalFlops(), PeakBytes()
     before: list[tuple[int, int]] = []
 
     def reached() -> None:
@@ -100,7 +100,7 @@ def without_blocks(
 
 def measure_encoder(encoder: nn.Module, clip: VideoClip) -> Measured:
     """One encoder on the meta device, for one clip. A tile of a size that was counted before counts as that one."""
-    counter, alive, vae = FlopCounterMode(display=False), PeakBytes(), tiling_vae(encoder)
+    counter, alive, vae = TotalFlops(), PeakBytes(), tiling_vae(encoder)
     tiles: dict[torch.Size, _Tile] = {}
     repeated = 0
 

@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.batch import prediction_of
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, run_once, training_mode
+from arachnec.tracing.total_flops import TotalFlops
 from arachnec.tracing.verify import SEED, TILE, fill, random_like
 
 TOLERANCE = 1e-4  # of the largest value, in float32
@@ -93,7 +93,7 @@ def small_model(model: nn.Module, call: ExampleCall) -> SmallModel:
 
 
 def _demand_few_flops(model: nn.Module, blocks: Mapping[str, nn.Module], unread: Unread, call: ExampleCall) -> None:
-    with FlopCounterMode(display=False) as counter, Repeats(model, blocks, unread):
+    with TotalFlops() as counter, Repeats(model, blocks, unread):
         run_once(model, call)
     flops = counter.get_total_flops() / call.batch
     if flops > MOST_FLOPS:
