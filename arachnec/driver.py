@@ -150,6 +150,7 @@ def compile(
     one; ``data`` is None where the training options have a ``mix``. Raises ``UserError`` for every mistake in the
     input.
     """
+    from arachnec.backends.staged_model import demand_own_parameters
     from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
     from arachnec.optimizers.recipe import demand_torch_takes
     from arachnec.sampling.during_training import sampler_and_requests
@@ -173,6 +174,7 @@ def compile(
     tracing_ms = (time.perf_counter() - started) * 1e3
     model_module, model_ms = plan_model(traced, pipeline, instruments)
     demand_optimizer_fits(trace, model_module, model_file, training)
+    demand_own_parameters(model_module, model_file, training, shapes.clips)
     module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
     return Compiled(
         model_file=model_file,

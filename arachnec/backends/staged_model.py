@@ -12,6 +12,7 @@ on this rank.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -37,6 +38,7 @@ from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import arguments_of, meta_encoders, tiled
 
 META = torch.device("meta")
+TRY_S = 30.0  # of compiling, for cutting the model at the clips' shapes
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,26 @@ class _StageEnd(BaseException):
 def parts_of(module: Module) -> tuple[Stage, ...]:
     """The stages of a module's pipeline, in order; none where the model is one stage."""
     return tuple(stage for stage in module.stages if "part_of" in stage.attrs)
+
+
+def demand_own_parameters(
+    module: Module, model_file: ModelFile, training: Training, clips: Sequence[VideoClip], most_s: float = TRY_S
+) -> None:
+    """Raises ``UserError`` where a later stage reads parameters for some clips alone: its ranks lack them.
+
+    Every distinct shape is run on the meta device, until ``most_s`` seconds have gone by; ranks try the rest.
+    """
+    stages = parts_of(module)
+    if len(stages) < 2:
+        return
+    cuts, started = Cuts.of(model_file, training, stages), time.perf_counter()
+    shapes: dict[tuple[int, ...], VideoClip] = {}
+    for clip in clips:
+        shapes.setdefault(clip.shape, clip)
+    for clip in shapes.values():
+        cuts.at(clip, 1)
+        if time.perf_counter() - started > most_s:
+            return
 
 
 @dataclass

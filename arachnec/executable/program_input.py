@@ -15,7 +15,7 @@ from arachnec.executable.sampling_folder import SamplingExecutable
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
 from arachnec.ir.printer import value_text
-from arachnec.ir.tables import BETWEEN, FIGURES, LINK_SPEEDS, STAGE, TIED, TOKEN_CUTS
+from arachnec.ir.tables import LINK_SPEEDS, OF_PARTS, STAGE
 from arachnec.ir.values import Attributes, Value
 
 ASKED = ("steps", "branches", "window", "arrival")  # of a request, which no plan changes
@@ -129,7 +129,7 @@ def _stages(right: tuple[Stage, ...], given: tuple[Stage, ...]) -> Iterator[Diag
 
 def _attributes(node: str, right: Attributes, given: Attributes) -> Iterator[Diagnostic]:
     for name, value in right.pairs:
-        if name not in (*FIGURES, TIED, BETWEEN, TOKEN_CUTS) and given.get(name) != value:
+        if name not in OF_PARTS and given.get(name) != value:
             yield OtherFigure(given.span(name), node, name, _shown(given.get(name)), value_text(value))
             return
     for name, value in given.pairs:

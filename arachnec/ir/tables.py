@@ -144,6 +144,8 @@ STAGE = table("""
     token_cuts      | [[int, GiB formula]] | traced | optional | of `cuts`, what blocks make of tokens
     tied_layers     | [[[int], int]] | traced | optional | layers that read the same parameters, and how many train
     between_params  | [[[int], int, int]] | traced | optional | layers, what they alone read in no block, what trains
+    between_flops   | [[int, TFLOP formula]] | traced | optional | layers, one forward of what runs behind them
+    between_saved   | [[int, GiB formula]] | traced | optional | layers, what that keeps for the backward
     density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
     measured        | [[[int], float, [float]]] | traced | optional | as `density`, of layers that a run made sparse
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
@@ -364,7 +366,9 @@ FIGURES = (
 CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "choice_overhead", "sparse_speed")
 TIED = "tied_layers"  # where layers share parameters, one more
 BETWEEN = "between_params"  # and where parameters in no block are read by neither the first nor the last
+BETWEEN_COSTS = ("between_flops", "between_saved")  # and where something runs between blocks
 TOKEN_CUTS = "token_cuts"  # where blocks hand on tokens, one more
+OF_PARTS = (*FIGURES, TIED, BETWEEN, *BETWEEN_COSTS, TOKEN_CUTS)
 
 # Speeds of a cluster's links and ranks, which a profile and a run measure. They price a plan; no proof rests on them.
 LINK_SPEEDS = (

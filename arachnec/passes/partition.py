@@ -27,7 +27,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import is_encoder, most_clips
-from arachnec.ir.tables import BETWEEN, FIGURES, TIED, TOKEN_CUTS
+from arachnec.ir.tables import FIGURES, OF_PARTS
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
@@ -234,7 +234,7 @@ def without_figures(stage: Stage) -> Stage:
     kept = ("layer_params",) if "trained" in stage.attrs else ()  # where frozen parameters lie
     return replace(
         stage,
-        attrs=stage.attrs.updated(**{name: None for name in (*FIGURES, TIED, BETWEEN, TOKEN_CUTS) if name not in kept}),
+        attrs=stage.attrs.updated(**{name: None for name in OF_PARTS if name not in kept}),
     )
 
 

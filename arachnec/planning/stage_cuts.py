@@ -150,7 +150,8 @@ def balanced_cuts(stage: Stage, stages: int, clips: Sequence[Clip]) -> tuple[int
 
 
 def layer_work(stage: Stage, clips: Sequence[Clip]) -> list[float]:
-    """TFLOP of one forward of all clips by layer; the embedding with the first, the head with the last."""
+    """TFLOP of one forward of all clips by layer; embedding with the first, head with the last, and what runs
+    between blocks with the layer that it is computed with."""
     sizes = [(clip.tokens, clip.text) for clip in clips] or [(32760, 512)]
 
     def total(formula: Formula) -> float:
@@ -161,6 +162,8 @@ def layer_work(stage: Stage, clips: Sequence[Clip]) -> list[float]:
     embedding, head = (total(formula) for formula in _formulas(stage, "end_flops"))
     work[0] += embedding
     work[-1] += head
+    for layer, cost in _costs_between(stage, "flops"):
+        work[layer] += total(cost)
     return work
 
 
@@ -206,11 +209,12 @@ def _part(stage: Stage, number: int, begin: int, end: int, between: Sequence[tup
         return formula_sum([(count, formulas[kind]) for kind, count in times], unit)
 
     def outside(name: str, unit: str) -> Formula:
-        formulas = _formulas(stage, name)
-        return formula_sum([(1, formulas[i]) for i in ends], unit)
+        formulas = _formulas(stage, f"end_{name}")
+        own = [(1, cost) for layer, cost in _costs_between(stage, name) if begin <= layer < end]
+        return formula_sum([*((1, formulas[i]) for i in ends), *own], unit)
 
     every, once = list(counts.items()), [(kind, 1) for kind in counts]
-    kept = formula_sum([(1, outside("end_saved", "GiB")), (1, _largest(stage, "block_shared", once))], "GiB")
+    kept = formula_sum([(1, outside("saved", "GiB")), (1, _largest(stage, "block_shared", once))], "GiB")
     recomputed = [(1, kept), (1, blocks("block_inputs", "GiB", every)), (1, _largest(stage, "block_saved", once))]
     outside_blocks = [*(_ends(stage)[i] for i in ends), *between]
     params = sum(integers(attrs["layer_params"])[begin:end]) + sum(count for count, _ in outside_blocks)
@@ -236,12 +240,10 @@ def _part(stage: Stage, number: int, begin: int, end: int, between: Sequence[tup
             heads=min((integers(attrs["block_heads"])[kind] for kind in counts), default=None),
             attentions=attentions or None,
             joint=attrs.get("joint"),
-            flops=formula_sum(
-                [(1, blocks("block_flops", "TFLOP", every)), (1, outside("end_flops", "TFLOP"))], "TFLOP"
-            ),
+            flops=formula_sum([(1, blocks("block_flops", "TFLOP", every)), (1, outside("flops", "TFLOP"))], "TFLOP"),
             recomputing=_largest(stage, "block_saved", once),
             spared=_spared(stage, classes),
-            shell=outside("end_saved", "GiB"),
+            shell=outside("saved", "GiB"),
             head=attrs.get("head") if last else None,
             batch=attrs.get("batch"),
             saved=formula_sum([(1, kept), (1, blocks("block_saved", "GiB", every))], "GiB"),
@@ -335,6 +337,13 @@ def _between(stage: Stage, cuts: Sequence[int], number: int) -> list[tuple[int, 
         if len(parts) == 1 and 0 not in parts and number in (0, *parts):
             own.append((params, trained) if number else (-params, -trained))
     return own
+
+
+def _costs_between(stage: Stage, name: str) -> list[tuple[int, Formula]]:
+    """``flops`` or ``saved`` of what runs between blocks, by layer."""
+    pairs = stage.attrs.get(f"between_{name}") or ()
+    assert isinstance(pairs, tuple)
+    return [(integer(pair[0]), formula(pair[1])) for pair in pairs if isinstance(pair, tuple)]
 
 
 def _ends(stage: Stage) -> tuple[tuple[int, int], tuple[int, int]]:

@@ -79,7 +79,7 @@ def _head(
     shell: Sequence[Measured], points: Sequence[dict[sympy.Symbol, int]], numbers: dict[sympy.Symbol, int]
 ) -> tuple[Formula, Formula]:
     """What lies behind the last block: kept for the backward, and the most alive while it runs."""
-    kept, alive = [run.saved - run.saved_before for run in shell], [run.peak_after for run in shell]
+    kept, alive = [run.saved_after for run in shell], [run.peak_after for run in shell]
 
     def measured(values: Sequence[int]) -> Formula:
         return polynomial(fit_polynomial(values, points).subs(numbers), "GiB", GIB)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -18,13 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from arachnec.data.clip import VideoClip
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.tracing.captured import CapturedModel
+from arachnec.tracing.dataflow import units_of
 from arachnec.tracing.record import ExampleCall, computed, training_mode
 from arachnec.tracing.total_flops import TotalFlops
 
 
 @dataclass(frozen=True)
 class Measured:
-    """One run: floating-point operations, bytes kept for backward, and the most bytes alive at once."""
+    """One run: floating-point operations, bytes kept for backward, and the most bytes alive at once.
+
+    ``between`` has both, of what lies between the blocks, for every call of a block that it is computed with: a unit
+    with the block before it, what has no unit behind it with the block that reads it.
+    """
 
     flops: int
     saved: int
@@ -33,6 +38,9 @@ class Measured:
     flops_before: int = 0  # of them what comes before the first block
     saved_before: int = 0
     peak_after: int = 0  # the most bytes alive at once of those that are made behind the last block
+    flops_after: int = 0  # what comes behind the last block
+    saved_after: int = 0
+    between: tuple[tuple[int, int], ...] = ()
 
 
 def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) -> Measured:
@@ -48,23 +56,59 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
         return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
 
     counter, alive = TotalFlops(), PeakBytes()
-    before: list[tuple[int, int]] = []
+    reached: list[tuple[int, int]] = []  # at every block
+    done: list[tuple[int, int]] = []  # at the end of the last unit behind it
 
-    def reached() -> None:
-        before.append((counter.get_total_flops(), bytes_kept()))
+    def now() -> tuple[int, int]:
+        return counter.get_total_flops(), bytes_kept()
+
+    def reach() -> None:
+        reached.append(now())
+        done.append(reached[-1])
         alive.begin()
 
+    def end(*_: Any) -> None:
+        if done:
+            done[-1] = now()
+
+    blocks = {path for block in captured.blocks for path in block.instances}
     with contextlib.ExitStack() as stack:
+        for path, unit in units_of(model, blocks).items():
+            if path not in blocks:
+                stack.callback(unit.register_forward_hook(end).remove)
         stack.enter_context(training_mode(model))
-        stack.enter_context(without_blocks(model, captured, call, reached))
+        stack.enter_context(without_blocks(model, captured, call, reach))
         stack.enter_context(next(model.parameters()).device)
         stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(alive)
         stack.enter_context(counter)
         output = model(**call.arguments)
     assert output is not None
-    flops_before, saved_before = before[0] if before else (0, 0)
-    return Measured(counter.get_total_flops(), bytes_kept(), alive.peak, 0, flops_before, saved_before, alive.since)
+    flops, saved = now()
+    first, last = (reached[0], reached[-1]) if reached else ((0, 0), (0, 0))
+    return Measured(
+        flops,
+        saved,
+        alive.peak,
+        flops_before=first[0],
+        saved_before=first[1],
+        peak_after=alive.since,
+        flops_after=flops - last[0],
+        saved_after=saved - last[1],
+        between=_between(reached, done),
+    )
+
+
+def _between(reached: Sequence[tuple[int, int]], done: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    sums = [(0, 0)] * len(reached)
+    for layer, (start, middle, end) in enumerate(zip(reached, done, reached[1:], strict=False)):
+        sums[layer] = _sum(sums[layer], _sum(middle, start, -1))
+        sums[layer + 1] = _sum(end, middle, -1)
+    return tuple(sums)
+
+
+def _sum(a: tuple[int, int], b: tuple[int, int], sign: int = 1) -> tuple[int, int]:
+    return a[0] + sign * b[0], a[1] + sign * b[1]
 
 
 @contextlib.contextmanager

@@ -56,6 +56,12 @@ def stage_figures(
     def measured(values: Sequence[int], unit: str, scale: int) -> Formula:
         return polynomial(fit_polynomial(values, points), unit, scale)
 
+    def between(figure: int, unit: str, scale: int) -> tuple[Value, ...] | None:
+        """Of what lies between the blocks, by the layer that it is computed with."""
+        series = zip(*(run.between for run in shell), strict=True)
+        by_layer = [[pair[figure] for pair in pairs] for pairs in series]
+        return tuple((n, measured(values, unit, scale)) for n, values in enumerate(by_layer) if any(values)) or None
+
     attentions = [token_attentions(block) for block in captured.blocks]
     before, after = _ends(model, flows[0])
     return {
@@ -76,11 +82,11 @@ def stage_figures(
         "end_params": (before, after),
         "end_flops": (
             measured([run.flops_before for run in shell], "TFLOP", TERA),
-            measured([run.flops - run.flops_before for run in shell], "TFLOP", TERA),
+            measured([run.flops_after for run in shell], "TFLOP", TERA),
         ),
         "end_saved": (
             measured([run.saved_before for run in shell], "GiB", GIB),
-            measured([run.saved - run.saved_before for run in shell], "GiB", GIB),
+            measured([run.saved_after for run in shell], "GiB", GIB),
         ),
         "cuts": tuple(
             (len(list(run)), measured(series, "GiB", GIB)) for series, run in groupby(zip(*handed, strict=True))
@@ -91,6 +97,8 @@ def stage_figures(
         ),
         "tied_layers": _tied(model, cuts[0]) or None,
         "between_params": _between(model, cuts[0]) or None,
+        "between_flops": between(0, "TFLOP", TERA),
+        "between_saved": between(1, "GiB", GIB),
     }
 
 

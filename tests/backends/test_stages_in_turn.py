@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from arachnec.backends.reference import run_reference
 from arachnec.backends.staged_model import Cuts
+from arachnec.driver import compile as compile_model
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
@@ -60,6 +62,20 @@ def test_a_stage_that_reads_a_parameter_of_another_for_some_clips_is_refused(tmp
     assert cuts.at(clip("b", 4), 1).parameters == short.parameters
     with pytest.raises(UserError, match="stage 1 reads `unused`"):
         cuts.at(clip("c", 5), 1)
+
+
+def test_compiling_refuses_a_stage_that_reads_a_parameter_of_another_for_some_clips(tmp_path: Path) -> None:
+    """Every distinct shape of the manifest is tried: the third clip is the first with more than 16 tokens."""
+    source, rows = tmp_path / "model.py", tmp_path / "clips.jsonl"
+    source.write_text(MODEL + SOMETIMES)
+    clips = [clip(str(number), frames) for number, frames in enumerate((3, 3, 4, 5))]
+    keys = ("id", "frames", "height", "width", "text_tokens")
+    rows.write_text("".join(json.dumps({key: getattr(c, key) for key in keys}) + "\n" for c in clips))
+    passes = pipeline_of("cuts=[2]", "schedule=1f1b")
+    with pytest.raises(UserError, match="stage 1 reads `unused`"):
+        compile_model(source, rows, "2:cpu", passes=passes)
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:3]))
+    assert len(compile_model(source, rows, "2:cpu", passes=passes).module.programs) == 2
 
 
 CHECKPOINTED = """
