@@ -169,38 +169,38 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def _problems(profile: Profile) -> Iterator[str]:
-    """What no measurement can have come to."""
+    """What no measurement can have come to. JSON has no number without end."""
     for entry in profile.stages:
         where = f"stage `{entry.stage}`, {entry.phase}"
         for name, value in entry.fit.coefficients.items():
             if name not in _POWERS:
                 yield f"{where}: there is no coefficient `{name}`, only {', '.join(_POWERS)}"
-            if not 0 <= value < math.inf:
-                yield f"{where}: the coefficient of {name} is {value}, less than nothing or without end"
+            if value < 0:
+                yield f"{where}: the coefficient of {name} is {value}, less than nothing"
         for run in entry.measurements:
             if min(run.batch, run.degree) < 1 or min(run.tokens, run.text, run.messages, run.moved) < 0:
                 yield f"{where}: a measurement has sizes below nothing"
-            if not 0 < run.ms < math.inf:
+            if run.ms <= 0:
                 yield f"{where}: a measurement took {run.ms} ms"
     links = profile.links
     for name in ("intra", "inter", "all_reduce", "host", "host_link") if links is not None else ():
         speed = getattr(links, name, None)
-        if speed is not None and not 0 < speed < math.inf:
+        if speed is not None and speed <= 0:
             yield f"`{name}` of its links is {speed} GB/s"
     for name in ("latency", "inter_latency") if links is not None else ():
         wait = getattr(links, name)
-        if wait is not None and not 0 <= wait < math.inf:
+        if wait is not None and wait < 0:
             yield f"`{name}` of its links is {wait} us"
     for end in profile.synchronisation:
-        if end.ranks < 1 or end.bytes < 0 or not (0 <= end.reduce_ms < math.inf and 0 <= end.step_ms < math.inf):
+        if end.ranks < 1 or min(end.bytes, end.reduce_ms, end.step_ms) < 0:
             yield f"the synchronisation of `{end.stage}` has sizes or times below nothing"
     yield from (problem for problem in map(sparse_problem, profile.sparsity) if problem is not None)
     for row in profile.collectives:
         if row.op not in (GATHER, SCATTER):
             yield f"there is no collective `{row.op}`, only {GATHER} and {SCATTER}"
-        if row.ranks < 2 or row.bytes <= 0 or not 0 < row.ms < math.inf:
+        if row.ranks < 2 or min(row.bytes, row.ms) <= 0:
             yield f"a measured {row.op} has sizes or times below nothing"
-        if row.overlapped is not None and not 0 <= row.overlapped < math.inf:
+        if row.overlapped is not None and row.overlapped < 0:
             yield f"compute beside a measured {row.op} is said to take {row.overlapped} ms longer"
 
 

@@ -167,7 +167,8 @@ def _smallest_block(instance: Instance, copies: _Copies) -> tuple[Stage, ...]:
 
 def _least_latency(instance: Instance, copies: _Copies, best: HybridPlan) -> HybridPlan:
     """The best plan with these copies, or ``best``: to the last digit, or in a large space to within ``GAIN``."""
-    m = instance.micro_batches(copies.pipelines) or 1
+    m = instance.micro_batches(copies.pipelines)
+    assert m is not None, "copies are of whole micro-batches"
     way = instance.total / (copies.pipelines * m)
     deep = _deep(instance, copies, m)
     none: Allocation = (0,) * copies.machines

@@ -20,8 +20,16 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.batch import is_batched
 from arachnec.tracing.errors import RandomOperation
 from arachnec.tracing.record import ExampleCall
-from arachnec.tracing.sample import ModelSource, clip_of, sample_of
-from arachnec.tracing.small_model import TOLERANCE, CannotRun, SmallModel, raised, small_model
+from arachnec.tracing.sample import ModelSource, clip_of, encoded_shape, raised_at, sample_of
+from arachnec.tracing.small_model import (
+    TOLERANCE,
+    CannotRun,
+    ModelRaised,
+    SmallModel,
+    of_the_trial,
+    raised,
+    small_model,
+)
 from arachnec.tracing.verify import random_like
 
 Sample = tuple[dict[str, Any], Tensor]
@@ -37,17 +45,41 @@ class ClipsMixed(Diagnostic):
     what: str
 
 
+@dataclass(frozen=True)
+class ModelFails(Diagnostic):
+    title: ClassVar[str] = "the model fails on a clip of {clip} with {caption} text tokens: {reason}"
+    label: ClassVar[str] = "here"
+    help: ClassVar[str] = (
+        "it takes this shape, and not these values: check that build()(**sample(clip, generator)[0]) runs, and loss() "
+        "of what it gives"
+    )
+    clip: str
+    caption: int
+    reason: str
+
+
 def demand_clips_apart(
     model: nn.Module, source: ModelSource, call: ExampleCall, like: VideoClip, encoders: Mapping[str, nn.Module]
 ) -> str | None:
     """None, or why it cannot be told. ``call`` is a small call of the model, of a clip ``like`` this one.
 
-    Raises ``UserError`` where the predictions or the loss of a batch differ from those of its clips, and where the
-    model draws its prediction.
+    Raises ``UserError`` where the predictions or the loss of a batch differ from those of its clips, where the model
+    draws its prediction, and where the model or its loss raises with what its own ``sample`` gives. It cannot be told
+    where this machine lacks what the model needs, or ``sample`` gives no values for a clip without files.
     """
+    clip = clip_of(like, call.clip, call.text)
+    first, second, drawn = _two_samples(source, clip, encoders)
     try:
-        first, second = _two_samples(source, clip_of(like, call.clip, call.text), encoders)
         _compare(small_model(model, call), first, second, source.loss)
+    except ModelRaised as reason:
+        if drawn:
+            return f"{reason} (with values drawn at random: sample() gives none without files)"
+        error = reason.__cause__
+        if isinstance(error, UserError):
+            raise error from reason
+        span = raised_at(source, error if isinstance(error, Exception) else None)
+        shape = f"{clip.frames} x {clip.height} x {clip.width}"
+        raise UserError(ModelFails(span, shape, clip.text_tokens, str(reason))) from error
     except CannotRun as reason:
         return str(reason)
     return None
@@ -75,7 +107,8 @@ def _compare(small: SmallModel, first: Sample, second: Sample, loss: Any) -> Non
     try:
         mean = (float(loss(alone[0], first[1])) + float(loss(alone[1], second[1]))) / 2
     except Exception as error:
-        raise CannotRun(f"loss() raises {raised(error)}") from error
+        kind = CannotRun if of_the_trial(error, small.converted) else ModelRaised
+        raise kind(f"loss() raises {raised(error)}") from error
     try:
         actual = float(loss(together, targets))
     except Exception as error:
@@ -98,8 +131,11 @@ def _not_per_clip(small: SmallModel, first: dict[str, Any], second: dict[str, An
                 yield f"`{name}`"
 
 
-def _two_samples(source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn.Module]) -> tuple[Sample, Sample]:
-    """Two equal clips' arguments and targets, in numbers: as ``sample`` draws them, else at random in its shapes.
+def _two_samples(
+    source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn.Module]
+) -> tuple[Sample, Sample, bool]:
+    """Two equal clips' arguments and targets, in numbers: as ``sample`` draws them, else at random in its shapes, and
+    whether at random. What is not a fraction and comes from an encoder is so, too.
 
     A ``sample`` that reads a clip's files cannot draw for one that has none.
     """
@@ -110,10 +146,11 @@ def _two_samples(source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn
         except Exception:
             continue
         if _form(first) == _form(second) == _form(shapes):
-            return first, _with_shared(first, second)
+            whole = any(not encoded_shape(encoder, clip).is_floating_point() for encoder in encoders.values())
+            return first, _with_shared(first, second), whole
     generator = torch.Generator("cpu").manual_seed(0)
     first, second = (_at_random(shapes, generator) for _ in range(2))
-    return first, _with_shared(first, second)
+    return first, _with_shared(first, second), True
 
 
 def _form(sample: Sample) -> list[tuple[str, Any]]:

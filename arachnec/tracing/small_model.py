@@ -32,8 +32,16 @@ SURELY_FEW = 1e11  # weights times the values of an argument: fewer need not be 
 MOST_WEIGHTS = 2**31  # with values: 8 GiB
 
 
+LACKING = (NotImplementedError, ImportError, MemoryError)  # of the processor or what is installed
+LACKED = ("cuda", "driver", "allocate memory", "meta")  # in a message: a device, memory, a tensor without values
+
+
 class CannotRun(Exception):
     """Why the model gives no prediction here."""
+
+
+class ModelRaised(CannotRun):
+    """The model's own code raised what is the cause of this, with a clip that it takes by its shape."""
 
 
 @dataclass(eq=False)
@@ -43,17 +51,22 @@ class SmallModel:
     name: str
     model: nn.Module
     blocks: Mapping[str, nn.Module]  # one of each structure
+    converted: bool = False  # whether its weights had another precision
     drawn: str = field(default="", init=False)
 
     def run(self, arguments: Mapping[str, Any], seed: int = 0) -> Tensor:
-        """The prediction, in float32. Raises ``CannotRun`` with what the model raised."""
+        """The prediction, in float32. Raises ``CannotRun`` where only this machine or precision may be why the model
+        raises, else ``ModelRaised``."""
         repeats = Repeats(self.model, self.blocks, values=True)
         with torch.random.fork_rng([]), torch.no_grad(), training_mode(self.model), repeats, _Drawn(self):
             torch.manual_seed(seed)
             try:
                 prediction = prediction_of(self.model(**pytree.tree_map_only(Tensor, _in_float32, dict(arguments))))
             except Exception as error:
-                raise CannotRun(raised(error)) from error
+                leaves = pytree.tree_leaves(dict(arguments))
+                if of_the_trial(error, self.converted or any(map(_another_precision, leaves))):
+                    raise CannotRun(raised(error)) from error
+                raise ModelRaised(raised(error)) from error
         return prediction.float()
 
 
@@ -88,8 +101,10 @@ def small_model(model: nn.Module, call: ExampleCall) -> SmallModel:
     largest = max(leaf.numel() for leaf in pytree.tree_leaves(dict(call.arguments)) if isinstance(leaf, Tensor))
     if is_meta(model) and weights * largest > SURELY_FEW:
         _demand_few_flops(model, blocks, unread, call)
+    converted = any(map(_another_precision, small.parameters()))
     _give_values(small)
-    return SmallModel(type(model).__name__, small, {path: small.get_submodule(path) for path in blocks})
+    named = {path: small.get_submodule(path) for path in blocks}
+    return SmallModel(type(model).__name__, small, named, converted)
 
 
 def _demand_few_flops(model: nn.Module, blocks: Mapping[str, nn.Module], unread: Unread, call: ExampleCall) -> None:
@@ -140,6 +155,17 @@ def _real(value: Tensor, generator: torch.Generator) -> Tensor:
 
 def _in_float32(value: Tensor) -> Tensor:
     return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+
+
+def _another_precision(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and value.dtype != torch.float32
+
+
+def of_the_trial(error: Exception, converted: bool) -> bool:
+    """Whether an error may come of how the model is run here, and not of its code: on this processor, without what is
+    not installed, and in float32 where it is written for another precision."""
+    said = str(error).lower()
+    return isinstance(error, LACKING) or any(word in said for word in LACKED) or (converted and "type" in said)
 
 
 def raised(error: Exception) -> str:

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.span import Span
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_schedule
 from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times
@@ -15,7 +16,7 @@ from arachnec.pipelining.held import held
 from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.placement_policies import POLICIES, allocate
-from arachnec.pipelining.problem import OrderProblem
+from arachnec.pipelining.problem import OrderProblem, like_1f1b
 from arachnec.pipelining.schedule_rules import require_valid
 
 
@@ -103,3 +104,39 @@ def test_a_full_machine_gives_nothing(policy: str) -> None:
         allocate(policy, (4, 1, 0), 4, 8)
     first = {"fresh-first": (0, 0, 2), "append-first": (0, 2, 0), "scatter-first": (0, 2, 0)}
     assert allocate(policy, (4, 1, 0), 4, 2) == first[policy]
+
+
+def test_one_stage_may_hold_what_1f1b_holds_of_it() -> None:
+    problem = like_1f1b(StageTimes([[1, 2, 3]], [[1, 2, 3]], [[1, 2, 3]]), [[5, 7, 6]])
+    assert (list(problem.limits), problem.placement) == ([7], (0,))
+
+
+@pytest.mark.parametrize(
+    ("orders", "given", "places"),
+    [
+        ("", {}, [(0, 0)]),
+        ("0F0 0B0\n", {}, [(1, 0)]),
+        ("0F0 0B0", {"stages": 2}, [(0, 0)]),
+        ("0F0 0B0", {"micro_batches": 2}, [(0, 0)]),
+        ("0F0 0B0\n2F0 2B0", {}, [(0, 0)]),
+        ("0F0 0B0\n1F0", {}, [(1, 0)]),
+        ("0F0 0B0 0F0\n1F0 1B0", {}, [(0, 2)]),
+        ("0F0 0B0\n1F0 1B0 0F1", {}, [(1, 2)]),
+        ("0F0 0B0 0I0", {}, [(0, 2)]),
+        ("0F1 0B1 0B0 0F0", {}, [(0, 2)]),
+        ("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", {}, [(0, 1)]),
+    ],
+)
+def test_a_message_points_at_the_action_that_has_to_change(
+    orders: str, given: dict[str, int], places: list[tuple[int, int]]
+) -> None:
+    """Rank and position, from 0; the row where something lacks."""
+    rows = [row.split() for row in orders.split("\n")]
+    words = [[Action(int(word[0]), word[1], int(word[2])) for word in row] for row in rows]
+    with pytest.raises(UserError) as caught:
+        require_valid(
+            PipelineSchedule(tuple(map(tuple, words))),
+            place=lambda r, p: Span("x", r + 1, p + 1, r + 1, p + 2),
+            **given,
+        )
+    assert [(d.span.line - 1, d.span.column - 1) for d in caught.value.diagnostics if d.span is not None] == places

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
-from arachnec.tracing.batch_trial import ClipsMixed, demand_clips_apart
+from arachnec.tracing.batch_trial import ClipsMixed, ModelFails, demand_clips_apart
 from arachnec.tracing.errors import RandomOperation
 from arachnec.tracing.record import ExampleCall
 from arachnec.tracing.sample import arguments_of
@@ -93,9 +93,12 @@ def summed(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction - target).square().sum()
 
 
-def apart(read: Read, loss: Callable[..., Tensor] | None = mean, sample: Callable[..., object] = sample) -> str | None:
+def apart(
+    read: Read, loss: Callable[..., Tensor] | None = mean, sample: Callable[..., object] = sample,
+    dtype: torch.dtype = torch.float32,
+) -> str | None:  # fmt: skip
     with torch.device("meta"):
-        model = Model(read)
+        model = Model(read).to(dtype)
     source = SimpleNamespace(build=None, sample=sample, encoders=None, loss=loss)
     arguments = arguments_of(source, CLIP, {}, device="meta")
     call = ExampleCall(arguments, (CLIP.frames, CLIP.height, CLIP.width), 1, CLIP.text_tokens)
@@ -144,9 +147,62 @@ def test_a_prediction_drawn_at_random_is_refused() -> None:
     assert [type(diagnostic) for diagnostic in refused.value.diagnostics] == [RandomOperation]
 
 
-def test_what_cannot_be_run_is_said() -> None:
-    def fails(prediction: Tensor, target: Tensor) -> Tensor:
-        raise ValueError("no loss today")
+def fails(prediction: Tensor, target: Tensor) -> Tensor:
+    raise ValueError("no loss today")
 
-    assert apart(per_clip, fails) == "loss() raises ValueError: no loss today"
-    assert "not finite" in str(apart(lambda x, levels: per_clip(x, levels) / 0))
+
+def outside(x: Tensor, levels: Tensor) -> Tensor:
+    """The last of a table's levels is one too far, which nobody sees in a shape."""
+    return per_clip(x, levels) + torch.zeros(4)[torch.full((1,), 4)]
+
+
+def refusing(kind: type[Exception], text: str) -> Read:
+    def read(x: Tensor, levels: Tensor) -> Tensor:
+        raise kind(text)
+
+    return read
+
+
+@pytest.mark.parametrize(
+    ("read", "loss", "says"),
+    [
+        (per_clip, fails, "loss() raises ValueError: no loss today"),
+        (outside, mean, "IndexError: index 4 is out of bounds"),
+        (refusing(KeyError, "rope"), mean, "KeyError: 'rope'"),
+        (refusing(RuntimeError, "expected scalar type Double"), mean, "RuntimeError: expected scalar type Double"),
+    ],
+)
+def test_a_model_that_fails_with_its_own_values_is_told_with_the_clips_shape(
+    read: Read, loss: Callable[..., Tensor], says: str
+) -> None:
+    with pytest.raises(UserError) as refused:
+        apart(read, loss)
+    (told,) = refused.value.diagnostics
+    assert isinstance(told, ModelFails)
+    assert (told.clip, told.caption) == ("9 x 32 x 32", 5)
+    assert says in told.reason
+
+
+@pytest.mark.parametrize(
+    ("read", "says"),
+    [
+        (refusing(NotImplementedError, "no kernel for it"), "NotImplementedError: no kernel for it"),
+        (refusing(ImportError, "no module named flash_attn"), "flash_attn"),
+        (refusing(MemoryError, ""), "MemoryError"),
+        (refusing(RuntimeError, "No CUDA GPUs are available"), "CUDA"),
+        (lambda x, levels: per_clip(x, levels) / 0, "not finite"),
+    ],
+)
+def test_what_only_this_machine_lacks_is_no_error_of_the_model(read: Read, says: str) -> None:
+    assert says in str(apart(read))
+
+
+def test_what_is_written_for_another_precision_is_not_held_to_float32() -> None:
+    read = refusing(RuntimeError, "mat1 and mat2 must have the same dtype")
+    assert "the same dtype" in str(apart(read, dtype=torch.bfloat16))
+    with pytest.raises(UserError, match="fails on a clip of 9 x 32 x 32"):
+        apart(refusing(KeyError, "rope"), dtype=torch.bfloat16)
+
+
+def test_values_that_sample_did_not_give_are_no_error_of_the_model() -> None:
+    assert "drawn at random" in str(apart(outside, sample=of_files))

@@ -40,7 +40,7 @@ class StageCells:
         return [flat for flat in self.flats if flat.layout.trained]
 
 
-@dataclass
+@dataclass(frozen=True)
 class ShardGradients:
     """Of one iteration on one rank: of its ``stages`` by name, and of parameters that are ``whole`` on it."""
 
@@ -49,8 +49,8 @@ class ShardGradients:
     whole: GradientSynchronisation
     piece_bytes: int = SMALLEST_PIECE
     goes_on: bool = False  # from the iteration before, whose gradients no update has used
-    _started: list[Instruction] = field(default_factory=list)
-    _pending: list[_Started] = field(default_factory=list)
+    _started: list[Instruction] = field(default_factory=list, repr=False, compare=False)
+    _pending: list[_Started] = field(default_factory=list, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.goes_on:

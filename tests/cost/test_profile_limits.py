@@ -1,0 +1,84 @@
+"""What no measurement can have come to is refused when a profile is read, and what is just possible is taken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from arachnec.cost.profile import read_profile
+from arachnec.ir.diagnostic import UserError
+
+TINY = 1e-300
+SIZES = ("tokens", "text", "messages", "moved")
+RUN = {"batch": 1, "tokens": 0, "text": 0, "degree": 1, "ms": TINY, "messages": 0.0, "moved": 0.0}
+FIT: dict[str, Any] = {"coefficients": {"B*S": 0.0}, "residuals": [], "held_out": None, "exponent": None}
+VALID: dict[str, Any] = {
+    "machine": "m", "device": "cpu",
+    "stages": [{"stage": "dit", "phase": "forward", "measurements": [RUN], "fit": FIT}],
+    "links": {"latency": 0.0, "intra": TINY, "inter_latency": 0.0, "inter": TINY, "all_reduce": TINY, "host": TINY},
+    "synchronisation": [{"stage": "dit", "ranks": 1, "bytes": 0, "reduce_ms": 0.0, "step_ms": 0.0}],
+    "collectives": [{"op": "all-gather", "ranks": 2, "bytes": 1, "ms": TINY, "overlapped": 0.0}],
+}  # fmt: skip
+# Where a value stands, one that is too small, and what is said of it.
+LIMITS: tuple[tuple[str, float, str], ...] = (
+    ("stages.0.fit.coefficients.B*S", -TINY, "less than nothing"),
+    *((f"stages.0.measurements.0.{name}", 0, "sizes below nothing") for name in ("batch", "degree")),
+    *((f"stages.0.measurements.0.{name}", -1, "sizes below nothing") for name in SIZES),
+    ("stages.0.measurements.0.ms", 0.0, "a measurement took 0.0 ms"),
+    *((f"links.{name}", 0.0, "GB/s") for name in ("intra", "inter", "all_reduce", "host")),
+    *((f"links.{name}", -TINY, "us") for name in ("latency", "inter_latency")),
+    ("synchronisation.0.ranks", 0, "the synchronisation of `dit`"),
+    *((f"synchronisation.0.{name}", -1, "the synchronisation") for name in ("bytes", "reduce_ms", "step_ms")),
+    ("collectives.0.ranks", 1, "a measured all-gather"),
+    *((f"collectives.0.{name}", 0, "a measured all-gather") for name in ("bytes", "ms")),
+    ("collectives.0.overlapped", -TINY, "ms longer"),
+)  # fmt: skip
+
+
+def with_value(place: str, value: object) -> dict[str, Any]:
+    profile: dict[str, Any] = json.loads(json.dumps(VALID))
+    *path, last = place.split(".")
+    inner: Any = profile
+    for step in path:
+        inner = inner[int(step)] if step.isdigit() else inner[step]
+    inner[last] = value
+    return profile
+
+
+def written(folder: Path, profile: object) -> Path:
+    path = folder / "p.profile.json"
+    path.write_text(json.dumps(profile))
+    return path
+
+
+def test_what_is_just_possible_is_a_profile(tmp_path: Path) -> None:
+    read = read_profile(written(tmp_path, VALID))
+    assert read.stages[0].measurements[0].ms == TINY
+    for absent in ("inter_latency", "inter", "all_reduce", "host"):
+        assert read_profile(written(tmp_path, with_value(f"links.{absent}", None))).links is not None
+    assert read_profile(written(tmp_path, with_value("links", None))).links is None
+    assert read_profile(written(tmp_path, with_value("collectives.0.op", "reduce-scatter"))).collectives
+
+
+@pytest.mark.parametrize(("place", "value", "says"), LIMITS, ids=[place for place, _, _ in LIMITS])
+def test_what_is_less_than_that_is_none(tmp_path: Path, place: str, value: float, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_profile(written(tmp_path, with_value(place, value)))
+    assert says in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        ("collectives.0.op", "all-to-all", "there is no collective `all-to-all`"),
+        ("stages.0.fit.coefficients.S^9", 1.0, "there is no coefficient `S^9`"),
+        ("stages.0.phase", 3, "Expected `str`"),
+    ],
+)
+def test_what_has_another_name_is_told(tmp_path: Path, place: str, value: object, says: str) -> None:
+    with pytest.raises(UserError) as refused:
+        read_profile(written(tmp_path, with_value(place, value)))
+    assert says in str(refused.value)

@@ -1,0 +1,80 @@
+"""Who computes which heads: given ones stay, one rank has all, and clips of equal shape are divided alike."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from arachnec.ir.head_division import CUT
+from arachnec.ir.nodes import Clip, Module, Phase, Stage
+from arachnec.ir.values import Attributes, Value
+from arachnec.lowering.head_division import groups_of, with_heads
+from tests.passes.plans import DIT, cluster, module_of, timed
+
+CLIP = Clip(0, 17, 480, 832, 0, 1000)
+DENSITY = ((((2,)), 0.5, (0.9, 0.1, 0.1)), (((5,)), 0.5, (0.1, 0.9, 0.1)), (((7,)), 0.5, (0.9, 0.1, 0.1)))
+
+
+def stage(**said: Value | None) -> Stage:
+    return replace(DIT, attrs=DIT.attrs.updated(heads=3, density=DENSITY, **said))
+
+
+def planned(of: Stage, **said: Value | None) -> Module:
+    """Of a clip on two ranks the layers 2, 5 and 7 are sparse."""
+    cascade = timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 10.0), (0, 1))
+    attrs = cascade.attrs.updated(sparse=(2, 5, 7), **said)
+    return replace(module_of(cluster(), [CLIP], [replace(cascade, attrs=attrs)]), stages=(of,))
+
+
+def test_every_head_of_every_sparse_layer_is_somebodys() -> None:
+    """Layers that are divided alike are one row; the dense head of each is alone, or cut."""
+    (cascade,) = with_heads(planned(stage(query_group=100)))
+    assert cascade.attrs["groups"] == 10
+    rows = cascade.attrs["heads"]
+    assert isinstance(rows, tuple)
+    assert [row[0] for row in rows] == [(2, 7), (5,)]  # type: ignore[index]
+    for _, places, cut in rows:  # type: ignore[misc]
+        assert len(places) == 3
+        assert set(places) <= {CUT, 0, 1}
+        parts = [tuple(cut[at : at + 4]) for at in range(0, len(cut), 4)]
+        for head, place in enumerate(places):
+            whole = sorted((start, stop) for own, _, start, stop in parts if own == head)
+            assert (whole == []) if place != CUT else (whole[0][0], whole[-1][1]) == (0, 10)
+
+
+def test_given_heads_stay_and_one_rank_has_all() -> None:
+    given = (((2, 5, 7), (0, 1, 1), ()),)
+    (cascade,) = with_heads(planned(stage(query_group=100), heads=given, groups=10))
+    assert cascade.attrs["heads"] == given
+    alone = planned(stage(query_group=100))
+    (one,) = alone.cascades
+    (same,) = with_heads(replace(alone, cascades=(one.with_attrs(degree=1, ranks=(0,)),)))
+    assert "heads" not in same.attrs
+    (dense,) = with_heads(replace(alone, cascades=(one.with_attrs(sparse=None),)))
+    assert "heads" not in dense.attrs
+
+
+@pytest.mark.parametrize(
+    ("said", "clip", "groups"),
+    [
+        ({"query_group": 100}, CLIP, 10),
+        ({"query_group": 300}, CLIP, 4),
+        ({"key_block": 64}, CLIP, 1),
+        ({}, CLIP, 1),
+        ({"query_group": 100, "key_block": 64}, None, 10),
+    ],
+)
+def test_without_a_grid_and_both_sizes_groups_are_counted_from_tokens(
+    said: dict[str, Value], clip: Clip | None, groups: int
+) -> None:
+    assert groups_of(Stage("dit", True, Attributes.of(**said)), 1000, clip) == groups
+
+
+def test_groups_are_cubes_of_the_clips_grid_where_both_sizes_are_said() -> None:
+    """5 x 10 x 20 tokens in cubes: more than tokens by size where sides do not divide."""
+    both = Stage("dit", True, Attributes.of(query_group=64, key_block=64))
+    clip = Clip(0, 17, 80, 160, 0, 1000)
+    counted = groups_of(both, 1000, clip)
+    assert counted >= -(-1000 // 64)
+    assert counted != groups_of(Stage("dit", True, Attributes.of(query_group=64)), 1000, clip)
