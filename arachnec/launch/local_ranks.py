@@ -31,6 +31,7 @@ EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
 WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
 POLL_S = 0.1
+LEAVE_S = 60.0  # that a process may take to end after the first: ranks end when all have done their work
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,15 @@ class RankDied(Diagnostic):
     world: int
     what: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class RankStayed(Diagnostic):
+    title: ClassVar[str] = "rank {rank} of {world} has done its work and does not end, {seconds:.0f} s after the others"
+    help: ClassVar[str] = "it was stopped; what the run was to write is whole, and nothing needs to be done again"
+    rank: int
+    world: int
+    seconds: float
 
 
 @dataclass(frozen=True)
@@ -62,11 +72,19 @@ class _Rank:
     error_file: IO[bytes]  # without a name, so that nothing is left where the launcher is killed
 
 
-def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], None], *, worker: str = WORKER) -> None:
+def launch(
+    world: int,
+    arguments: Sequence[str],
+    on_event: Callable[[bytes], None],
+    *,
+    worker: str = WORKER,
+    leave_s: float = LEAVE_S,
+) -> None:
     """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
 
-    ``on_event`` gets each line that rank 0 reports. Raises ``UserError`` for a user's mistake and for a rank
-    that was killed, ``RankCrashed`` with one traceback for a bug.
+    ``on_event`` gets each line that rank 0 reports. Raises ``UserError`` for a user's mistake, for a rank that was
+    killed, and for one that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody
+    watches over it any more. ``RankCrashed`` with one traceback for a bug.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -100,7 +118,7 @@ def launch(world: int, arguments: Sequence[str], on_event: Callable[[bytes], Non
                     )
                 ranks.append(_Rank(number, process, error_file))
             os.close(writing)
-            first = _watch(ranks, reading, on_event)
+            first = _watch(ranks, reading, on_event, leave_s)
             if first is not None:
                 _stop(ranks)
                 raise _explain(first, ranks)
@@ -128,9 +146,10 @@ def _environment(rank: int, world: int, port: int, error_fd: int) -> dict[str, s
     }
 
 
-def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None]) -> _Rank | None:
+def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None], leave_s: float) -> _Rank | None:
     """Pass events on until every rank has ended; the first rank that ended badly, or None."""
     waiting = b""
+    first_ended: float | None = None
     with selectors.DefaultSelector() as selector:
         selector.register(events, selectors.EVENT_READ)
         open_pipe = True
@@ -150,6 +169,12 @@ def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None
                 return _cause(bad)
             if all(code == 0 for code in codes) and not open_pipe:
                 return None
+            if 0 in codes:
+                first_ended = first_ended or time.monotonic()
+                if (seconds := time.monotonic() - first_ended) > leave_s:
+                    if None not in codes:
+                        return None  # a process that a rank has left holds the pipe
+                    raise UserError(RankStayed(None, codes.index(None), len(ranks), seconds))
 
 
 def _cause(bad: Sequence[_Rank]) -> _Rank:

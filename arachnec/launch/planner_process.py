@@ -5,6 +5,7 @@ It ends when the rank does.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -49,7 +50,8 @@ class PlannerProcess:
     def close(self) -> None:
         """End the process, whatever it does."""
         assert self.process.stdin is not None
-        self.process.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it was killed, and questions that it has not read are left
+            self.process.stdin.close()
         try:
             self.process.wait(LEAVE_S)
         except subprocess.TimeoutExpired:

@@ -126,11 +126,10 @@ def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Itera
         if dist.is_initialized():
             watchdog.enter("end", start_s, "--start-timeout")
             dist.barrier()
+            dist.destroy_process_group()
     except BaseException as error:
         raise Ended(*watchdog.failed(error)) from error
     watchdog.close()
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def as_rank(work: Callable[[torch.device], None], *, cpu: bool) -> None:

@@ -10,7 +10,8 @@ the process from beside the main thread, which may be waiting for a collective t
   so the messages grow with the ranks, not with their square, and of neighbours that die together the first is noticed.
   A rank that has been in one instruction for too long ends the run if all the ranks that it waits for have come to it:
   then nobody else holds it up.
-- ``done/r``: rank r has ended well.
+- ``done/r``: rank r has nothing left to do with others. It stays until all ranks say so, watched as before.
+- ``left/r``: rank r knows that all are done, and asks the store no more.
 - ``run``: a name that no other run has.
 
 That a rank of an agent has told the failure is a file of the host: the store may have ended by then.
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 POLL_S = 0.5
+LEAVE_POLL_S = 0.05  # between two looks whether all ranks are done
 BEAT_S = 2.0
 LAPSE_S = 20.0  # without a beat a rank counts as dead
 HOLD_S = 1.5  # that a failing rank stays, for the others to read why
@@ -228,7 +230,11 @@ class Watchdog:
         return failure, tells
 
     def close(self) -> None:
-        """This rank has ended well."""
+        """This rank has ended well. Returns when all have: one that is lost before is told as in any phase."""
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"done/{self._me.rank}", "")
+            while not self._store.check([f"done/{rank}" for rank in range(self._world)]):
+                time.sleep(LEAVE_POLL_S)
         self._closing.set()
         os.write(self._wake_write, b"\0")
         self._thread.join()
@@ -236,9 +242,9 @@ class Watchdog:
         os.close(self._wake_read)
         os.close(self._wake_write)
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"done/{self._me.rank}", "")
+            self._store.set(f"left/{self._me.rank}", "")
             if self._me.rank == 0:  # it may keep the store, which the others still ask
-                self._store.wait([f"done/{rank}" for rank in range(self._world)], timedelta(seconds=STORE_S))
+                self._store.wait([f"left/{rank}" for rank in range(self._world)], timedelta(seconds=STORE_S))
 
     def _watch(self) -> None:
         asking = ThreadPoolExecutor(1, "watchdog-store")

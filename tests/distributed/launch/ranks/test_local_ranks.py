@@ -10,7 +10,7 @@ import pytest
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.launch.failure import failure_of, read_failure, record_failure
-from arachnec.launch.local_ranks import RankTold, launch
+from arachnec.launch.local_ranks import RankStayed, RankTold, launch
 from tests.house.test_house import ROOT
 
 
@@ -20,6 +20,22 @@ def test_the_store_listens_on_this_machine_only(monkeypatch: pytest.MonkeyPatch)
     told: list[bytes] = []
     launch(1, (), told.append, worker="tests.distributed.launch.ranks.listening_worker")
     assert told == [b"0100007F"]
+
+
+@pytest.mark.parametrize("silent", [0, 1])
+def test_a_rank_that_is_stopped_once_all_is_done_is_named(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
+    """No rank is left that could tell it."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    with pytest.raises(UserError) as told:
+        launch(2, (str(silent),), ignored, worker="tests.distributed.launch.ranks.stopped_worker", leave_s=0.5)
+    (stayed,) = told.value.diagnostics
+    assert isinstance(stayed, RankStayed)
+    assert (stayed.rank, stayed.world) == (silent, 2)
+    assert stayed.seconds >= 0.5
+
+
+def ignored(event: bytes) -> None:
+    """What a rank tells."""
 
 
 def test_a_failure_is_told_through_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:

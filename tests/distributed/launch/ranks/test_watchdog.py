@@ -6,6 +6,7 @@ import queue
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -58,14 +59,18 @@ class Run:
         self.master.set(f"member/{member.rank}", msgspec.json.encode(member).decode())
         self.master.set(f"at/{member.rank}", msgspec.json.encode(stands).decode())
 
+    def all_leave(self) -> None:
+        for rank in range(8):
+            self.master.set(f"done/{rank}", "")
+            self.master.set(f"left/{rank}", "")
+
 
 @pytest.fixture
 def run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.delenv("ARACHNEC_ERROR_FD", raising=False)
     run = Run()
     yield run
-    for rank in range(8):
-        run.master.set(f"done/{rank}", "")
+    run.all_leave()
     for dog in reversed(run.dogs):
         dog.close()
 
@@ -122,6 +127,47 @@ def test_one_that_is_done_may_go(run: Run) -> None:
     run.watch(0, 2)
     with pytest.raises(queue.Empty):
         run.codes.get(timeout=1.5)
+
+
+def test_a_rank_stays_until_all_are_done_and_asks_nothing_when_it_says_that_it_has_left(run: Run) -> None:
+    dog = run.watch(1, 3)
+
+    def others() -> bool:
+        run.master.wait(["done/1"])
+        run.master.set("done/0", "")
+        time.sleep(0.5)
+        left = run.master.check(["left/1"])
+        run.master.set("done/2", "")
+        return left
+
+    with ThreadPoolExecutor(1) as pool:
+        too_early = pool.submit(others)
+        dog.close()
+    assert not too_early.result()
+    assert run.master.check(["left/1"])
+    run.dogs.remove(dog)
+
+
+def test_a_rank_that_is_stopped_between_the_last_barrier_and_its_end_is_named(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its neighbour has nothing else to do, and waits for it."""
+    run.pretend(Member(1, "gpu-7", 1, "another agent"), Place(40, "end", "ranks.py:140"))
+    dog = run.watch(0, 2)
+
+    def ended() -> int:
+        code = run.ended()
+        run.all_leave()  # a real one would have ended here
+        return code
+
+    with ThreadPoolExecutor(1) as pool:
+        code = pool.submit(ended)
+        dog.close()
+    assert code.result() == 2
+    told = capfd.readouterr().err
+    assert "rank 1 of 2 on host gpu-7 has given no sign of life for" in told
+    assert "it was last seen in end, ranks.py:140" in told
+    run.dogs.remove(dog)
 
 
 def test_a_phase_that_takes_too_long_is_named_with_the_option_and_where_every_rank_stands(
