@@ -241,6 +241,10 @@ class BatchSource:
         kind = type(dataset).__name__
         if isinstance(dataset, str | bytes | Path | Mapping):
             raise UserError(NotIterable(None, kind, "give an iterable of clips; a manifest is run by `arachnec run`"))
+        parts = _parts(dataset)
+        if parts > 1:
+            remedy = "leave the sampler out: only rank 0 draws, for all ranks"
+            raise UserError(NotIterable(None, f"{kind} whose sampler gives a rank one part in {parts}", remedy))
         if hasattr(dataset, "__iter__"):
             with self._told():
                 return iter(dataset)
@@ -259,6 +263,14 @@ class BatchSource:
             return None
         except (Exception, SystemExit) as error:
             raise UserError(dataset_raised(error, self.clips)) from error
+
+
+def _parts(loader: Any) -> int:
+    """Among how many ranks a loader's sampler, such as torch's ``DistributedSampler``, divides its dataset."""
+    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
+    counts = [getattr(sampler, "num_replicas", 1) for sampler in samplers]
+    return max(count for count in counts if isinstance(count, int))
 
 
 def _by_index(dataset: Any, length: int) -> Iterator[Any]:

@@ -216,6 +216,25 @@ def test_tar_shards_by_their_own_loader_and_one_that_is_cut_short(tmp_path: Path
     assert "cut short or damaged" in message
 
 
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_splits_a_dataset_over_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data: Any = [item(n) for n in range(1, 5)]
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler, collate_fn=list)
+    with pytest.raises(UserError, match="whose sampler gives a rank one part in 2"):
+        all_of(BatchSource(loader))
+    webdataset = pytest.importorskip("webdataset")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with tarfile.open(tmp_path / "shard-0.tar", "w") as tar:
+        member = tarfile.TarInfo("first.txt")
+        member.size = 5
+        tar.addfile(member, io.BytesIO(b"a cat"))
+    with pytest.raises(UserError) as told:
+        all_of(BatchSource(webdataset.WebDataset(str(tmp_path / "shard-0.tar"), shardshuffle=False).decode(), 1))
+    assert "give WebDataset nodesplitter=None" in render(told.value.diagnostics[0])
+
+
 def test_a_datasets_state_is_text_and_back_and_an_object_is_refused_at_its_place() -> None:
     state = {"epoch": 2, "rng": torch.arange(3), 7: (1.5, None, b"xy"), "nested": {"list": [True, "a"]}}
     again = from_text(to_text(state))

@@ -203,6 +203,68 @@ def _breaks(folder: Path) -> tuple[str, int]:
     return render(told.value.diagnostics[0]), whole.position.steps
 
 
+def test_a_loop_that_is_left_keeps_what_it_trained_and_is_not_begun_again(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for whole, left, steps, again, resumed in run_ranks(2, _leaves, tmp_path):
+        assert left == pytest.approx(whole[:2])
+        assert steps == 2
+        assert "this Engine's loop was left after 2 steps" in again
+        assert resumed == pytest.approx(whole[2:])
+
+
+def _leaves(folder: Path) -> tuple[list[float], list[float], int, str, list[float]]:
+    from arachnec.backends.torch_distributed.checkpoints import checkpoint
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    kept = folder / "checkpoints"
+
+    def engine(**options: Any) -> Any:
+        return Engine(folder / "model.py", Counted(), passes=QUICK, seed=3, **options)
+
+    with captured_once():
+        whole = [step.loss for step in engine()]
+        leaving, losses = engine(checkpoint=kept), []
+        for step in leaving:
+            losses.append(step.loss)
+            if step.number == 1:
+                break
+        newest = checkpoint.newest(kept)
+        assert newest is not None
+        with pytest.raises(UserError) as told:
+            next(iter(leaving))
+        resumed = [step.loss for step in engine(checkpoint=kept, resume=True)]
+    return whole, losses, newest.position.steps, render(told.value.diagnostics[0]), resumed
+
+
+def test_ranks_that_would_update_their_copies_in_other_ways_are_told_so(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for optimizers, rates in run_ranks(2, _drifts, tmp_path):
+        assert "rank 1 and rank 0 differ in the optimizer" in optimizers
+        assert "in step 1 the learning rate is 0.02 on rank 1 and 0.01 on rank 0" in rates
+
+
+def _drifts(folder: Path) -> tuple[str, ...]:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    rank = torch.distributed.get_rank()
+
+    def taken(rate: float, factor: float) -> str:
+        with pytest.raises(UserError) as told:
+            engine = Engine(
+                folder / "model.py",
+                Counted(),
+                passes=QUICK,
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+                scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, factor),
+            )
+            for _ in engine:
+                pass
+        return render(told.value.diagnostics[0])
+
+    with captured_once():
+        return taken(0.1 * (rank + 1), 0.1), taken(0.1, 0.1 * (rank + 1))
+
+
 def test_several_batches_of_an_update_are_drawn_and_a_resumed_run_goes_on_behind_them(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     for whole, resumed, clips in run_ranks(2, _accumulates, tmp_path):

@@ -124,6 +124,22 @@ def test_one_that_is_done_may_go(run: Run) -> None:
         run.codes.get(timeout=1.5)
 
 
+def test_a_rank_that_left_its_loop_is_named_by_one_that_is_in_a_later_step(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    first, second = run.watch(0, 2), run.watch(1, 2)
+    for dog in (first, second):
+        dog.begins(1)
+    second.leaves(2)
+    with pytest.raises(queue.Empty):
+        run.codes.get(timeout=1.5)  # the first may be on its way out too
+    first.begins(2)
+    assert run.ended() == 2
+    told = capfd.readouterr().err
+    assert "rank 1 left its loop after 2 steps, and rank 0 is in step 2" in told
+    assert "on every rank behind the same step" in told
+
+
 def test_a_phase_that_takes_too_long_is_named_with_the_option_and_where_every_rank_stands(
     run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
