@@ -215,6 +215,18 @@ def verified(training: Training) -> Training:
             "give a number of steps, 1 or more",
         ),
         (
+            "validation.every",
+            training.validation.every,
+            training.validation.data is not None or training.validation.every == Validation().every,
+            "nothing is validated without validation.data, a manifest",
+        ),
+        (
+            "sampling.every",
+            training.sampling.every,
+            training.sampling.file is not None or training.sampling.every == SampledRequests().every,
+            "nothing is sampled without sampling.file and sampling.requests",
+        ),
+        (
             "mix.batch",
             training.mix.batch,
             _is_batch(training.mix),

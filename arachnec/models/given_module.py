@@ -61,6 +61,9 @@ def given_module(
     if not isinstance(module, nn.Module):
         remedy = "give the path of a model file, or a torch.nn.Module with sample= and loss="
         raise UserError(NothingGiven(None, kind, "parameters", remedy))
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        remedy = "unfreeze what is to train, or add an adapter: requires_grad is False of all parameters"
+        raise UserError(NothingGiven(None, kind, "a parameter that trains", remedy))
     for name, function, arguments in (("sample", sample, "clip, generator"), ("loss", loss, "prediction, target")):
         if not callable(function):
             remedy = f"add {name}=FUNCTION, a function of ({arguments}) as docs/your_model.md describes it"

@@ -63,6 +63,11 @@ def test_functions_of_several_files_and_kinds_are_told_at_their_lines(tmp_path: 
         assert f"{__file__}:{number}:" in render(told.value.diagnostics[0])
 
 
+def test_a_module_of_which_nothing_trains_is_refused() -> None:
+    with pytest.raises(UserError, match="Linear without `a parameter that trains`"):
+        given_module(torch.nn.Linear(2, 2).requires_grad_(False), sample, Raising())
+
+
 def line(text: str) -> int:
     return next(n for n, row in enumerate(Path(__file__).read_text().splitlines(), 1) if text in row)
 

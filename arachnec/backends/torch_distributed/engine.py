@@ -53,6 +53,7 @@ from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.told_batches import CannotDraw
 
+COUNTS = ("steps", "every", "keep", "max_skipped")
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -62,6 +63,14 @@ class UnknownOption(Diagnostic):
     help: ClassVar[str] = "its options are {known}"
     name: str
     known: str
+
+
+@dataclass(frozen=True)
+class BadOption(Diagnostic):
+    title: ClassVar[str] = "Engine's `{name}` is {value!r}"
+    help: ClassVar[str] = "give a whole number of at least 1, or leave it out"
+    name: str
+    value: object
 
 
 @dataclass(frozen=True)
@@ -121,6 +130,7 @@ class Engine:
     ) -> None:
         self._looked_at = True  # between steps, by the loop that this is in
         with before_joining():
+            _demand_count("batch", batch)
             own = run_options(options)
             machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
@@ -148,6 +158,8 @@ class Engine:
             model_file=file,
             scheduler=scheduler,
         )
+        if training.schedule == Schedule():
+            self._trainer.leave_rates()  # to the scheduler, or to the loop that this is in
         agree({"the model and its functions": file.digest, "the optimizer": self._trainer.told_optimizer})
         for note in self._script.notes:
             events.emit(report.Note(note))
@@ -325,9 +337,16 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     for name in options:
         if name not in known:
             raise UserError(UnknownOption(None, name, ", ".join(known)))
+    for name in COUNTS:
+        _demand_count(name, options.get(name))
     paths = {"train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint"}
     given: dict[str, Any] = {n: Path(v) if n in paths and isinstance(v, str) else v for n, v in options.items()}
     return RunOptions(**{**given, "settings": tuple(given.get("settings", ()))})
+
+
+def _demand_count(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise UserError(BadOption(None, name, value))
 
 
 def _resuming(options: RunOptions, restarted: bool) -> RunOptions:

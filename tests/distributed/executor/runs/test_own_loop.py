@@ -157,6 +157,17 @@ def test_a_mistake_before_ranks_meet_ends_the_script_with_one_message(monkeypatc
         assert ended.pop() == (2, tells)
 
 
+@pytest.mark.parametrize(("name", "value"), [("steps", -1), ("steps", 0), ("every", 2.5), ("batch", True), ("keep", 0)])
+def test_a_count_that_is_none_is_refused_before_ranks_meet(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    with pytest.raises(UserError, match=f"Engine's `{name}` is {value}"):
+        Engine("model.py", [], **{name: value})
+
+
 def test_the_gradients_of_a_step_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     saved = tmp_path / "g.safetensors"
@@ -234,6 +245,37 @@ def _leaves(folder: Path) -> tuple[list[float], list[float], int, str, list[floa
             next(iter(leaving))
         resumed = [step.loss for step in engine(checkpoint=kept, resume=True)]
     return whole, losses, newest.position.steps, render(told.value.diagnostics[0]), resumed
+
+
+def test_the_loop_may_set_the_learning_rate(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for rates, losses, scheduled in run_ranks(2, _sets_rates, tmp_path):
+        assert rates == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+        assert losses == pytest.approx(scheduled)
+
+
+def _sets_rates(folder: Path) -> tuple[list[float], list[float], list[float]]:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    def engine(**options: Any) -> Any:
+        return Engine(
+            folder / "model.py",
+            Counted(),
+            passes=QUICK,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            **options,
+        )
+
+    rates, losses = [], []
+    with captured_once():
+        own = engine()
+        for step in own:
+            rates.append(step.metrics["lr"])
+            losses.append(step.loss)
+            for group in own.optimizer.param_groups:
+                group["lr"] *= 0.5
+        scheduled = engine(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        return rates, losses, [step.loss for step in scheduled]
 
 
 def test_ranks_that_would_update_their_copies_in_other_ways_are_told_so(tmp_path: Path) -> None:
