@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,7 +229,7 @@ class BatchSource:
                 ) from None
             if not (again and self._repeat and self._in_epoch and not isinstance(self._dataset, Iterator)):
                 return END
-            self._items, self._in_epoch = self._iterator(), 0
+            self._items, self._in_epoch = _in_own_thread(self._iterator), 0
             return self._item(again=False)
         except UserError:
             raise
@@ -271,6 +273,26 @@ def _parts(loader: Any) -> int:
     samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
     counts = [getattr(sampler, "num_replicas", 1) for sampler in samplers]
     return max(count for count in counts if isinstance(count, int))
+
+
+def _in_own_thread(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """What ``make`` returns or raises, in a thread that does nothing else.
+
+    A loader may fork workers. One that is forked in a pool's thread fails at its end, as Python 3.11 has it join the
+    pool's threads, itself among them; torch then raises that in the main thread.
+    """
+    done: Future[Iterator[Any]] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(make())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="next-epoch")
+    thread.start()
+    thread.join()
+    return done.result()
 
 
 def _by_index(dataset: Any, length: int) -> Iterator[Any]:

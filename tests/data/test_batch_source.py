@@ -7,6 +7,7 @@ import io
 import sys
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -163,6 +164,25 @@ def test_what_a_worker_of_a_loader_raises_is_told_at_the_datasets_line() -> None
         Path(__file__).name,
         Undecodable.__getitem__.__code__.co_firstlineno + 1,
     )
+
+
+def test_workers_of_a_later_epoch_end_well_though_a_pools_thread_draws() -> None:
+    data: Any = [item(n) for n in range(1, 4)]
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1)
+    source = BatchSource(loader, 1, repeat=True)
+    workers: set[Any] = set()
+
+    def drawn() -> int:
+        clips = source.draw()
+        workers.update(source._items._workers)  # type: ignore[union-attr]
+        return 0 if clips is None else clips[0].frames
+
+    source.begin()
+    with ThreadPoolExecutor(1) as pool:
+        assert [pool.submit(drawn).result() for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    ended = [worker for worker in workers if not worker.is_alive()]
+    assert len(workers) == 3
+    assert [worker.exitcode for worker in ended] == [0, 0]
 
 
 class Forgetful:
