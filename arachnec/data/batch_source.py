@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -227,7 +229,7 @@ class BatchSource:
                 ) from None
             if not (again and self._repeat and self._in_epoch and not isinstance(self._dataset, Iterator)):
                 return END
-            self._items, self._in_epoch = self._iterator(), 0
+            self._items, self._in_epoch = _in_own_thread(self._iterator), 0
             return self._item(again=False)
         except UserError:
             raise
@@ -241,6 +243,10 @@ class BatchSource:
         kind = type(dataset).__name__
         if isinstance(dataset, str | bytes | Path | Mapping):
             raise UserError(NotIterable(None, kind, "give an iterable of clips; a manifest is run by `arachnec run`"))
+        parts = _parts(dataset)
+        if parts > 1:
+            remedy = "leave the sampler out: only rank 0 draws, for all ranks"
+            raise UserError(NotIterable(None, f"{kind} whose sampler gives a rank one part in {parts}", remedy))
         if hasattr(dataset, "__iter__"):
             with self._told():
                 return iter(dataset)
@@ -259,6 +265,34 @@ class BatchSource:
             return None
         except (Exception, SystemExit) as error:
             raise UserError(dataset_raised(error, self.clips)) from error
+
+
+def _parts(loader: Any) -> int:
+    """Among how many ranks a loader's sampler, such as torch's ``DistributedSampler``, divides its dataset."""
+    samplers = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    samplers += [getattr(sampler, "sampler", None) for sampler in samplers]
+    counts = [getattr(sampler, "num_replicas", 1) for sampler in samplers]
+    return max(count for count in counts if isinstance(count, int))
+
+
+def _in_own_thread(make: Callable[[], Iterator[Any]]) -> Iterator[Any]:
+    """What ``make`` returns or raises, in a thread that does nothing else.
+
+    A loader may fork workers. One that is forked in a pool's thread fails at its end, as Python 3.11 has it join the
+    pool's threads, itself among them; torch then raises that in the main thread.
+    """
+    done: Future[Iterator[Any]] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(make())
+        except BaseException as error:
+            done.set_exception(error)
+
+    thread = threading.Thread(target=run, name="next-epoch")
+    thread.start()
+    thread.join()
+    return done.result()
 
 
 def _by_index(dataset: Any, length: int) -> Iterator[Any]:

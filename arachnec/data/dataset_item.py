@@ -54,9 +54,9 @@ def clip_of_item(item: object, number: int) -> VideoClip:
         given.setdefault("id", str(key))
     given = {name: value for name, value in given.items() if not name.startswith("__")}
     for name, value in given.items():
-        remedy = _remedy(name, value)
-        if remedy is not None:
-            raise UserError(BadItem(None, number, f"a dict whose `{name}` is {_kind(value)}", remedy))
+        instead = _remedy(name, value)
+        if instead is not None:
+            raise UserError(BadItem(None, number, f"a dict whose `{name}` is {_kind(value)}", instead))
     for name, text in (("txt", "caption"),):
         if name in given:
             given[text] = given.pop(name)
@@ -105,7 +105,7 @@ def _remedy(name: str, value: object) -> str | None:
 
 
 def _kind(value: object) -> str:
-    return {bytes: "bytes", dict: "a dict"}.get(type(value), f"a {type(value).__name__}")
+    return "bytes" if isinstance(value, bytes) else f"a {type(value).__name__}"
 
 
 def _tensor(value: Any, name: str, number: int) -> Any:

@@ -50,11 +50,14 @@ class Logging(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     wandb: str | None = None
 
 
+EVERY = 100  # optimizer steps between two validations, or two samples
+
+
 class Validation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The manifest whose loss is told behind every so many optimizer steps."""
 
     data: str | None = None
-    every: int = 100
+    every: int = EVERY
 
 
 class SampledRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -62,7 +65,7 @@ class SampledRequests(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     file: str | None = None
     requests: str | None = None
-    every: int = 100
+    every: int = EVERY
 
 
 class Source(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,6 +196,11 @@ def _demand_sampler_and_requests(training: Training) -> None:
             raise UserError(bad_value(f"sampling.{key}", value, "one needs the other", f"give `sampling.{key}` too"))
 
 
+def _is_used(file: str | None, every: int) -> bool:
+    """Whether ``every`` says how often something is done, or was left as it is."""
+    return file is not None or every == EVERY
+
+
 def verified(training: Training) -> Training:
     """The options themselves, or a ``UserError`` that names the one out of range."""
     warmup, dropout, drawn = training.schedule.warmup, training.caption_dropout, training.timesteps
@@ -213,6 +221,18 @@ def verified(training: Training) -> Training:
             training.sampling.every,
             training.sampling.every >= 1,
             "give a number of steps, 1 or more",
+        ),
+        (
+            "validation.every",
+            training.validation.every,
+            training.validation.every < 1 or _is_used(training.validation.data, training.validation.every),
+            "nothing is validated without validation.data, a manifest",
+        ),
+        (
+            "sampling.every",
+            training.sampling.every,
+            training.sampling.every < 1 or _is_used(training.sampling.file, training.sampling.every),
+            "nothing is sampled without sampling.file and sampling.requests",
         ),
         (
             "mix.batch",

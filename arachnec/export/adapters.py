@@ -1,7 +1,8 @@
 """A trained model's adapters: added into the layers they belong to, or by themselves as a LoRA file.
 
 What an adapter does is peft's to say. A layer is merged by its own ``merge``, alone, in fp32. The file has the names
-and the metadata that Diffusers' ``load_lora_weights`` and ``load_lora_adapter`` read.
+and the metadata that Diffusers' ``load_lora_weights`` and ``load_lora_adapter`` read; where the model's class loads
+none, those that peft's ``PeftModel.from_pretrained`` reads.
 """
 
 from __future__ import annotations
@@ -93,6 +94,21 @@ class Merging:
 
 def lora_file(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The adapter's tensors under the names of a LoRA file, and the file's metadata. Raises ``UserError``."""
+    tensors, config = _adapter(values)
+    named = {f"{COMPONENT}.{name}": value for name, value in tensors.items()}
+    stated = {f"{COMPONENT}.{key}": value for key, value in config.items()}
+    return named, {"format": "pt", METADATA: json.dumps(stated, indent=2, sort_keys=True)}
+
+
+def peft_files(values: ModelValues) -> tuple[dict[str, Tensor], str]:
+    """The adapter's tensors under peft's own names, and its configuration as JSON. Raises ``UserError``."""
+    tensors, config = _adapter(values)
+    named = {f"{WRAPPER}{name}": value for name, value in tensors.items()}
+    return named, json.dumps({**config, "inference_mode": True}, indent=2, sort_keys=True)
+
+
+def _adapter(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The adapter's tensors by the names of their layers, and its configuration."""
     model: Any = values.model
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
     if not configs or not adapted_layers(model):
@@ -107,9 +123,8 @@ def lora_file(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, str]]:
     active = next(iter(configs))
     own = {name: values.value(name) for name, plain in originals.items() if plain is None}
     tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=active)
-    named = {f"{COMPONENT}.{name.removeprefix(WRAPPER)}": value for name, value in tensors.items()}
-    config = {f"{COMPONENT}.{key}": _plain(value) for key, value in configs[active].to_dict().items()}
-    return named, {"format": "pt", METADATA: json.dumps(config, indent=2, sort_keys=True)}
+    named = {name.removeprefix(WRAPPER): value for name, value in tensors.items()}
+    return named, {key: _plain(value) for key, value in configs[active].to_dict().items()}
 
 
 def _plain(value: Any) -> Any:

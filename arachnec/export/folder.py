@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from arachnec.checkpoint.files import save_tensors
 from arachnec.executable.folder import MODEL, Executable
-from arachnec.export.adapters import Merging, lora_file, merged_sources
+from arachnec.export.adapters import Merging, lora_file, merged_sources, peft_files
 from arachnec.export.model_values import META, ModelValues, model_values
 from arachnec.export.trained_values import trained_values
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -23,6 +23,7 @@ from arachnec.models.weight_files import INDEX, PREFERRED, SHARD_BYTES, SUFFIX, 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA = "pytorch_lora_weights.safetensors"
+PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft names them
 
 
 @dataclass(frozen=True)
@@ -130,12 +131,21 @@ def _write_model(values: ModelValues, folder: Path, dtype: str | None, shard_byt
 
 
 def _write_adapter(values: ModelValues, folder: Path, dtype: str | None, shard_bytes: int) -> tuple[int, int, str]:
-    tensors, metadata = lora_file(values)
+    by_diffusers = hasattr(plain_model(values.model), "load_lora_adapter")
+    metadata: dict[str, str] = {"format": "pt"}
+    if by_diffusers:
+        tensors, metadata = lora_file(values)
+    else:
+        tensors, config = peft_files(values)
+        (folder / PEFT_CONFIG).write_text(config, encoding="utf-8")
     named = values.named
     own = next(value.dtype for value in named.values() if value.requires_grad)
     cast = {name: _cast(name, v, DTYPES[dtype] if dtype else own).contiguous() for name, v in tensors.items()}
-    save_tensors(cast, folder / LORA, metadata)
-    return len(cast), sum(value.nbytes for value in cast.values()), 'pipeline.load_lora_weights("{folder}")'
+    save_tensors(cast, folder / (LORA if by_diffusers else PEFT), metadata)
+    loading = (
+        'pipeline.load_lora_weights("{folder}")' if by_diffusers else 'PeftModel.from_pretrained(model, "{folder}")'
+    )
+    return len(cast), sum(value.nbytes for value in cast.values()), loading
 
 
 def _precision(model: nn.Module, name: str, value: Tensor, dtype: str | None) -> torch.dtype:
@@ -178,6 +188,8 @@ def _moved(path: Path, folder: Path) -> Path:
 def _drop_stale(folder: Path, written: set[str]) -> None:
     """Shards and indices that an earlier export left, which a loader would take for this one's, and its adapter."""
     for path in folder.iterdir():
-        ours = path.name == LORA or (path.name.startswith(PREFERRED) and path.name.endswith((SUFFIX, INDEX)))
+        ours = path.name in (LORA, PEFT, PEFT_CONFIG) or (
+            path.name.startswith(PREFERRED) and path.name.endswith((SUFFIX, INDEX))
+        )
         if ours and path.name not in written:
             path.unlink()

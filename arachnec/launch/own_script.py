@@ -18,6 +18,7 @@ from arachnec.launch.failure import failure_of
 from arachnec.launch.progress import Progress
 from arachnec.launch.ranks import Ended, end_process, joined_rank
 from arachnec.launch.timeouts import START_S
+from arachnec.launch.watchdog import Watchdog
 
 if TYPE_CHECKING:
     import torch
@@ -59,8 +60,9 @@ class OwnScript:
 
     device: torch.device
     notes: tuple[str, ...] = ()
-    watchdog: Callable[..., None] | None = None
+    watchdog: Watchdog | None = None
     restarted: bool = False  # by a launcher, after a failure
+    _steps: int = 0  # that the loop has taken
     _joined: ExitStack = field(default_factory=ExitStack)
     _usual: Hook | None = None  # what the interpreter calls for an exception without us
 
@@ -83,16 +85,28 @@ class OwnScript:
             joined = stack.enter_context(joined_rank(START_S if start_s is None else start_s))
             device, notes = joined.agree_on_devices(cpu=cpu, planned=cluster)
             joined.make_process_group(device)
-            script = cls(device, notes, joined.watchdog.enter, joined.restarted, stack)
+            script = cls(device, notes, joined.watchdog, joined.restarted, _joined=stack)
         script._watch_exceptions()
         return script
 
     def enter(self, phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
         if self.watchdog is not None:
-            self.watchdog(phase, limit, option, progress)
+            self.watchdog.enter(phase, limit, option, progress)
+
+    def begins(self, step: int) -> None:
+        """The loop takes this step, and so must that of every other rank."""
+        self._steps = step + 1
+        if self.watchdog is not None:
+            self.watchdog.begins(step)
+
+    def leaves(self) -> None:
+        """The loop takes no more steps."""
+        if self.watchdog is not None:
+            self.watchdog.leaves(self._steps)
 
     def close(self) -> None:
         """Leave the process group, where it is ours. Collective."""
+        self.leaves()
         atexit.unregister(self.close)
         if self._usual is not None:
             sys.excepthook, self._usual = self._usual, None

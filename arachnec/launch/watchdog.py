@@ -10,8 +10,13 @@ the process from beside the main thread, which may be waiting for a collective t
   so the messages grow with the ranks, not with their square, and of neighbours that die together the first is noticed.
   A rank that has been in one instruction for too long ends the run if all the ranks that it waits for have come to it:
   then nobody else holds it up.
+<<<<<<< HEAD
 - ``done/r``: rank r has nothing left to do with others. It stays until all ranks say so, watched as before.
 - ``left/r``: rank r knows that all are done, and asks the store no more.
+=======
+- ``left``: a rank that left its loop for good, and after how many steps. A rank in a later step waits for it in vain.
+- ``done/r``: rank r has ended well.
+>>>>>>> w26-users
 - ``run``: a name that no other run has.
 
 That a rank of an agent has told the failure is a file of the host: the store may have ended by then.
@@ -39,7 +44,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.launch.environment import local_cache
 from arachnec.launch.failure import (
     ERROR_FD,
@@ -122,6 +127,26 @@ class StoreLost(Diagnostic):
     reason: str
 
 
+@dataclass(frozen=True)
+class LoopLeft(Diagnostic):
+    title: ClassVar[str] = "rank {rank} left its loop after {done}, and rank {other} is in step {step}"
+    help: ClassVar[str] = (
+        "a step needs all ranks: leave the loop on every rank behind the same step, by break, return, sys.exit or an "
+        "exception that you catch"
+    )
+    rank: int
+    done: str
+    other: int
+    step: int
+
+
+class Left(msgspec.Struct, frozen=True):
+    """A rank that takes no more steps, and how many it took."""
+
+    rank: int
+    steps: int
+
+
 class Member(msgspec.Struct, frozen=True):
     """A rank's process."""
 
@@ -199,6 +224,7 @@ class Watchdog:
         self._beats = _Beats()
         self._next_beat = 0.0
         self._place = Place()
+        self._step = -1  # of a loop of somebody's own
         self._closing = threading.Event()
         self._ended_by = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
@@ -214,6 +240,15 @@ class Watchdog:
         """From now on this rank is in ``phase``, for at most ``limit`` seconds; ``option`` is what sets the limit, and
         ``progress`` knows what the rank does in it."""
         self._phase = _Phase(phase, limit, option, time.monotonic(), progress)
+
+    def begins(self, step: int) -> None:
+        """This rank begins a step, which all ranks are to take."""
+        self._step = step
+
+    def leaves(self, steps: int) -> None:
+        """This rank takes no more steps after so many."""
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set("left", "", msgspec.json.encode(Left(self._me.rank, steps)).decode())
 
     def failed(self, error: BaseException) -> tuple[Failure, bool]:
         """Tell all ranks of this rank's exception.
@@ -273,7 +308,9 @@ class Watchdog:
         if (failure := self._published()) is not None:
             return failure
         beaten = self._beat()
-        cause = self._gone() or self._silent() or self._late() or (self._stalled() if beaten else None)
+        cause = self._gone() or self._silent() or self._late()
+        if cause is None and beaten:
+            cause = self._deserted() or self._stalled()
         if cause is None and told_to_end:
             cause = self._cause_of_sigterm()
         return None if cause is None else self._publish(_failure(cause))
@@ -361,6 +398,15 @@ class Watchdog:
         others = f", where rank{plural} {ranks} came too: the network between them may be cut" if awaited else ""
         everyone = _listed(self._places(range(self._world)))
         return Stalled(None, me.rank, me.host, own.phase, own.doing, seconds, others, own.limit, everyone)
+
+    def _deserted(self) -> Diagnostic | None:
+        """A rank that left its loop before the step that this one is in."""
+        if self._step < 0 or not self._store.check(["left"]):
+            return None
+        left = msgspec.json.decode(self._store.get("left"), type=Left)
+        if self._step < left.steps:
+            return None
+        return LoopLeft(None, left.rank, counted(left.steps, "step"), self._me.rank, self._step)
 
     def _cause_of_sigterm(self) -> Diagnostic:
         """An agent that ends its ranks does so because one of them is gone; which one may show a moment later."""

@@ -184,6 +184,16 @@ class Optimizer:
         return own
 
     @property
+    def recipe(self) -> Recipe:
+        """What updates which parameters of the whole model."""
+        return self._recipe
+
+    @property
+    def first_group(self) -> int:
+        """The number of the group, among those of the whole model, that `rate` is of."""
+        return self._group_of[0]
+
+    @property
     def rate(self) -> float:
         """The learning rate of the first group in the latest update."""
         return float(self.torch.param_groups[0].get("lr", 0.0))

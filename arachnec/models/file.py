@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
+from arachnec.ir.users_code import line_of, users_frames
 from arachnec.models.neighbours import Source, make_importable, neighbours
 
 if TYPE_CHECKING:
@@ -346,29 +347,35 @@ MODEL_FILE = FileForm(
 
 
 def _frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
-    return [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    """The frames of the file; where it has none, those of the user's files that it has its functions from."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return [frame for frame in frames if Path(frame.filename).absolute() == path] or users_frames(error)
 
 
 def _placed(error: UserError, path: Path) -> UserError:
     """A diagnostic of an adapter, shown at the line of the model file that called it."""
     frames = _frames(error, path)
-    span = line_span(path, frames[-1].lineno or 1) if frames else None
+    span = _span(frames[-1]) if frames else None
     return UserError(*(d if d.span else dataclasses.replace(d, span=span) for d in error.diagnostics))
 
 
 def _raised(error: BaseException, path: Path, where: str, kind: str) -> ModelFileRaised:
     frames = _frames(error, path)
-    line = frames[-1].lineno or 1 if frames else 1
+    span = _span(frames[-1]) if frames else line_span(path, 1)
     if isinstance(error, SyntaxError) and error.filename == str(path):
-        line = error.lineno or 1
+        span = line_span(path, error.lineno or 1)
     message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
     return ModelFileRaised(
-        line_span(path, line),
+        span,
         f"{type(error).__name__}{': ' if message else ''}{message}",
         where,
         _remedy(error, kind),
         kind,
     )
+
+
+def _span(frame: traceback.FrameSummary) -> Span:
+    return line_span(Path(frame.filename).absolute(), frame.lineno or 1)
 
 
 def _remedy(error: BaseException, kind: str) -> str:
@@ -391,6 +398,8 @@ def _remedy(error: BaseException, kind: str) -> str:
 
 def line_span(path: Path, line: int) -> Span:
     """A whole line of a model file, without its indentation."""
+    if not path.is_file():
+        return line_of(str(path), line)
     rows = path.read_text(encoding="utf-8", errors="replace").splitlines()
     row = rows[line - 1] if line <= len(rows) else ""
     return Span(str(path), line, len(row) - len(row.lstrip()) + 1, line, len(row) + 1)

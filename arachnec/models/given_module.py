@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -60,14 +61,17 @@ def given_module(
     if not isinstance(module, nn.Module):
         remedy = "give the path of a model file, or a torch.nn.Module with sample= and loss="
         raise UserError(NothingGiven(None, kind, "parameters", remedy))
+    if not any(parameter.requires_grad for parameter in module.parameters()):
+        remedy = "unfreeze what is to train, or add an adapter: requires_grad is False of all parameters"
+        raise UserError(NothingGiven(None, kind, "a parameter that trains", remedy))
     for name, function, arguments in (("sample", sample, "clip, generator"), ("loss", loss, "prediction, target")):
         if not callable(function):
             remedy = f"add {name}=FUNCTION, a function of ({arguments}) as docs/your_model.md describes it"
             raise UserError(NothingGiven(None, kind, name, remedy))
     assert sample is not None
-    path = Path(inspect.getsourcefile(sample) or __file__).absolute()
+    path = _file_of(sample) or Path(__file__)
     functions = {"sample": sample, "loss": loss, "encoders": encoders}
-    told = {n: None if f is None else checked_function(f, path, n) for n, f in functions.items()}
+    told = {n: None if f is None else checked_function(f, _file_of(f) or path, n) for n, f in functions.items()}
     digest = hashlib.sha256(_source(module, functions).encode()).hexdigest()
     shapes = without_values(module)
 
@@ -75,6 +79,18 @@ def given_module(
         return copy.deepcopy(shapes) if torch.empty(0).is_meta else module
 
     return ModelFile(build=build, path=path, digest=digest, module=module, **told)  # type: ignore[arg-type]
+
+
+def _file_of(function: Callable[..., Any]) -> Path | None:
+    """The file that defines a function, a partial one or a callable object; None where Python does not say."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    called = function if inspect.isroutine(function) or inspect.isclass(function) else type(function).__call__
+    try:
+        file = inspect.getsourcefile(called)
+    except TypeError:  # a builtin
+        return None
+    return None if file is None or not Path(file).is_file() else Path(file).absolute()
 
 
 def without_values(module: nn.Module) -> nn.Module:

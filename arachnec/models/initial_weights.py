@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -176,8 +176,24 @@ def _fitted(files: WeightFiles, module: nn.Module, other_class: str) -> InitialW
     )
     if any(told):
         name = type(plain_model(module)).__name__
-        raise UserError(OtherWeights(None, str(files.folder), name, other_class, *told, _remedy(*told)))
+        raise UserError(
+            OtherWeights(
+                None, str(files.folder), name, other_class, *told, _prefixed(missing, surplus) or _remedy(*told)
+            )
+        )
     return InitialWeights(files, sources)
+
+
+def _prefixed(missing: Sequence[str], surplus: Sequence[str]) -> str:
+    """What to do where names differ by what a wrapper such as DistributedDataParallel puts in front; else empty."""
+    name = min(surplus, key=len, default="")
+    own = next((own for own in missing if name.endswith(f".{own}")), None)
+    if own is None:
+        return ""
+    prefix = name.removesuffix(own)
+    if {f"{prefix}{plain}" for plain in missing} != set(surplus):
+        return ""
+    return f"they were saved from within a wrapper: write them again with names that have no `{prefix}` in front"
 
 
 def _remedy(missing: str, surplus: str, shapes: str, dtypes: str) -> str:

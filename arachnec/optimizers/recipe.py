@@ -57,6 +57,11 @@ class Recipe:
         """Whether any part of a parameter may be updated by itself."""
         return self.kind is not None and self.kind.__name__ in ELEMENTWISE
 
+    def text(self) -> str:
+        """What the ranks of a run must have in common."""
+        made_by = getattr(self.user, "__qualname__", "") if self.kind is None else self.kind.__qualname__
+        return "\n".join([str(made_by), *(f"{group.names} {_told(group.arguments)}" for group in self.groups)])
+
     def make(self, parameters: Sequence[tuple[Sequence[Tensor], ParameterGroup]]) -> Optimizer:
         """The optimizer of these tensors, each run of them with its group's arguments."""
         if self.kind is None:
@@ -172,6 +177,13 @@ def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptim
 def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:
     """All that a group of torch's says of its parameters' update, defaults included."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names", "initial_lr")}
+
+
+def _told(arguments: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Arguments as text; of one that is no number, flag or text only its kind, as its text may be an address."""
+    plain = (bool, int, float, str, tuple, list)
+    shown = {key: value.tolist() if isinstance(value, Tensor) else value for key, value in arguments.items()}
+    return sorted((key, repr(v) if isinstance(v, plain) else type(v).__name__) for key, v in shown.items())
 
 
 def _stand_in(value: Tensor) -> nn.Parameter:

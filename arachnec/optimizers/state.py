@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.users_code import users_line
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, master_dtype
 
 AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
@@ -19,11 +20,21 @@ AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
 @dataclass(frozen=True)
 class CannotMeasure(Diagnostic):
     title: ClassVar[str] = "{name} cannot update a tensor of shape {shape}: {reason}"
+    label: ClassVar[str] = "raised here"
     help: ClassVar[str] = "what it keeps is counted before launch by one update with a gradient of zeros; {remedy}"
     name: str
     shape: tuple[int, ...]
     reason: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class UnkeptState(Diagnostic):
+    title: ClassVar[str] = "{name} keeps `{key}`, a {kind}, which no checkpoint holds"
+    help: ClassVar[str] = "keep tensors and numbers in the state of a parameter, each by a key of its own"
+    name: str
+    key: str
+    kind: str
 
 
 def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
@@ -38,9 +49,13 @@ def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dt
             if device == "meta":
                 continue
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            remedy = "choose another optimizer, or groups"
-            raise UserError(CannotMeasure(None, recipe.name, tuple(shape), reason, remedy)) from error
-        return dict(optimizer.state[value])
+            remedy = "correct it, or choose another optimizer, or groups"
+            raise UserError(CannotMeasure(users_line(error), recipe.name, tuple(shape), reason, remedy)) from error
+        kept = dict(optimizer.state[value])
+        for key, held in kept.items():
+            if held is not None and not isinstance(held, Tensor | int | float):
+                raise UserError(UnkeptState(None, recipe.name, str(key), type(held).__name__))
+        return kept
     raise AssertionError("the CPU answers")
 
 

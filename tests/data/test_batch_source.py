@@ -7,6 +7,7 @@ import io
 import sys
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,25 @@ def test_what_a_worker_of_a_loader_raises_is_told_at_the_datasets_line() -> None
     )
 
 
+def test_workers_of_a_later_epoch_end_well_though_a_pools_thread_draws() -> None:
+    data: Any = [item(n) for n in range(1, 4)]
+    loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1)
+    source = BatchSource(loader, 1, repeat=True)
+    workers: set[Any] = set()
+
+    def drawn() -> int:
+        clips = source.draw()
+        workers.update(source._items._workers)  # type: ignore[union-attr]
+        return 0 if clips is None else clips[0].frames
+
+    source.begin()
+    with ThreadPoolExecutor(1) as pool:
+        assert [pool.submit(drawn).result() for _ in range(7)] == [1, 2, 3, 1, 2, 3, 1]
+    ended = [worker for worker in workers if not worker.is_alive()]
+    assert len(workers) == 3
+    assert [worker.exitcode for worker in ended] == [0, 0]
+
+
 class Forgetful:
     """A dataset whose state cannot be asked or set."""
 
@@ -214,6 +234,25 @@ def test_tar_shards_by_their_own_loader_and_one_that_is_cut_short(tmp_path: Path
     del told
     gc.collect()
     assert "cut short or damaged" in message
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_what_splits_a_dataset_over_ranks_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data: Any = [item(n) for n in range(1, 5)]
+    sampler = torch.utils.data.DistributedSampler(data, num_replicas=2, rank=0)
+    loader = torch.utils.data.DataLoader(data, batch_size=2, sampler=sampler, collate_fn=list)
+    with pytest.raises(UserError, match="whose sampler gives a rank one part in 2"):
+        all_of(BatchSource(loader))
+    webdataset = pytest.importorskip("webdataset")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with tarfile.open(tmp_path / "shard-0.tar", "w") as tar:
+        member = tarfile.TarInfo("first.txt")
+        member.size = 5
+        tar.addfile(member, io.BytesIO(b"a cat"))
+    with pytest.raises(UserError) as told:
+        all_of(BatchSource(webdataset.WebDataset(str(tmp_path / "shard-0.tar"), shardshuffle=False).decode(), 1))
+    assert "give WebDataset nodesplitter=None" in render(told.value.diagnostics[0])
 
 
 def test_a_datasets_state_is_text_and_back_and_an_object_is_refused_at_its_place() -> None:

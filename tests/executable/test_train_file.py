@@ -84,6 +84,8 @@ def test_without_a_name_arguments_are_those_of_the_own_adamw() -> None:
         ("ema = nan", 1, "ema = nan cannot be trained with"),
         ("accumulate = 1000000000", 1, "accumulate = 1000000000 cannot be trained with"),
         ("[validation]\nevery = 0", 2, "validation.every = 0 cannot be trained with"),
+        ("[validation]\nevery = 5", 2, "validation.every = 5 cannot be trained with"),
+        ("[sampling]\nevery = 5", 2, "sampling.every = 5 cannot be trained with"),
         ("lr = -1.0", 1, "lr = -1.0 cannot be trained with"),
         ("[optimizer]\nname = 'SGD'\nlr = 1.0", 3, "a key of its own"),
         ("[schedule]\nT_max = 3", 2, "no scheduler takes it"),

@@ -151,6 +151,52 @@ def test_an_adapter_is_added_in_or_a_file_of_its_own(
     torch.testing.assert_close(output(base), output(run.model), rtol=1e-5, atol=1e-5)
 
 
+OF_OWN = """
+import torch
+from peft import LoraConfig, get_peft_model
+
+
+class Mixer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.into, self.out = torch.nn.Linear(4, 8), torch.nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.out(self.into(x).tanh())
+
+
+def build():
+    config = LoraConfig(r=2, lora_alpha=6, target_modules=["into", "out"], init_lora_weights=False)
+    return get_peft_model(Mixer(), config)
+
+
+def sample(clip, generator):
+    x = torch.randn(1, clip.frames, 4, generator=generator)
+    return {"x": x}, x
+
+
+def loss(prediction, target):
+    return (prediction - target).square().mean()
+"""
+
+
+def test_the_adapter_of_a_class_that_loads_no_lora_file_is_written_for_peft(
+    trained: Callable[..., Trained], tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    run = trained(OF_OWN)
+    exported = run(tmp_path / "lora", lora=True)
+    assert {path.name for path in exported.files} == {"adapter_config.json", "adapter_model.safetensors"}
+    torch.manual_seed(4)
+    base: Any = load_model_file(tmp_path / "model.py").build().unload()
+    x = torch.randn(1, 3, 4, generator=torch.Generator().manual_seed(1))
+    expected = run.model(x)
+    assert not torch.allclose(base(x), expected, atol=1e-3)
+    again = PeftModel.from_pretrained(base, str(tmp_path / "lora"))
+    torch.testing.assert_close(again(x), expected)
+
+
 def test_frozen_weights_come_from_the_folder_that_the_run_began_with(
     trained: Callable[..., Trained], tmp_path: Path
 ) -> None:

@@ -51,6 +51,11 @@ def test_missing_surplus_and_wrong_shapes_are_one_message(tmp_path: Path) -> Non
     )
 
 
+def test_names_of_a_wrapper_are_told_as_such(tmp_path: Path) -> None:
+    told = message(stored(tmp_path, {f"module.{name}": value for name, value in Small().state_dict().items()}))
+    assert "names that have no `module.` in front" in told
+
+
 def test_quantised_weights_are_refused(tmp_path: Path) -> None:
     values = dict(Small().state_dict())
     values["head.weight"] = values["head.weight"].to(torch.float8_e4m3fn)

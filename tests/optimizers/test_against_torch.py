@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -236,6 +237,35 @@ def test_state_that_was_not_counted_is_refused() -> None:
     (diagnostic,) = caught.value.diagnostics
     assert isinstance(diagnostic, UnexpectedState)
     assert diagnostic.key == "surprise"
+
+
+class Listing(torch.optim.SGD):
+    """Keeps something that is no tensor and no number."""
+
+    def step(self, closure: Any = None) -> None:
+        for value in self.param_groups[0]["params"]:
+            self.state[value]["norms"] = [1.0]
+
+
+class Broken(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ZeroDivisionError("of a norm")
+
+
+def test_state_that_no_checkpoint_holds_is_refused_before_launch() -> None:
+    recipe = recipe_of(named(network()), Training(), lambda p: Listing(p, lr=0.1))
+    with pytest.raises(UserError, match="the model file's optimizer keeps `norms`, a list, which no checkpoint holds"):
+        state_bytes(named(network()), recipe)
+
+
+def test_what_an_own_class_raises_is_told_at_its_line() -> None:
+    recipe = recipe_of(named(network()), Training(), lambda p: Broken(p, lr=0.1))
+    with pytest.raises(UserError, match="ZeroDivisionError: of a norm") as told:
+        state_bytes(named(network()), recipe)
+    span = told.value.diagnostics[0].span
+    assert span is not None
+    told_line = Path(__file__).read_text().splitlines()[span.line - 1].strip()
+    assert (span.file, told_line) == (__file__, 'raise ZeroDivisionError("of a norm")')
 
 
 def test_the_model_files_own_elementwise_optimizer_keeps_its_groups() -> None:

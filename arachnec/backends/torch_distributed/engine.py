@@ -48,10 +48,12 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
 from arachnec.optimizers.own_schedule import advance, own_schedule, step_schedule
 from arachnec.optimizers.recipe import UserOptimizer
+from arachnec.runtime.agreement import agree
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.told_batches import CannotDraw
 
+COUNTS = ("steps", "every", "keep", "max_skipped")
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -64,12 +66,27 @@ class UnknownOption(Diagnostic):
 
 
 @dataclass(frozen=True)
+class BadOption(Diagnostic):
+    title: ClassVar[str] = "Engine's `{name}` is {value!r}"
+    help: ClassVar[str] = "give a whole number of at least 1, or leave it out"
+    name: str
+    value: object
+
+
+@dataclass(frozen=True)
 class BatchesEnded(Diagnostic):
     title: ClassVar[str] = "the batches ended after {done}, and {wanted} were asked for"
     help: ClassVar[str] = "give a dataset that can be begun again instead of an iterator, or leave `steps` out; {kept}"
     done: str
     wanted: str
     kept: str
+
+
+@dataclass(frozen=True)
+class LeftBefore(Diagnostic):
+    title: ClassVar[str] = "this Engine's loop was left after {done}, and it takes no more"
+    help: ClassVar[str] = "make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint"
+    done: str
 
 
 @dataclass(frozen=True)
@@ -113,6 +130,7 @@ class Engine:
     ) -> None:
         self._looked_at = True  # between steps, by the loop that this is in
         with before_joining():
+            _demand_count("batch", batch)
             own = run_options(options)
             machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
@@ -140,6 +158,9 @@ class Engine:
             model_file=file,
             scheduler=scheduler,
         )
+        if training.schedule == Schedule():
+            self._trainer.leave_rates()  # to the scheduler, or to the loop that this is in
+        agree({"the model and its functions": file.digest, "the optimizer": self._trainer.told_optimizer})
         for note in self._script.notes:
             events.emit(report.Note(note))
 
@@ -185,7 +206,7 @@ class Engine:
         restarted = self._script.restarted
         self.end = None if count is None else end_of_job(options.checkpoint, self.first, count, restarted=restarted)
         self._saved = self.first
-        self._closed = False
+        self._closed = self._left = False
         self._log = StepLog()
         self.scheduler = None if scheduler is None else own_schedule(scheduler, self.optimizer)
         if self.scheduler is not None:
@@ -223,10 +244,15 @@ class Engine:
         return self._trainer.plans_reused
 
     def __iter__(self) -> Iterator[EngineStep]:
-        """Take steps until the batches end, or ``steps`` are done. Then the last checkpoint is written.
+        """Take steps until the batches end, or ``steps`` are done. Then the last checkpoint is written; so it is where
+        the loop is left by ``break``, which all ranks do behind the same step. It cannot be begun again then.
 
         Raises ``UserError`` for a mistake, after what was trained before it is in the checkpoint.
         """
+        if self._left:
+            raise UserError(LeftBefore(None, counted(self.done - self.first, "step")))
+        if self._closed:
+            return
         try:
             self._log = self._trainer.step_log(self.end)
             while self.end is None or self.done < self.end:
@@ -242,11 +268,23 @@ class Engine:
                     "what was trained so far is in the checkpoint" if self._options.checkpoint else "nothing was kept"
                 )
                 raise UserError(BatchesEnded(None, done, wanted, kept))
+        except GeneratorExit:
+            self._leave()
+            raise
         finally:
             self.close()
 
+    def _leave(self) -> None:
+        """The loop was left before its end: the other ranks are to do so too, and what was trained is kept."""
+        self._left = True
+        if dist.is_initialized():  # at the end of a script a generator may outlive its process group
+            self._script.leaves()
+            self._save_last()
+            self._trainer.finish_gathers()
+
     def _step(self, *, last: bool) -> EngineStep | None:
         saving = self._options.save_gradients if last else None
+        self._script.begins(self.done)
         try:
             took = self._trainer.step(self.done, save_gradients=saving, last=last)
         except CannotDraw:
@@ -299,9 +337,16 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     for name in options:
         if name not in known:
             raise UserError(UnknownOption(None, name, ", ".join(known)))
+    for name in COUNTS:
+        _demand_count(name, options.get(name))
     paths = {"train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint"}
     given: dict[str, Any] = {n: Path(v) if n in paths and isinstance(v, str) else v for n, v in options.items()}
     return RunOptions(**{**given, "settings": tuple(given.get("settings", ()))})
+
+
+def _demand_count(name: str, value: object) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise UserError(BadOption(None, name, value))
 
 
 def _resuming(options: RunOptions, restarted: bool) -> RunOptions:

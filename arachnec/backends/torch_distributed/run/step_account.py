@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import msgspec
 import torch
@@ -17,10 +18,21 @@ from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog
 from arachnec.backends.torch_distributed.run.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.cluster.topology import slowdowns_of
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.slow_ranks import SlowRanks
+
+
+@dataclass(frozen=True)
+class RatesDiffer(Diagnostic):
+    title: ClassVar[str] = "in step {step} the learning rate is {own:g} on rank {rank} and {first:g} on rank {other}"
+    help: ClassVar[str] = "the copies of the model drift apart: set the same rates and schedule on every rank"
+    step: int
+    rank: int
+    own: float
+    other: int
+    first: float
 
 
 @dataclass(frozen=True)
@@ -54,8 +66,10 @@ class StepAccount:
         peaks = report.peaks_gib(context.runtime)
         copies = context.host_copies
         moved = (0, 0) if copies is None else copies.counted()
-        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved]
+        rate = [context.optimizer.first_group, context.optimizer.rate]
+        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, *rate]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
+        demand_equal_rates(own.step, everyone[:, 8:].tolist())
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         aside, clips = _left_out(context, own, run), len(own.module.clips)
         if not own.share.clips:
@@ -123,6 +137,16 @@ class StepAccount:
         if self._skipped >= self.most_skipped:
             raise UserError(TooManySkipped(None, step - self._skipped + 1, step, cause))
         events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
+
+
+def demand_equal_rates(step: int, rates: Sequence[Sequence[float]]) -> None:
+    """Raises ``UserError`` where ranks update a group of parameters at different rates. ``rates`` are by rank: the
+    number of a group, and its rate."""
+    first: dict[float, tuple[int, float]] = {}
+    for rank, (group, rate) in enumerate(rates):
+        other, expected = first.setdefault(group, (rank, rate))
+        if not math.isclose(rate, expected, rel_tol=1e-6):
+            raise UserError(RatesDiffer(None, step, rank, rate, other, expected))
 
 
 def loss_of_step(batches: Sequence[AuditLine]) -> float | None:

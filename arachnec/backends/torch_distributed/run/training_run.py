@@ -184,6 +184,11 @@ class Trainer:
         return self._context.optimizer.torch
 
     @property
+    def told_optimizer(self) -> str:
+        """A digest of the optimizer's class, groups and arguments, for ranks to compare."""
+        return events.digest(self._context.optimizer.recipe.text())
+
+    @property
     def sparse_layers(self) -> list[LayerSummary]:
         """What is known of the layers that can attend to chosen keys."""
         return [] if self._context.predictors is None else self._context.predictors.summary(self.module)

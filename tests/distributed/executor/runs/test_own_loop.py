@@ -157,6 +157,17 @@ def test_a_mistake_before_ranks_meet_ends_the_script_with_one_message(monkeypatc
         assert ended.pop() == (2, tells)
 
 
+@pytest.mark.parametrize(("name", "value"), [("steps", -1), ("steps", 0), ("every", 2.5), ("batch", True), ("keep", 0)])
+def test_a_count_that_is_none_is_refused_before_ranks_meet(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    with pytest.raises(UserError, match=f"Engine's `{name}` is {value}"):
+        Engine("model.py", [], **{name: value})
+
+
 def test_the_gradients_of_a_step_are_those_of_a_plain_loop(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(MODEL)
     saved = tmp_path / "g.safetensors"
@@ -201,6 +212,99 @@ def _breaks(folder: Path) -> tuple[str, int]:
     whole = checkpoint.newest(folder / "checkpoints")
     assert whole is not None
     return render(told.value.diagnostics[0]), whole.position.steps
+
+
+def test_a_loop_that_is_left_keeps_what_it_trained_and_is_not_begun_again(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for whole, left, steps, again, resumed in run_ranks(2, _leaves, tmp_path):
+        assert left == pytest.approx(whole[:2])
+        assert steps == 2
+        assert "this Engine's loop was left after 2 steps" in again
+        assert resumed == pytest.approx(whole[2:])
+
+
+def _leaves(folder: Path) -> tuple[list[float], list[float], int, str, list[float]]:
+    from arachnec.backends.torch_distributed.checkpoints import checkpoint
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    kept = folder / "checkpoints"
+
+    def engine(**options: Any) -> Any:
+        return Engine(folder / "model.py", Counted(), passes=QUICK, seed=3, **options)
+
+    with captured_once():
+        whole = [step.loss for step in engine()]
+        leaving, losses = engine(checkpoint=kept), []
+        for step in leaving:
+            losses.append(step.loss)
+            if step.number == 1:
+                break
+        newest = checkpoint.newest(kept)
+        assert newest is not None
+        with pytest.raises(UserError) as told:
+            next(iter(leaving))
+        resumed = [step.loss for step in engine(checkpoint=kept, resume=True)]
+    return whole, losses, newest.position.steps, render(told.value.diagnostics[0]), resumed
+
+
+def test_the_loop_may_set_the_learning_rate(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for rates, losses, scheduled in run_ranks(2, _sets_rates, tmp_path):
+        assert rates == pytest.approx([0.1, 0.05, 0.025, 0.0125])
+        assert losses == pytest.approx(scheduled)
+
+
+def _sets_rates(folder: Path) -> tuple[list[float], list[float], list[float]]:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    def engine(**options: Any) -> Any:
+        return Engine(
+            folder / "model.py",
+            Counted(),
+            passes=QUICK,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            **options,
+        )
+
+    rates, losses = [], []
+    with captured_once():
+        own = engine()
+        for step in own:
+            rates.append(step.metrics["lr"])
+            losses.append(step.loss)
+            for group in own.optimizer.param_groups:
+                group["lr"] *= 0.5
+        scheduled = engine(scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5))
+        return rates, losses, [step.loss for step in scheduled]
+
+
+def test_ranks_that_would_update_their_copies_in_other_ways_are_told_so(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    for optimizers, rates in run_ranks(2, _drifts, tmp_path):
+        assert "rank 1 and rank 0 differ in the optimizer" in optimizers
+        assert "in step 1 the learning rate is 0.02 on rank 1 and 0.01 on rank 0" in rates
+
+
+def _drifts(folder: Path) -> tuple[str, ...]:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    rank = torch.distributed.get_rank()
+
+    def taken(rate: float, factor: float) -> str:
+        with pytest.raises(UserError) as told:
+            engine = Engine(
+                folder / "model.py",
+                Counted(),
+                passes=QUICK,
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=rate),
+                scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, factor),
+            )
+            for _ in engine:
+                pass
+        return render(told.value.diagnostics[0])
+
+    with captured_once():
+        return taken(0.1 * (rank + 1), 0.1), taken(0.1, 0.1 * (rank + 1))
 
 
 def test_several_batches_of_an_update_are_drawn_and_a_resumed_run_goes_on_behind_them(tmp_path: Path) -> None:
