@@ -10,13 +10,10 @@ the process from beside the main thread, which may be waiting for a collective t
   so the messages grow with the ranks, not with their square, and of neighbours that die together the first is noticed.
   A rank that has been in one instruction for too long ends the run if all the ranks that it waits for have come to it:
   then nobody else holds it up.
-<<<<<<< HEAD
 - ``done/r``: rank r has nothing left to do with others. It stays until all ranks say so, watched as before.
 - ``left/r``: rank r knows that all are done, and asks the store no more.
-=======
-- ``left``: a rank that left its loop for good, and after how many steps. A rank in a later step waits for it in vain.
-- ``done/r``: rank r has ended well.
->>>>>>> w26-users
+- ``loop-left``: a rank that left its loop for good, and after how many steps. A rank in a later step waits for it in
+  vain.
 - ``run``: a name that no other run has.
 
 That a rank of an agent has told the failure is a file of the host: the store may have ended by then.
@@ -248,7 +245,7 @@ class Watchdog:
     def leaves(self, steps: int) -> None:
         """This rank takes no more steps after so many."""
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set("left", "", msgspec.json.encode(Left(self._me.rank, steps)).decode())
+            self._store.compare_set("loop-left", "", msgspec.json.encode(Left(self._me.rank, steps)).decode())
 
     def failed(self, error: BaseException) -> tuple[Failure, bool]:
         """Tell all ranks of this rank's exception.
@@ -401,9 +398,9 @@ class Watchdog:
 
     def _deserted(self) -> Diagnostic | None:
         """A rank that left its loop before the step that this one is in."""
-        if self._step < 0 or not self._store.check(["left"]):
+        if self._step < 0 or not self._store.check(["loop-left"]):
             return None
-        left = msgspec.json.decode(self._store.get("left"), type=Left)
+        left = msgspec.json.decode(self._store.get("loop-left"), type=Left)
         if self._step < left.steps:
             return None
         return LoopLeft(None, left.rank, counted(left.steps, "step"), self._me.rank, self._step)

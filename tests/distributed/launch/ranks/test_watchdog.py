@@ -129,7 +129,6 @@ def test_one_that_is_done_may_go(run: Run) -> None:
         run.codes.get(timeout=1.5)
 
 
-<<<<<<< HEAD
 def test_a_rank_stays_until_all_are_done_and_asks_nothing_when_it_says_that_it_has_left(run: Run) -> None:
     dog = run.watch(1, 3)
 
@@ -169,7 +168,8 @@ def test_a_rank_that_is_stopped_between_the_last_barrier_and_its_end_is_named(
     assert "rank 1 of 2 on host gpu-7 has given no sign of life for" in told
     assert "it was last seen in end, ranks.py:140" in told
     run.dogs.remove(dog)
-=======
+
+
 def test_a_rank_that_left_its_loop_is_named_by_one_that_is_in_a_later_step(
     run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +184,6 @@ def test_a_rank_that_left_its_loop_is_named_by_one_that_is_in_a_later_step(
     told = capfd.readouterr().err
     assert "rank 1 left its loop after 2 steps, and rank 0 is in step 2" in told
     assert "on every rank behind the same step" in told
->>>>>>> w26-users
 
 
 def test_a_phase_that_takes_too_long_is_named_with_the_option_and_where_every_rank_stands(
