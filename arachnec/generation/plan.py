@@ -13,7 +13,8 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.ir.nodes import Cluster, Level, Module, Stage
+from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage
+from arachnec.ir.values import Symbol, Value
 from arachnec.models.batch import prediction_of
 from arachnec.models.decoders import DECODER, FromLatents, latents_of
 from arachnec.models.sampler_file import SamplerFile
@@ -79,14 +80,17 @@ class Traced:
         """The requests as a module at level ``traced``."""
         first = self.traces[self.sampling.names[0]]
         stages: list[Stage] = [stage for stage in first.stages if not stage.trained]
+        graphs: dict[str, Graph] = {}
         for name, trace in self.traces.items():
             (dit,) = [stage for stage in trace.stages if stage.name == TRAINED]
+            dit, own = _apart(dit, trace.graphs, graphs, name)
+            graphs |= own
             stages.append(inference_stage(replace(dit, name=name), self._latent_bytes(trace), kept=self._kept()))
         if self.decoder is not None:
             stages.append(self.decoder)
         sampler, names = self.sampling.sampler, self.sampling.names
         forwards = [replace(r, steps=len(self.sampling.schedule(r))) for r in self.requests]
-        return sampling_module(
+        module = sampling_module(
             forwards,
             lambda request: first.tokens(request.clip()),
             stages,
@@ -99,6 +103,8 @@ class Traced:
             decoder=None if self.decoder is None else self.decoder.name,
             branches=sampler.branches,
         )
+        whole = all(trace.graphs for trace in self.traces.values())  # a model that runs otherwise has none
+        return replace(module, graphs=tuple(graphs.values()) if whole else ())
 
     def _kept(self) -> int:
         """Tensors of the latents' size that a request hands on beside them: the last prediction, the history."""
@@ -221,7 +227,25 @@ def _sizes(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape))
 
 
+def _apart(
+    stage: Stage, graphs: Sequence[Graph], known: Mapping[str, Graph], model: str
+) -> tuple[Stage, dict[str, Graph]]:
+    """A model's stage and graphs, by names that no other graph of the models ``known`` has."""
+    taken = {graph.name for graph in graphs if known.get(graph.name, graph) != graph}
+    names = {graph.name: f"{graph.name}_{model}" if graph.name in taken else graph.name for graph in graphs}
+    rows = stage.attrs.get("blocks", ())
+    assert isinstance(rows, tuple)
+    blocks: list[Value] = []
+    for row in rows:
+        assert isinstance(row, tuple) and isinstance(row[0], Symbol)
+        blocks.append((Symbol(names.get(row[0].name, row[0].name)), *row[1:]))
+    stage = replace(stage, attrs=stage.attrs.updated(blocks=tuple(blocks) or None))
+    return stage, {names[graph.name]: replace(graph, name=names[graph.name]) for graph in graphs}
+
+
 def planned(module: Module, pipeline: Pipeline, instruments: Sequence[Instrument] = ()) -> Module:
-    """The lowered program. Raises ``UserError`` where no plan is."""
+    """The lowered program, with the models' graphs where they have fused regions. Raises ``UserError`` where no plan
+    is."""
     pipeline.demand(Level.TRACED, Level.LOWERED)
-    return pipeline.run(module, instruments)
+    program = pipeline.run(module, instruments)
+    return program if any(graph.fused for graph in program.graphs) else replace(program, graphs=())

@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
+from arachnec.codegen.planned_fusion import fuse_as_planned
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Instruction, Module, Program, Stage, integer
+from arachnec.ir.nodes import Graph, Instruction, Module, Program, Stage, integer
 from arachnec.ir.sampling import models_of
+from arachnec.ir.values import Symbol
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.models.sampler_file import SamplerFile
 from arachnec.spmd.rewrite import shard_block
@@ -27,6 +29,15 @@ from arachnec.tracing.errors import cannot_on_meta
 def is_shared(step: Instruction) -> bool:
     """Whether one branch of this denoise has several ranks."""
     return step.op == "denoise" and len(step.peers) > integer(step.attrs.get("side", 1))
+
+
+def fused_graphs(module: Module, stage: Stage) -> tuple[Graph, ...]:
+    """The graphs of a model's blocks, where ``fuse`` has found regions in some."""
+    rows = stage.attrs.get("blocks", ())
+    assert isinstance(rows, tuple)
+    names = {row[0].name for row in rows if isinstance(row, tuple) and isinstance(row[0], Symbol)}
+    graphs = tuple(graph for graph in module.graphs if graph.name in names)
+    return graphs if any(graph.fused for graph in graphs) else ()
 
 
 @dataclass
@@ -53,12 +64,12 @@ class RankModels:
                 continue
             name = cascades[step.target].stage
             self(name)
-            if is_shared(step):
+            if is_shared(step) or fused_graphs(module, stages[name]):
                 clip = requests[cascades[step.target].clips[0]].clip()
                 shapes.setdefault(name, {})[clip.shape] = clip
         for name, clips in shapes.items():
             if name not in self._sequences:
-                self._install(name, stages[name], list(clips.values()))
+                self._install(name, stages[name], list(clips.values()), fused_graphs(module, stages[name]))
 
     def prepare_all(self, module: Module, requests: Sequence[Request]) -> None:
         """Build all models and trace their blocks at every shape: this rank may come to share any."""
@@ -67,7 +78,7 @@ class RankModels:
             if stage.name in models_of(module):
                 self(stage.name)
                 if stage.name not in self._sequences and len(module.programs) > 1:
-                    self._install(stage.name, stage, list(clips.values()))
+                    self._install(stage.name, stage, list(clips.values()), fused_graphs(module, stage))
 
     @contextmanager
     def sharing(self, name: str, shard: SequenceShard | None) -> Iterator[None]:
@@ -78,9 +89,10 @@ class RankModels:
         with self._sequences[name].use(shard):
             yield
 
-    def _install(self, name: str, stage: Stage, clips: Sequence[VideoClip]) -> None:
+    def _install(self, name: str, stage: Stage, clips: Sequence[VideoClip], fused: Sequence[Graph]) -> None:
         step = Specialisation.of(stage)
-        sequence = install(self(name), self._captured(name, step, clips))
+        how = fuse_as_planned(fused) if fused else None
+        sequence = install(self(name), self._captured(name, step, clips), how)
         if step.graphs is Graphs.SHAPES:
             for clip in clips:
                 captured = self._captured(name, step, clips, clip)

@@ -8,6 +8,10 @@ import pytest
 import torch
 
 from arachnec.data.switch import Switch, parse_switch
+from arachnec.generation import rank_models
+from arachnec.generation.plan import planned, traced
+from arachnec.passes.infra.pipeline import Pipeline
+from tests.distributed.executor_cases import cluster
 from tests.generation.cases import (
     DECODER,
     ENCODER,
@@ -25,6 +29,36 @@ from tests.generation.cases import (
 
 pytest.importorskip("diffusers")
 
+OTHER_BLOCKS = """
+
+class OtherBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x, t):
+        return x + torch.tanh(t)[:, None] * self.down(nn.functional.gelu(self.up(self.norm(x)) * 1.5))
+
+
+OtherBlock.__name__ = OtherBlock.__qualname__ = "Block"
+
+
+class Other(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.time, self.head = nn.Linear(4, 8), nn.Linear(1, 8), nn.Linear(8, 4)
+        self.blocks = nn.ModuleList(OtherBlock() for _ in range(3))
+
+    def forward(self, x, time):
+        x, t = self.embed(x), self.time(time[:, None])
+        for block in self.blocks:
+            x = block(x, t)
+        return self.head(x)
+
+
+def models():
+    return {"large": lambda: Tiny(), "small": lambda: Other()}
+"""
 PLANS: dict[str, dict[str, dict[str, object]]] = {
     "every request on a rank": {"r1.0": {"ranks": (1,)}, "r1.1": {"ranks": (1,)}},
     "a rank for each model": {f"r{n}.1": {"ranks": (1,)} for n in range(3)},
@@ -110,6 +144,27 @@ def test_a_switch_before_the_first_step_and_one_behind_the_last(tmp_path: Path, 
     assert told.switched == outcome and told.steps == 6
     fixed = sampling_of(sampling.sampler, parse_switch(f"fixed={outcome}"))
     torch.testing.assert_close(latents, expected(fixed, REQUESTS[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_blocks_run_as_they_were_fused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both models have a class of blocks of one name, and other blocks. Fused forms are installed; latents are those of
+    plain blocks, on one rank and on two."""
+    sampling = sampling_of(written(tmp_path, OTHER_BLOCKS), FIXED)
+    module = traced(sampling, REQUESTS).module(cluster(2))
+    program = planned(module, Pipeline.parse("fuse,segment,annotate,schedule-sampling{steps=20},place,lower,check"))
+    assert {graph.name for graph in program.graphs} == {"Block", "Block_small"}
+    assert all(graph.fused for graph in program.graphs)
+    results = run(tmp_path, program, FIXED)
+    for request in REQUESTS:
+        torch.testing.assert_close(results[str(request.id)][1], expected(sampling, request), rtol=1e-4, atol=1e-5)
+    installed: dict[str, object] = {}
+    monkeypatch.setattr(rank_models, "install", lambda model, captured, how: installed.update({str(model): how}))
+    models = rank_models.RankModels(sampling.sampler, torch.device("cpu"))
+    for own in program.programs:
+        models.prepare(program, own, REQUESTS)
+    assert len(installed) == 2 and all(installed.values())
+    unfused = planned(module, Pipeline.parse("segment,annotate,schedule-sampling{steps=20},place,lower,check"))
+    assert unfused.graphs == ()
 
 
 def test_encoders_run_where_the_plan_says_and_videos_are_written(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -21,8 +21,6 @@ from arachnec.spmd.specialisation import Graphs, Specialisation
 from arachnec.tracing.errors import cannot_on_meta
 
 if TYPE_CHECKING:
-    from arachnec.spmd.block_forward import FusedForms
-    from arachnec.spmd.rewrite import ShardedBlock
     from arachnec.spmd.sharded_model import SequenceModel
     from arachnec.tracing.captured import CapturedModel
     from arachnec.tracing.sample import ModelSource
@@ -56,6 +54,7 @@ class Sequences:
         return self._installed[0]
 
     def _install(self, step: Specialisation) -> SequenceModel:
+        from arachnec.codegen.planned_fusion import fuse_as_planned
         from arachnec.spmd.sharded_model import install
         from arachnec.spmd.specialise import captured_again
 
@@ -109,22 +108,3 @@ def _step_of(module: Module) -> Specialisation:
 def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
     with torch.device("meta"):
         return build()
-
-
-def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBlock], FusedForms]:
-    """Fused forms of each block with the regions of its graph in ``planned``; ``how`` as in ``fuse_module``.
-
-    In another precision than the one that was planned for there are other casts: then the regions are found again.
-    """
-    from arachnec.codegen.fused_block import fuse_block, fuse_sharded
-    from arachnec.fusion.fused_graph import fuse_graph
-    from arachnec.spmd.block_forward import FusedForms
-    from arachnec.tracing.graph import block_graph
-
-    def fused(block: ShardedBlock) -> FusedForms:
-        graph = block_graph(block.captured)
-        same = (plan for plan in planned if (plan.name, plan.inputs, plan.ops) == (graph.name, graph.inputs, graph.ops))
-        graph = next(same, None) or fuse_graph(graph)
-        return FusedForms(fuse_block(block.captured, graph, **how), fuse_sharded(block, graph, **how))
-
-    return fused
