@@ -27,9 +27,7 @@ from arachnec.planning.sparse_stages import predictor_gib
 class NotCuttable(Diagnostic):
     title: ClassVar[str] = "stage @{stage} cannot be cut: {reason}"
     label: ClassVar[str] = "has no `cuts`"
-    help: ClassVar[str] = (
-        "call every block once, and pass on what can be followed; or leave `stages` out"
-    )
+    help: ClassVar[str] = "call every block once, and pass on what can be followed; or leave `stages` out"
     stage: str
     reason: str
 
