@@ -50,15 +50,15 @@ class Hourglass(nn.Module):
 
     def forward(self, video: Tensor, text: Tensor) -> Tensor:
         x, text = self.embed(video).flatten(2).transpose(1, 2), self.text(text)
-        made: list[Tensor] = []
+        tokens: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             x = block(x, text)
-            made.append(x)
+            tokens.append(x)
             x = torch.tanh(x) if number in self.bent else x
             if str(number) in self.middle:
                 x = self.middle[str(number)](x)
             if number in self.skips:
-                x = self.merge[str(number)](torch.cat([x, made[self.skips[number]]], -1))
+                x = self.merge[str(number)](torch.cat([x, tokens[self.skips[number]]], -1))
         return self.head(x)
 
 
