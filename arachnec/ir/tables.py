@@ -146,6 +146,7 @@ STAGE = table("""
     between_params  | [[[int], int, int]] | traced | optional | layers, what they alone read in no block, what trains
     between_flops   | [[int, TFLOP formula]] | traced | optional | layers, one forward of what runs behind them
     between_saved   | [[int, GiB formula]] | traced | optional | layers, what that keeps for the backward
+    uncut           | str            | traced | optional | why the model cannot be cut
     density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
     measured        | [[[int], float, [float]]] | traced | optional | as `density`, of layers that a run made sparse
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
@@ -368,7 +369,8 @@ TIED = "tied_layers"  # where layers share parameters, one more
 BETWEEN = "between_params"  # and where parameters in no block are read by neither the first nor the last
 BETWEEN_COSTS = ("between_flops", "between_saved")  # and where something runs between blocks
 TOKEN_CUTS = "token_cuts"  # where blocks hand on tokens, one more
-OF_PARTS = (*FIGURES, TIED, BETWEEN, *BETWEEN_COSTS, TOKEN_CUTS)
+UNCUT = "uncut"  # and where there are none of these, why
+OF_PARTS = (*FIGURES, TIED, BETWEEN, *BETWEEN_COSTS, TOKEN_CUTS, UNCUT)
 
 # Speeds of a cluster's links and ranks, which a profile and a run measure. They price a plan; no proof rests on them.
 LINK_SPEEDS = (

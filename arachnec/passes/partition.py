@@ -27,7 +27,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import is_encoder, most_clips
-from arachnec.ir.tables import FIGURES, OF_PARTS
+from arachnec.ir.tables import OF_PARTS
 from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
@@ -229,7 +229,7 @@ def _is_part(stage: Stage) -> bool:
 
 def without_figures(stage: Stage) -> Stage:
     """A stage without what is only of use for cutting it."""
-    if not any(name in stage.attrs for name in FIGURES):
+    if not any(name in stage.attrs for name in OF_PARTS):
         return stage
     kept = ("layer_params",) if "trained" in stage.attrs else ()  # where frozen parameters lie
     return replace(

@@ -18,17 +18,18 @@ from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
 from arachnec.ir.stage_sizes import squared, tied_sets
-from arachnec.ir.tables import BETWEEN, CHOICE, FIGURES, TIED, TOKEN_CUTS
+from arachnec.ir.tables import BETWEEN, CHOICE, FIGURES, TIED, TOKEN_CUTS, UNCUT
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 from arachnec.planning.sparse_stages import predictor_gib
 
 
 @dataclass(frozen=True)
 class NotCuttable(Diagnostic):
-    title: ClassVar[str] = "stage @{stage} cannot be cut: `trace` found no figures for its parts"
+    title: ClassVar[str] = "stage @{stage} cannot be cut: {reason}"
     label: ClassVar[str] = "has no `cuts`"
-    help: ClassVar[str] = "its model calls a block twice, or passes on what cannot be followed; leave `stages` out"
+    help: ClassVar[str] = "call every block once, and pass on what can be followed; or leave `stages` out"
     stage: str
+    reason: str
 
 
 @dataclass(frozen=True)
@@ -109,7 +110,8 @@ def demand_cuttable(stage: Stage) -> None:
     if isinstance(placed, tuple) and placed:
         raise UserError(InHostAlready(stage.span, stage.name, ", ".join(f'"{name}"' for name in placed)))
     if any(name not in stage.attrs for name in FIGURES):
-        raise UserError(NotCuttable(stage.span, stage.name))
+        reason = stage.attrs.get(UNCUT) or "`trace` says nothing of its parts"
+        raise UserError(NotCuttable(stage.span, stage.name, str(reason)))
 
 
 def demand_cuts(stage: Stage, cuts: Sequence[int]) -> None:

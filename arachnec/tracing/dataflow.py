@@ -9,6 +9,7 @@ again.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointFunction
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.tracing.record import training_mode
@@ -187,6 +189,8 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def followed(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return forward(*args, **kwargs)
+            if _reentrant():
+                raise UserError(CannotFollow(None, path, "is checkpointed with `use_reentrant=True`, not `False`"))
             given = pytree.tree_leaves((args, kwargs))
             versions = [x._version for x in given if isinstance(x, Tensor)]
             reads = self.sources(given)
@@ -230,6 +234,14 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(tensor, Tensor):
                 self.mark(tensor, sources)
         return result
+
+
+def _reentrant() -> bool:
+    """Whether this runs inside reentrant checkpointing: what is made there is in no graph, and cannot be handed on."""
+    frame = None if torch.is_grad_enabled() else inspect.currentframe()
+    while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _storage(tensor: Tensor) -> int:

@@ -13,11 +13,12 @@ import sympy
 from torch import nn
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.tables import UNCUT
 from arachnec.ir.values import Formula, Value
 from arachnec.models.batch import prediction_of
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.cuts import Cut, single_blocks
-from arachnec.tracing.dataflow import Dataflow, record_dataflow
+from arachnec.tracing.dataflow import CannotFollow, Dataflow, record_dataflow
 from arachnec.tracing.flops import block_flops, token_attentions
 from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.memory import BlockMemory, fit_polynomial
@@ -33,11 +34,12 @@ def stage_figures(
     memories: Sequence[BlockMemory],
     numbers: dict[sympy.Symbol, int],
 ) -> dict[str, Value | None]:
-    """Attributes of ``ir.tables.FIGURES``; none for a model that cannot be cut, because it calls a block twice or what
-    its units make cannot be followed."""
+    """Attributes of ``ir.tables.FIGURES``; why there are none for a model that cannot be cut, because it calls a block
+    twice or what its units make cannot be followed."""
     paths = [call.path for call in captured.calls]
-    if len(set(paths)) < len(paths):
-        return {}
+    path, times = Counter(paths).most_common(1)[0]
+    if times > 1:
+        return {UNCUT: f"block `{path}` is called {times} times in a forward"}
     try:
         flows = [
             record_dataflow(model, paths, call.arguments, prediction_of, without_blocks(model, captured, call))
@@ -46,8 +48,8 @@ def stage_figures(
         cuts = [Cut(flow, single_blocks(paths)) for flow in flows]
         handed = [[cut.bytes_on(layer) for layer in range(len(paths) - 1)] for cut in cuts]
         of_blocks = [[cut.block_bytes_on(layer) for layer in range(len(paths) - 1)] for cut in cuts]
-    except UserError:
-        return {}
+    except UserError as refusal:
+        return {UNCUT: _reason(refusal)}
     points = [size.values for size in captured.sizes]
 
     def formula(expression: sympy.Expr, unit: str, scale: int) -> Formula:
@@ -100,6 +102,11 @@ def stage_figures(
         "between_flops": between(0, "TFLOP", TERA),
         "between_saved": between(1, "GiB", GIB),
     }
+
+
+def _reason(refusal: UserError) -> str:
+    first = refusal.diagnostics[0]
+    return f"`{first.path}` {first.reason}" if isinstance(first, CannotFollow) else str(refusal)
 
 
 def _of_tokens(size: Formula) -> Formula:

@@ -104,3 +104,13 @@ def test_blocks_that_the_model_checkpoints_itself_have_the_gradients_of_plain_py
     outcome = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)))
     for name, value in plain_loop(folder, CLIPS)[1].items():
         torch.testing.assert_close(outcome.gradients[name], value, rtol=1e-9, atol=1e-14)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
+def test_reentrant_checkpointing_around_a_block_is_refused_where_the_model_is_cut(tmp_path: Path) -> None:
+    """What a block makes there is in no graph: its stage would hand on what has no gradient."""
+    source = tmp_path / "model.py"
+    source.write_text(MODEL + CHECKPOINTED.replace("use_reentrant=False", "use_reentrant=True"))
+    cuts = Cuts(load_model_file(source), Training(), (("first.0", "first.1"), ("second.0", "second.1")))
+    with pytest.raises(UserError, match=r"`first.0` is checkpointed with `use_reentrant=True`, not `False`"):
+        cuts.at(clip("a", 3), 1)

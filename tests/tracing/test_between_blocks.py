@@ -19,9 +19,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.backends.staged_model import StageForward
 from arachnec.data.clip import VideoClip
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage, formula
 from arachnec.passes.trace import trace_model
-from arachnec.planning.stage_cuts import layer_work, parts_of
+from arachnec.planning.stage_cuts import demand_cuttable, layer_work, parts_of
 from arachnec.tracing.cuts import Cut
 from arachnec.tracing.dataflow import record_dataflow
 from tests.tracing.test_trace import CLIPS, WIDTH, Block, latent
@@ -49,15 +50,15 @@ class Hourglass(nn.Module):
 
     def forward(self, video: Tensor, text: Tensor) -> Tensor:
         x, text = self.embed(video).flatten(2).transpose(1, 2), self.text(text)
-        made: list[Tensor] = []
+        tokens: list[Tensor] = []
         for number, block in enumerate(self.blocks):
             x = block(x, text)
-            made.append(x)
+            tokens.append(x)
             x = torch.tanh(x) if number in self.bent else x
             if str(number) in self.middle:
                 x = self.middle[str(number)](x)
             if number in self.skips:
-                x = self.merge[str(number)](torch.cat([x, made[self.skips[number]]], -1))
+                x = self.merge[str(number)](torch.cat([x, tokens[self.skips[number]]], -1))
         return self.head(x)
 
 
@@ -151,3 +152,18 @@ def test_a_head_is_what_stands_behind_the_last_block() -> None:
     sizes = {"B": 1, "S": 640, "T": TEXT}
     (kept, _), (least, _) = (stage.attrs["head"] for stage in (traced({1: 12}, {}), plain()))
     assert formula(kept)(**sizes) == formula(least)(**sizes)
+
+
+class Twice(Hourglass):
+    def forward(self, video: Tensor, text: Tensor) -> Tensor:
+        x, text = self.embed(video).flatten(2).transpose(1, 2), self.text(text)
+        for block in (*self.blocks, self.blocks[1]):
+            x = block(x, text)
+        return self.head(x)
+
+
+def test_a_model_that_calls_a_block_twice_is_refused_by_the_name_of_the_block() -> None:
+    source = SimpleNamespace(build=lambda: Twice({}, {}), sample=sample, encoders=None, loss=None)
+    stage = trace_model(source, CLIPS).stages[-1]
+    with pytest.raises(UserError, match=r"stage @dit cannot be cut: block `blocks.1` is called 2 times in a forward"):
+        demand_cuttable(stage)
