@@ -98,8 +98,8 @@ def factors(planned: Sequence[float], measured: Sequence[float]) -> dict[int, fl
 def notes_of_slow(before: Mapping[int, float], now: Mapping[int, float], step: int) -> list[str]:
     """What a person should know where plans change with ``step``."""
     slow = [
-        f"rank {rank} computes {now[rank]:.1f} times as slowly as the others: it gets less work from step {step} on; "
-        "see to its host and device"
+        f"rank {rank} computes {now[rank]:.1f} times as slowly as the others: from step {step} on it gets less work, "
+        "where the plan's pipeline can give it less; see to its host and device"
         for rank in sorted(now)
         if now[rank] != before.get(rank)
     ]
