@@ -190,8 +190,8 @@ class Optimizer:
 
     @property
     def first_group(self) -> int:
-        """The number of the group, among those of the whole model, that `rate` is of."""
-        return self._group_of[0]
+        """The number of the group, among those of the whole model, that `rate` is of; -1 where nothing lies here."""
+        return self._group_of[0] if self._masters else -1
 
     @property
     def rate(self) -> float:

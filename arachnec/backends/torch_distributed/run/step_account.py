@@ -141,11 +141,11 @@ class StepAccount:
 
 def demand_equal_rates(step: int, rates: Sequence[Sequence[float]]) -> None:
     """Raises ``UserError`` where ranks update a group of parameters at different rates. ``rates`` are by rank: the
-    number of a group, and its rate."""
+    number of a group, -1 where a rank has no parameters, and its rate."""
     first: dict[float, tuple[int, float]] = {}
     for rank, (group, rate) in enumerate(rates):
         other, expected = first.setdefault(group, (rank, rate))
-        if not math.isclose(rate, expected, rel_tol=1e-6):
+        if group >= 0 and not math.isclose(rate, expected, rel_tol=1e-6):
             raise UserError(RatesDiffer(None, step, rank, rate, other, expected))
 
 
