@@ -165,17 +165,21 @@ class PipelineRank:
         return self.rank in place[: 1 if dealt is None else dealt.cell]
 
     def whole_gradients(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """On rank 0 the gradient of every parameter of the model, on the host; nothing elsewhere. Collective."""
+        """On rank 0 the gradient of every parameter of the model, on the host; nothing elsewhere. Collective.
+
+        In fp32 at least: a rank that does not have a parameter does not know in which precision its gradient is kept.
+        """
         whole: dict[str, Tensor] = {}
         for name, meta in trained_parameters(self.cuts.model).items():
             source = self._places_of[name][0][0]
+            dtype = torch.promote_types(meta.dtype, torch.float32)
             if self.rank == source:
-                value = own[name].cpu().contiguous()
+                value = own[name].to("cpu", dtype).contiguous()
                 if source:
                     dist.send(value, 0)
                 else:
                     whole[name] = value
             elif self.rank == 0:
-                whole[name] = torch.empty(meta.shape, dtype=meta.dtype)
+                whole[name] = torch.empty(meta.shape, dtype=dtype)
                 dist.recv(whole[name], source)
         return whole

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
-from tests.distributed.executor_cases import clip, plain_loop, train_on
+from tests.distributed.executor_cases import assert_same_gradients, clip, plain_loop, train_on
 from tests.distributed.pipeline_cases import FROZEN, executable, pipeline_of
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
@@ -56,6 +56,15 @@ def test_sequence_parallel_stages_that_recompute_have_the_gradients_of_plain_pyt
     folder = executable(tmp_path, 4, [CLIPS], passes)
     train_on(4, folder, save_gradients=tmp_path / "g.safetensors", steps=1)
     assert_exact(tmp_path / "g.safetensors", plain_loop(folder, CLIPS)[1])
+
+
+def test_gradients_of_low_precision_weights_come_whole_to_the_first_rank(tmp_path: Path) -> None:
+    """Weights are bf16 and their gradients fp32, on the stage that has them and on the rank that saves all."""
+    low = "\n\ndef build():\n    return Hard().bfloat16()\n"
+    folder = executable(tmp_path, 2, [CLIPS], pipeline_of("p=2", "schedule=zb-h1"), more=low)
+    train_on(2, folder, save_gradients=tmp_path / "g.safetensors", steps=1)
+    assert {value.dtype for value in load_file(tmp_path / "g.safetensors").values()} == {torch.float32}
+    assert_same_gradients(tmp_path / "g.safetensors", plain_loop(folder, CLIPS)[1], 0.03)
 
 
 def test_a_frozen_first_stage_has_no_backward(tmp_path: Path) -> None:
