@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 
-from arachnec.cluster.topology import kinds_of_ranks, machine_of, machines, node_of
+from arachnec.cluster.topology import kinds_of_ranks, machine_of, machines, node_of, slowdowns_of
 from arachnec.ir.nodes import Cluster
 
 
@@ -39,6 +39,13 @@ class Devices:
             return 1.0
         fastest = max(machine.flops for machine in machines(self.cluster))
         return fastest / min(machine_of(self.cluster, rank).flops for rank in ranks)
+
+    def slowed(self, ranks: tuple[int, ...] | None) -> float:
+        """How much longer than it should the slowest of these ranks takes, as a run found."""
+        if not self.kinds or ranks is None:
+            return 1.0
+        slower = slowdowns_of(self.cluster)
+        return max(slower.get(rank, 1.0) for rank in ranks)
 
     def memory_of(self, ranks: Sequence[int] | None, degree: int) -> float:
         """GiB of the least of these ranks, or of the ``degree`` ranks with most memory, where there are kinds."""

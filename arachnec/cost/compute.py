@@ -80,23 +80,30 @@ class Compute:
     sparse: SparseLoads
     _sizes: dict[tuple[object, ...], Sizes] = field(default_factory=dict, repr=False, compare=False)
 
-    def time(self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float) -> float:
-        """ms on ``degree`` ranks, the slowest of which takes ``slowdown`` times as long as the fastest device."""
-        return math.fsum(self.halves(cascade, degree, attention, recompute, slowdown))
+    def time(
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float, slowed: float = 1.0
+    ) -> float:
+        """ms on ``degree`` ranks, the slowest of which takes ``slowdown`` times as long as the fastest device.
+
+        Launching takes as long on a slow kind of device, and ``slowed`` times as long on a rank that a run found slow.
+        """
+        return math.fsum(self.halves(cascade, degree, attention, recompute, slowdown, slowed))
 
     def halves(
-        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float, slowed: float = 1.0
     ) -> tuple[float, float]:
         """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes."""
         forward, backward = passes_of(cascade, self.stages[cascade.stage], recompute)
-        once = self._one_pass(cascade, "forward", degree, attention, slowdown) if forward else 0.0
+        once = self._one_pass(cascade, "forward", degree, attention, slowdown, slowed) if forward else 0.0
         backs = backward or cascade.phase is Phase.WEIGHT
-        back = self._one_pass(cascade, "backward", degree, attention, slowdown) if backs else 0.0
+        back = self._one_pass(cascade, "backward", degree, attention, slowdown, slowed) if backs else 0.0
         first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
         chosen = self._choice(cascade, degree) * slowdown * first
         return first * once + chosen, (forward - first) * once + max(backward, float(bool(backs))) * back
 
-    def _one_pass(self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float) -> float:
+    def _one_pass(
+        self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float, slowed: float
+    ) -> float:
         if cascade.phase in CODING:
             stage = self.stages[cascade.stage]
             busiest, clip = on_busiest_rank(cascade, stage, degree), clip_time(cascade)
@@ -104,7 +111,7 @@ class Compute:
             if clip is not None:
                 return turns * busiest.batch * clip * share * slowdown
             sizes = self._sizes_of(busiest, name)
-            return turns * (sizes.fixed + (sizes.caption + (sizes.linear + sizes.pairwise)) * share * slowdown)
+            return turns * (sizes.fixed * slowed + (sizes.caption + (sizes.linear + sizes.pairwise)) * share * slowdown)
         cascade = as_forward(cascade)
         sizes = self._backward_sizes(cascade) if name == "backward" else self._sizes_of(cascade, name)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
@@ -113,7 +120,7 @@ class Compute:
         dense = (sizes.pairwise - sizes.square * load.pairs) * pairs
         sparse = sizes.square * (load.backward if name == "backward" else load.forward)
         divided = sizes.caption + sizes.linear * uneven(cascade.tokens, degree) + dense + sparse
-        return sizes.fixed + divided * slowdown
+        return sizes.fixed * slowed + divided * slowdown
 
     def _choice(self, cascade: Cascade, degree: int) -> float:
         """ms of prediction and choice of the sparse layers, each of which waits for its heaviest rank."""

@@ -206,7 +206,7 @@ class CostTable:
     def shown_copies(self, cascade: Cascade, degree: int, recompute: int, ranks: tuple[int, ...]) -> float:
         """ms of a clip's cascade in which its ranks wait for their hosts' memory, all devices of a node copying."""
         attention = Attention(degree, 1)
-        forward, backward = self.compute.halves(cascade, degree, attention, recompute, self.devices.slowdown(ranks))
+        forward, backward = self._halves(cascade, degree, attention, recompute, ranks)
         inputs = self.memory.host_inputs(cascade, degree, recompute)
         shown = self.transfers.exposed(cascade, forward, backward, inputs, ranks[0])
         return max(0.0, shown - self.gathering.exposed(cascade, forward, backward, ranks[0]))
@@ -248,11 +248,16 @@ class CostTable:
     def _time(
         self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
     ) -> float:
-        slowdown = self.devices.slowdown(ranks)
-        forward, backward = self.compute.halves(cascade, degree, attention, recompute, slowdown)
+        forward, backward = self._halves(cascade, degree, attention, recompute, ranks)
         inputs = self.memory.host_inputs(cascade, degree, recompute)
         gathering = self.transfers.exposed(cascade, forward, backward, inputs, ranks[0] if ranks else 0)
         return forward + backward + gathering + self.communication.time(cascade, degree, attention, recompute, ranks)
+
+    def _halves(
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
+    ) -> tuple[float, float]:
+        slowdown, slowed = self.devices.slowdown(ranks), self.devices.slowed(ranks)
+        return self.compute.halves(cascade, degree, attention, recompute, slowdown, slowed)
 
 
 def _unnamed(stage: Stage) -> tuple[object, ...]:

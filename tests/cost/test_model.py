@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from arachnec.cluster.file import parse_cluster
-from arachnec.cluster.topology import nic_of, numa_of, packed_ranks, penalty, topology
+from arachnec.cluster.topology import nic_of, numa_of, packed_ranks, penalty, topology, with_slowdowns
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
@@ -162,6 +162,17 @@ def test_an_encoder_takes_its_clips_measured_time_for_each_that_the_busiest_rank
     cost = model()
     assert [cost.time(encode, degree) for degree in (1, 2, 3, 5)] == pytest.approx([100.0, 60.0, 40.0, 20.0], rel=0.01)
     assert cost.time(encode, 1) != cost.time(encode.with_attrs(per_clip=None), 1)
+
+
+def test_a_rank_that_a_run_saw_slow_takes_so_many_times_what_it_was_planned_to() -> None:
+    """All of it, so that a plan with the slowdown is what was measured, and the rank is not taken for slower still."""
+    plain = model("1x4:h100-80g")
+    slow = CostModel(
+        Module("m", Level.COSTED, with_slowdowns(plain.cluster, {1: 5.0}), stages=(stage(),), cascades=(cascade(),))
+    )
+    for one in (cascade(), cascade(phase=Phase.FORWARD), cascade(phase=Phase.ENCODE), cascade(tokens=1)):
+        assert slow.time(one, 1, ranks=(1,)) == pytest.approx(5 * plain.time(one, 1, ranks=(1,)))
+        assert slow.time(one, 1, ranks=(0,)) == plain.time(one, 1, ranks=(0,))
 
 
 def test_a_slower_device_takes_longer_for_measured_clips_too() -> None:
