@@ -18,10 +18,12 @@ from arachnec.cost.sparse_attention import (
     lists_gib,
     with_sparse_layers,
 )
+from arachnec.cost.strategy import Attention
 from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.head_division import with_heads
+from arachnec.lowering.order import forward_share
 from arachnec.sparsity.key_fetch import keys_sent, share_inside
 from arachnec.verification.heads import check_heads
 
@@ -68,6 +70,20 @@ def test_the_pairs_of_sparse_layers_take_their_density() -> None:
     assert cost.time(clip(), 1) == pytest.approx(3 * 1600 + linear)
     assert cost.time(clip(sparse=(1,)), 1) == pytest.approx(3 * (800 + 80) + linear)
     assert cost.time(clip(sparse=(0, 1)), 1) == pytest.approx(3 * 160 + linear)
+
+
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("recompute", [None, 1])
+def test_the_forward_of_a_sparse_cascade_ends_after_its_part_of_what_the_cost_model_says(
+    degree: int, recompute: int | None
+) -> None:
+    """One of two layers is sparse, so the dense one's pairs are divided by heads, and a block may run again."""
+    of = stage(backward=formula("ms", 5e-6, 1e-3))
+    attrs: dict[str, Value] = {} if recompute is None else {"recompute": recompute}
+    cascade = clip(sparse=(0,), degree=degree, **attrs)
+    compute = model(of).table.compute
+    forward, backward = compute.halves(cascade, degree, Attention(degree, 1), recompute or 0, 1.0)
+    assert forward_share(cascade, of) == pytest.approx(forward / (forward + backward))
 
 
 def test_slower_kernels_and_the_choice_of_keys_are_terms_of_their_own() -> None:

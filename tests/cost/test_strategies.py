@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.degrees import legal_degrees, sides, wide_steps
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Attention, Strategy
+from arachnec.cost.strategy import Attention, Strategy, widest_ulysses
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
@@ -42,6 +42,19 @@ def cascade(phase: Phase = Phase.TRAIN, batch: int = 1, name: str = "c", **attrs
 def model(of: Stage, *cascades: Cascade, cluster: str = "2x8:h100-80g") -> CostModel:
     module = Module("m", Level.COSTED, parse_cluster(cluster), stages=(of,), cascades=cascades or (cascade(),))
     return CostModel(module)
+
+
+@given(st.integers(1, 48), st.integers(0, 48))
+def test_the_widest_ulysses_takes_as_many_ranks_as_there_are_heads_for(degree: int, heads: int) -> None:
+    """And a ring the rest; 0 heads are any number."""
+    grid = widest_ulysses(degree, heads)
+    assert grid.ulysses * grid.ring == degree
+    wider = [ulysses for ulysses in range(grid.ulysses + 1, degree + 1) if degree % ulysses == 0]
+    if heads:
+        assert grid.ulysses <= heads
+        assert all(ulysses > heads for ulysses in wider)
+    else:
+        assert not wider
 
 
 # -- degrees -----------------------------------------------------------------------------------------------------------
