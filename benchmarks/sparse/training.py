@@ -42,6 +42,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
@@ -408,7 +409,8 @@ def trained(task: Task, way: str, steps: int, seed: int, like: Run | None, kept:
     if file is not None and file.exists():
         known = json.loads(file.read_text())
         rows = [{(path, site): blocks for path, site, blocks in row} for row in known.pop("kept")]
-        return Run(**known, kept=rows)
+        weights = file.with_suffix(".safetensors")
+        return Run(**known, kept=rows, model=_model_of(task, load_file(weights)) if weights.exists() else None)
     if file is not None:
         file.parent.mkdir(parents=True, exist_ok=True)
     saved = None if file is None else file.with_suffix(".state")
@@ -416,10 +418,18 @@ def trained(task: Task, way: str, steps: int, seed: int, like: Run | None, kept:
     if file is not None:
         rows = [[(*layer, blocks) for layer, blocks in row.items()] for row in run.kept]
         told = {"losses": run.losses, "history": run.history, "seconds": run.seconds, "kept": rows}
+        if (way, seed) == ("dense", 0) and run.model is not None:  # for ``sources``
+            save_file(dict(run.model.state_dict()), file.with_suffix(".safetensors"))
         file.with_suffix(".part").write_text(json.dumps(told))
         file.with_suffix(".part").rename(file)
         file.with_suffix(".state").unlink(missing_ok=True)
     return run
+
+
+def _model_of(task: Task, weights: Mapping[str, Tensor]) -> Model:
+    model = Model(task)
+    model.load_state_dict({name: value for name, value in weights.items() if "sparse_" not in name})
+    return model
 
 
 def compare(task: Task, ways: list[str], steps: int, seed: int, kept: Path | None) -> dict[str, object]:
@@ -436,9 +446,7 @@ def compare(task: Task, ways: list[str], steps: int, seed: int, kept: Path | Non
         result[way] |= {"history": run.history} if run.history else {}  # type: ignore[operator]
     dense = runs.get("dense")
     if seed == 0 and dense is not None and dense.model is not None:
-        model = Model(task)
-        model.load_state_dict({k: v for k, v in dense.model.state_dict().items() if "sparse_" not in k})
-        result["sources"] = sources(task, model)
+        result["sources"] = sources(task, _model_of(task, dense.model.state_dict()))
     return result
 
 
