@@ -18,7 +18,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from arachnec.checkpoint.files import write_file
+from arachnec.checkpoint.files import sha256, write_file
 from arachnec.checkpoint.folder import COMMIT, Position, earlier_format, file_of, write_commit
 from arachnec.checkpoint.parts import part_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -60,7 +60,7 @@ class NothingToConvert(Diagnostic):
 @dataclass(frozen=True)
 class CannotConvert(Diagnostic):
     title: ClassVar[str] = "{path} cannot be converted: {reason}"
-    help: ClassVar[str] = "convert the one before it, or begin anew"
+    help: ClassVar[str] = "move it away and convert the one before it, or begin anew"
     path: str
     reason: str
 
@@ -83,10 +83,13 @@ def convert_newest(folder: Path, data: str) -> Path:
     path = whole[-1]
     try:
         commit = msgspec.json.decode((path / COMMIT).read_bytes(), type=_OldCommit)
+        _demand_intact(path, commit)
         tensors = _tensors(path)
-    except (OSError, msgspec.MsgspecError, ValueError, pickle.UnpicklingError, EOFError, RuntimeError,
-            AttributeError) as error:  # fmt: skip
-        raise UserError(CannotConvert(None, str(path), str(error))) from None
+    except UserError:
+        raise
+    except Exception as error:  # unpickling damaged bytes raises what it likes
+        reason = f"it is damaged ({type(error).__name__}: {' '.join(str(error).split())})"
+        raise UserError(CannotConvert(None, str(path), reason)) from error
     draft = folder / f".converted-{path.name}"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
@@ -97,6 +100,13 @@ def convert_newest(folder: Path, data: str) -> Path:
     path.rename(kept)
     draft.rename(path)
     return path
+
+
+def _demand_intact(path: Path, commit: _OldCommit) -> None:
+    """Raises ``UserError`` for a file that is not what was written."""
+    for name, digest in commit.sha256.items():
+        if Path(name).name != name or not (path / name).is_file() or sha256(path / name) != digest:
+            raise UserError(CannotConvert(None, str(path), f"its file {name} is damaged or gone"))
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

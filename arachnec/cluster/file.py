@@ -204,7 +204,7 @@ def _own_cores(values: dict[str, object]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Lines:
-    """Where a key of a TOML file stands; tomllib keeps no positions."""
+    """Where a key of a TOML file stands, or the head of a table; tomllib keeps no positions."""
 
     file: str | None
     text: str
@@ -213,7 +213,7 @@ class Lines:
         if self.file is None:
             return None
         for number, row in enumerate(self.text.splitlines(), 1):
-            match = re.match(rf"\s*({re.escape(key)})\b", row)
+            match = re.match(rf"\s*(?:\[\[?\s*)?({re.escape(key)})\b", row)
             if match:
                 return Span(self.file, number, match.start(1) + 1, number, match.end(1) + 1)
         return Span(self.file, 1, 1, 1, 2)

@@ -232,7 +232,7 @@ def _demand_known(given: Given) -> None:
             for inner in value:
                 if inner not in kind.__struct_fields__:
                     suggestion = _suggestion(inner, kind.__struct_fields__)
-                    raise UserError(UnknownTrainKey(given.lines.span(inner), f"{key}.{inner}", suggestion))
+                    raise UserError(UnknownTrainKey(place(given.lines, f"{key}.{inner}"), f"{key}.{inner}", suggestion))
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:

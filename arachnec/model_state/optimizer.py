@@ -20,6 +20,7 @@ from arachnec.model_state.gradient_pieces import pieces_of
 from arachnec.model_state.kept_gradients import gradient_of
 from arachnec.model_state.parameter_parts import GatheredParts, Parts, own_parts
 from arachnec.optimizers.kept_state import KeptState
+from arachnec.optimizers.own_update import told_update
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule
 from arachnec.runtime.host_optimizer import HostMasters
@@ -100,7 +101,8 @@ class Optimizer:
 
         ``norm`` is that of all ranks together where this one has not all gradients. A parameter without a gradient is
         left as it is, as ``torch.optim`` does. Where the norm is not finite nothing changes. The host does not wait for
-        the device, unless torch's optimizer cannot look at the norm there.
+        the device, unless torch's optimizer cannot look at the norm there. Raises ``UserError`` where an optimizer of
+        the user's own does.
         """
         given = self.gradients(parts)
         norm = global_norm(given) if norm is None else norm
@@ -119,10 +121,10 @@ class Optimizer:
         finite = norm.isfinite()
         if getattr(self.torch, "_step_supports_amp_scaling", False):
             self.torch.found_inf = (~finite).float()  # type: ignore[attr-defined]
-            self.torch.step()
+            self._update()
             self._kept.updated(self._masters)
         elif finite:
-            self.torch.step()
+            self._update()
             self._kept.updated(self._masters)
         self.done += 1
         for master in self._masters.values():
@@ -134,6 +136,10 @@ class Optimizer:
             for name, average in self.ema.items():
                 average.lerp_(self._masters[name], weight.to(average))
         return norm
+
+    def _update(self) -> None:
+        with told_update(self._recipe, type(self.torch).__name__, self.done):
+            self.torch.step()
 
     def tensors(self) -> dict[str, Tensor | Part]:
         """This rank's state as flat tensors over the memory in use; loading copies into them in place."""

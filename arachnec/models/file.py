@@ -391,6 +391,8 @@ def _remedy(error: BaseException, kind: str) -> str:
         )
     if "Target modules" in str(error) or "target_modules" in str(error):
         return "LoRA's target_modules name layers as model.named_modules() does: to_q, or blocks.0.attn1.to_q"
+    if isinstance(error, AttributeError) and error.name == "add_adapter":
+        return "a class without it takes an adapter of peft all the same: return peft.get_peft_model(model, config)"
     if "meta tensor" in str(error):
         return "the model is planned under torch.device('meta'), without numbers: see docs/your_model.md"
     return f"correct the {kind}; it runs alone with `python FILE`"

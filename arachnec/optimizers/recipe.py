@@ -47,6 +47,7 @@ class Recipe:
     groups: tuple[ParameterGroup, ...]
     kind: type[Optimizer] | None = None
     user: UserOptimizer | None = None
+    span: Span | None = None  # of the function
 
     @property
     def name(self) -> str:
@@ -171,7 +172,7 @@ def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptim
         raise UserError(WrongOptimizer(span, reason, "return another optimizer"))
     if kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__):
         return Recipe(tuple(groups), kind)
-    return Recipe(tuple(groups), None, user)
+    return Recipe(tuple(groups), None, user, span)
 
 
 def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:

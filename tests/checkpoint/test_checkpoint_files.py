@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 import pickle
@@ -172,7 +173,8 @@ def earlier(folder: Path) -> Path:
     state = {"master/w": torch.arange(6.0).view(2, 3), "step/w": torch.tensor(7.0)}
     with warnings.catch_warnings(action="ignore"):  # it is for several ranks, and says so
         save_with_pickle(state, checkpoint_id=path)
-    commit = {"position": {"steps": 7, "seed": 3, "model": "model"}, "sha256": {}}
+    digests = {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(path.iterdir())}
+    commit = {"position": {"steps": 7, "seed": 3, "model": "model"}, "sha256": digests}
     (path / COMMIT).write_bytes(msgspec.json.encode(commit))
     return path
 
@@ -191,6 +193,33 @@ def test_a_checkpoint_of_an_earlier_version_is_converted(tmp_path: Path) -> None
     assert (tmp_path / "earlier-step-00000007" / ".metadata").is_file()
 
 
+def undigested(path: Path) -> None:
+    """Take the digests out of an earlier version's checkpoint, so that its pickle is what is read."""
+    commit = msgspec.json.decode((path / COMMIT).read_bytes())
+    (path / COMMIT).write_bytes(msgspec.json.encode({**commit, "sha256": {}}))
+
+
+def test_a_bit_that_fell_in_an_earlier_checkpoints_tensors_is_no_weight(tmp_path: Path) -> None:
+    path = earlier(tmp_path)
+    (file,) = path.glob("*.distcp")
+    values = torch.arange(6.0).numpy().tobytes()
+    file.write_bytes(file.read_bytes().replace(values, values[:-1] + b"\x3f"))
+    with pytest.raises(UserError, match=r"its file __0_0\.distcp is damaged or gone"):
+        convert_newest(tmp_path, "data")
+    assert committed(tmp_path) == []
+    assert file.is_file()
+
+
+@pytest.mark.parametrize("damaged", [b"(\x80\x02.", b"\x80\x04\x95" + b"\xff" * 8, b"00.", b""])
+def test_a_damaged_pickle_is_one_message(tmp_path: Path, damaged: bytes) -> None:
+    path = earlier(tmp_path)
+    undigested(path)
+    (path / ".metadata").write_bytes(damaged)
+    with pytest.raises(UserError, match="cannot be converted: it is damaged"):
+        convert_newest(tmp_path, "data")
+    assert path.is_dir()
+
+
 class Harmful:
     def __reduce__(self) -> tuple[object, tuple[str, ...]]:
         return os.mkdir, ("harmed",)
@@ -199,6 +228,7 @@ class Harmful:
 def test_the_pickle_of_an_earlier_checkpoint_runs_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = earlier(tmp_path)
+    undigested(path)
     (path / ".metadata").write_bytes(pickle.dumps(Harmful()))
     with pytest.raises(UserError, match="which no checkpoint needs"):
         convert_newest(tmp_path, "data")

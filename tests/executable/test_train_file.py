@@ -105,6 +105,25 @@ def test_a_mistake_is_one_message_at_its_line(tmp_path: Path, text: str, line: i
     assert line is None or (diagnostic.span is not None and diagnostic.span.line == line)
 
 
+@pytest.mark.parametrize(
+    ("text", "line", "column"),
+    [
+        ("lr = 1.0\n[optimiser]\nname = 'SGD'", 2, 2),
+        ("lr = 1.0\n[[group]]\nlr = 1.0", 2, 3),
+        ("lr = 1.0\n[groups]\nlr = 1.0", 2, 2),
+        ("[optimizer]\nwandbb = 1.0\n[logging]\nwandbb = 'x'", 4, 1),
+    ],
+)
+def test_a_wrong_table_is_shown_at_its_head_and_its_key_below_it(
+    tmp_path: Path, text: str, line: int, column: int
+) -> None:
+    with pytest.raises(UserError) as caught:
+        read(tmp_path, text)
+    span = caught.value.diagnostics[0].span
+    assert span is not None
+    assert (span.line, span.column) == (line, column)
+
+
 def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
     for key, right in (("LR", "lr"), ("Clip_Norm", "clip_norm")):
         with pytest.raises(UserError) as caught:

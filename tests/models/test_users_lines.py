@@ -78,3 +78,11 @@ def test_what_a_neighbour_of_a_model_file_raises_is_told_at_the_neighbours_line(
     with pytest.raises(UserError) as told:
         load_model_file(tmp_path / "model.py").loss(torch.zeros(1), torch.zeros(1))
     assert f"{tmp_path / 'losses.py'}:2:" in render(told.value.diagnostics[0])
+
+
+def test_a_class_without_add_adapter_is_told_what_stands_for_it(tmp_path: Path) -> None:
+    source = MODEL.replace("def build():", "def build():\n    nn.Linear(1, 1).add_adapter(None)\n\n\ndef unused():")
+    (tmp_path / "model.py").write_text(source)
+    with pytest.raises(UserError) as raised:
+        load_model_file(tmp_path / "model.py").build()
+    assert "return peft.get_peft_model(model, config)" in render(raised.value.diagnostics[0])
