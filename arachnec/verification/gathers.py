@@ -1,6 +1,7 @@
 """Rule 5, of stages whose parameters are dealt out over cells: no layer is read where it is not whole.
 
-Every layer that a forward or backward reads is gathered by it or still whole. All members of a cell gather, release
+Every layer that a forward or backward reads is gathered by it or still whole, and none is at the end of a step, whose
+update changes the shards. All members of a cell gather, release
 and reduce-scatter the same layers in the same order. They are all in the cascade, so these collectives are parts of an
 event at which they meet anyway: the rule on deadlocks, which orders those events, holds for them as well.
 
@@ -52,6 +53,17 @@ class NotReleasable(Diagnostic):
     title: ClassVar[str] = "rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there"
     label: ClassVar[str] = "releases layer {layer}"
     help: ClassVar[str] = "a layer is released once after each gather"
+    rank: int
+    instruction: str
+    layer: int
+    stage: str
+
+
+@dataclass(frozen=True)
+class NotReleased(Diagnostic):
+    title: ClassVar[str] = "rank {rank} ends its step with layer {layer} of @{stage} whole, since `{instruction}`"
+    label: ClassVar[str] = "layer {layer} is not released"
+    help: ClassVar[str] = "release layer {layer} where it was read last: the next step would read it as it was before"
     rank: int
     instruction: str
     layer: int
@@ -159,24 +171,24 @@ def _of_stages(values: Values, program: Program) -> Iterator[tuple[Instruction, 
 
 def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnostic]:
     """Follows which layers are whole on one rank. ``split`` are backwards that leave their weight gradients."""
-    whole: dict[str, set[int]] = {}
+    whole: dict[str, dict[int, Instruction]] = {}  # with what gathered them
     for step, one in steps:
         if step.op not in OPS:
             continue
         name, where = one.stage.name, (step.span, program.rank, written(step))
-        here = whole.setdefault(name, set())
+        here = whole.setdefault(name, {})
         for layer in layers_listed(step, "gather"):
             if layer in here:
                 yield GatheredTwice(*where, layer, name)
-            here.add(layer)
+            here[layer] = step
         for layer in range(one.layers) if step.op != "weight" else ():  # which reads no parameter
             if layer not in here:
                 yield NotGathered(*where, layer, name)
-                here.add(layer)  # one message for one mistake
+                here[layer] = step  # one message for one mistake
         for layer in layers_listed(step, "release"):
             if layer not in here:
                 yield NotReleasable(*where, layer, name)
-            here.discard(layer)
+            here.pop(layer, None)
         if step.op in ("backward", "weight"):
             counts = Counter(layers_listed(step, "scatter"))
             trained = frozenset[int]() if step.target in split else one.trained
@@ -185,6 +197,9 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                     times = f"are reduce-scattered {counts[layer]} times"
                     reason = times if counts[layer] else "are not reduce-scattered"
                     yield NotScattered(*where, layer, name, reason)
+    for name, left in whole.items():
+        for layer, step in left.items():
+            yield NotReleased(step.span, program.rank, written(step), layer, name)
 
 
 def _groups(program: Program, steps: Steps, values: Values) -> Iterator[Diagnostic]:
