@@ -50,6 +50,21 @@ def test_a_file_may_be_as_large_as_the_limit_and_no_larger(
     assert isinstance(refused.value.diagnostics[0], refusal)
 
 
+@pytest.mark.parametrize("limit", ["MOST_CELLS", "MOST_RANKS"])
+def test_a_schedule_may_have_as_many_rows_and_cells_as_the_limits_and_no_more(
+    limit: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = csv_format.to_csv(one_f_one_b(2, 4))
+    rows = text.splitlines()
+    size = len(rows) if limit == "MOST_RANKS" else sum(len(row.split(",")) for row in rows)
+    monkeypatch.setattr(csv_format, limit, size)
+    assert csv_format.from_csv(text, "x.csv").micro_batches == 4
+    monkeypatch.setattr(csv_format, limit, size - 1)
+    with pytest.raises(UserError) as refused:
+        csv_format.from_csv(text, "x.csv")
+    assert isinstance(refused.value.diagnostics[0], ScheduleTooLarge)
+
+
 # -- messages ----------------------------------------------------------------------------------------------------------
 
 
