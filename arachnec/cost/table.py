@@ -76,8 +76,7 @@ class CostTable:
 
     @cached_property
     def sparse(self) -> SparseLoads:
-        cluster = self.devices.cluster
-        return SparseLoads(self.stages, cluster.gpus if cluster.nodes > 1 else 0)
+        return SparseLoads(self.stages, self.devices.cluster.gpus)
 
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
         """The key under which cascades have the same rows; parts of a model that are alike share theirs."""

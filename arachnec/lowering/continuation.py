@@ -8,6 +8,7 @@ list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.ir.values import Quantity
 from arachnec.lowering.programs import lower, resident_gib
 
-BEFORE = Quantity(-1.0, "ms")  # the start of what was made in earlier rounds
+BEFORE = Quantity(-math.inf, "ms")  # the start of what was made in earlier rounds
 
 
 def continued(module: Module, round: int, cascades: Sequence[Cascade]) -> Module:
