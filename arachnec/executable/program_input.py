@@ -72,8 +72,10 @@ def demand_own_input(
 
 
 def demand_own_requests(executable: SamplingExecutable, program: Module, stages: tuple[Stage, ...]) -> None:
-    """Raises ``UserError`` where ``program`` does not sample the executable's requests, as they are asked for, with these
-    ``stages``: those traced, as the pipeline's passes of scope ``model`` leave them."""
+    """Raises ``UserError`` where ``program`` does not sample the requests of the executable, as they are asked for.
+
+    ``stages`` are those traced, as the pipeline's passes of scope ``model`` leave them.
+    """
     traced = executable.traced
     problems = [*_clips(traced.clips, program, 0), *_cluster(traced.cluster, program.cluster)]
     if not problems:
