@@ -78,8 +78,8 @@ def sparse_stage(
         return replace(stage, attrs=stage.attrs.updated(dense=dense or None))
     attention = next(iter(attentions.values()))
     predictors = 2 * attention.heads * attention.size * choice.rank * len(layers)
-    each = PREDICTOR_BYTES if stage.trained else FROZEN_BYTES
-    state = Quantity(gib(stage.attrs.get("state")) + each * predictors / GIB, "GiB")
+    parameter = PREDICTOR_BYTES if stage.trained else FROZEN_BYTES
+    state = Quantity(gib(stage.attrs.get("state")) + parameter * predictors / GIB, "GiB")
     return replace(
         stage,
         attrs=stage.attrs.updated(
