@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs
+from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs, write_file
 from arachnec.checkpoint.folder import committed, is_intact, read_commit
 from arachnec.checkpoint.parts import Part
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -92,6 +92,21 @@ def trained_predictors(place: Path) -> TrainedPredictors:
         densities = tuple(min(1.0, max(LEAST, value)) for value in values[heads : 2 * heads].tolist())
         layers[path, int(number)] = TrainedLayer(densities, bool(values[-1]))
     return TrainedPredictors(str(place), folder, layers, stored)
+
+
+def write_predictors(folder: Path, stored: Mapping[str, StoredRuns], file: Path, prefix: str = "") -> bool:
+    """Write those of a checkpoint's files in ``folder`` into a file of their own, paths without ``prefix``; False where
+    there are none."""
+    parts: dict[str, Part] = {}
+    for name, held in stored.items():
+        kind = next((kind for kind in (LAYER, QUERY, KEY) if name.startswith(kind)), None)
+        if kind is not None:
+            part = Part(torch.empty(held.size, dtype=torch.float64 if kind == LAYER else torch.float32), 0, held.size)
+            fill_from(folder, stored, {name: part})
+            parts[kind + name.removeprefix(kind).removeprefix(prefix)] = part
+    if parts:
+        write_file(file, parts)
+    return bool(parts)
 
 
 def _files(place: Path) -> tuple[Path, list[str]]:
