@@ -22,6 +22,7 @@ def checkpoint(
     ready: Mapping[str, bool] | None = None,
     densities: tuple[float, ...] = DENSITIES,
     heads: int = HEADS,
+    size: int = SIZE,
     rank: int = RANK,
 ) -> Path:
     """A folder of checkpoints with predictors of the blocks in ``ready``, by default of both, both ready."""
@@ -30,7 +31,7 @@ def checkpoint(
         row = [*(1 - density for density in densities), *densities, float(is_ready)]
         tensors[f"predictor/layer/{path}.0"] = torch.tensor(row, dtype=torch.float64)
         for side in ("query", "key"):
-            tensors[f"predictor/{side}/{path}.0"] = torch.randn(heads * SIZE * rank, generator=rng)
+            tensors[f"predictor/{side}/{path}.0"] = torch.randn(heads * size * rank, generator=rng)
     tensors["master/embed.weight"] = torch.zeros(3)
     path = step_folder(folder, 5)
     path.mkdir(parents=True)

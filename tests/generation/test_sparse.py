@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from arachnec.data.requests import Request
+from arachnec.data.switch import ONE_MODEL
 from arachnec.generation.plan import planned, traced
+from arachnec.generation.rank_models import RankModels
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
+from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.sampling.loop import Sampling
 from tests.distributed.executor_cases import cluster
 from tests.generation.cases import FIXED, REQUESTS, expected, lowered, run, sampling_of, written
 from tests.generation.sparse_cases import FORCED, checkpoint, predictors
@@ -47,6 +54,21 @@ PLANS: dict[str, tuple[int, dict[str, dict[str, object]]]] = {
         },
     ),
 }
+
+
+DIFFUSERS = """
+from arachnec.models.diffusers.sampler import {family}_sampler
+from benchmarks.sampling.pipelines import {model}_model
+
+sampler = {family}_sampler(large={model}_model(), text_length=8)
+models, scheduler, start, arguments = sampler.models, sampler.scheduler, sampler.start, sampler.arguments
+guidance = sampler.guidance
+"""
+FAMILIES = {
+    "cogvideox": ("cogvideox", 16, ("transformer_blocks.0", "transformer_blocks.1")),
+    "hunyuan": ("hunyuan", 16, ("transformer_blocks.0", "single_transformer_blocks.0")),
+}
+OPTIONS = "overhead=0ms,forward_speed=1e6,choice_speed=1e6,group=8,block=4"
 
 
 def planned_with(folder: Path, world: int, sparse: str, more: str, requests: tuple[Request, ...] = REQUESTS) -> Module:
@@ -119,3 +141,69 @@ def test_fused_blocks_attend_to_the_same_keys(tmp_path: Path) -> None:
     fused = latents_of(tmp_path, planned_with(tmp_path, 2, f"fuse,{SPARSE}", more))
     for id, latents in plain.items():
         torch.testing.assert_close(fused[id], latents, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_diffusers_models_with_captions_in_the_sequence(tmp_path: Path, family: str) -> None:
+    """With all keys the latents are the dense ones; with chosen keys two ranks have those of one."""
+    name, size, paths = FAMILIES[family]
+    requests = (Request("a", "fox", 9, 32, 48, steps=4, seed=3, guidance=3.0, text_tokens=4, negative_prompt="blur"),)
+    held = checkpoint(tmp_path / "run", dict.fromkeys(paths, True), (0.3, 0.6), heads=2, size=size, rank=4)
+    path = tmp_path / "sampler.py"
+    path.write_text(DIFFUSERS.replace("{family}", name).replace("{model}", family) + predictors(large=held))
+    sampling = Sampling(load_sampler_file(path), ("large",), ONE_MODEL)
+
+    def latents(world: int, passes: str, policy: str = "steps=20") -> Tensor:
+        module = traced(sampling, requests).module(cluster(world))
+        rest = f"segment,annotate,schedule-sampling{{{policy}}},place,lower,check"
+        program = planned(module, Pipeline.parse(f"{passes}{rest}"))
+        assert all(cascade.attrs.get("sparse") == ((0, 1) if passes else None) for cascade in program.cascades)
+        (tmp_path / "out" / "a.safetensors").unlink(missing_ok=True)
+        ((_, told),) = run(tmp_path, program, ONE_MODEL, requests, "large").values()
+        assert told is not None
+        return told
+
+    dense, chosen = latents(1, ""), latents(1, f"sparsify{{{OPTIONS}}},")
+    torch.testing.assert_close(latents(1, f"sparsify{{density=1,{OPTIONS}}},"), dense, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(latents(2, f"sparsify{{{OPTIONS}}},", "policy=one-degree"), chosen, rtol=1e-4, atol=1e-5)
+    assert float((chosen - dense).norm() / dense.norm()) > 1e-4
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "layers that are not there": ({"ready": {"blocks.7": True}}, "no attention over the clip's tokens in `blocks.7`"),
+    "other heads": ({"heads": 2, "densities": (0.1, 0.2)}, "`blocks.0` has 2 heads there, and 3 here"),
+    "other features": ({"size": 5, "rank": 1}, "those of `blocks.0` have 15 numbers, for 3 heads of 4 features"),
+    "a rank above the heads' size": ({"rank": 5}, "those of `blocks.0` have 60 numbers"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_predictors_of_another_model_are_refused(tmp_path: Path, wrong: str) -> None:
+    of_run, message = WRONG[wrong]
+    more = predictors(large=checkpoint(tmp_path / "run", **of_run))
+    with pytest.raises(UserError, match=message):
+        traced(sampling_of(written(tmp_path, more), FIXED), REQUESTS).module(cluster(1))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        ("return {'other': 'run'}", "`predictors` names `other`, which is no model of the file"),
+        ("return ['run']", "`predictors` returned list"),
+        ("return {'large': 3}", "`predictors` returned int as a folder"),
+    ],
+)
+def test_what_a_sampler_file_says_of_predictors_is_checked(tmp_path: Path, told: str, message: str) -> None:
+    sampler = written(tmp_path, f"\n\ndef predictors():\n    {told}\n")
+    with pytest.raises(UserError, match=message):
+        sampler.trained_predictors("large")
+
+
+def test_a_run_whose_predictors_are_gone_since_the_plan_is_refused(tmp_path: Path) -> None:
+    more = predictors(large=checkpoint(tmp_path / "run"))
+    program = planned_with(tmp_path, 1, SPARSE, more)
+    shutil.rmtree(tmp_path / "run")
+    checkpoint(tmp_path / "run", {"blocks.0": True})
+    models = RankModels(written(tmp_path, more), torch.device("cpu"))
+    with pytest.raises(UserError, match="the plan has layers that are not there; compile again"):
+        models.prepare(program, program.programs[0], REQUESTS)
