@@ -91,5 +91,5 @@ def values_held(values: Values, instructions: Sequence[Instruction]) -> dict[str
 def _held_by(cascade: Cascade, round: int, ranks: Sequence[int]) -> Cascade:
     """An earlier cascade as its value lies: on these ranks, before anything of the round."""
     kept = replace(cascade, inputs=(), attrs=cascade.attrs.updated(shards=None, ulysses=None, ring=None))
-    alone = kept.with_attrs(side=None, unconditional=None)
+    alone = kept.with_attrs(side=None, unconditional=None, sparse=None, heads=None, groups=None)
     return alone.with_attrs(round=round, start=BEFORE, ranks=tuple(ranks), degree=len(ranks))
