@@ -32,7 +32,10 @@ def command(program: Path, equivalence: bool) -> None:
 
     module = checked(read_program(program))
     if samples(program):
-        demand_own_requests(read_sampling_executable(program), module)
+        from arachnec.generation.run import planned_stages
+
+        executable = read_sampling_executable(program)
+        demand_own_requests(executable, module, planned_stages(executable))
     elif (program / HEADER).is_file():
         demand_own_input(read_executable(program), module, 0)
     assert module.cluster is not None

@@ -98,7 +98,8 @@ class Compute:
         backs = backward or cascade.phase is Phase.WEIGHT
         back = self._one_pass(cascade, "backward", degree, attention, slowdown, slowed) if backs else 0.0
         first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
-        chosen = self._choice(cascade, degree) * slowdown * first
+        times = forward if cascade.phase is Phase.DENOISE else first  # every step of sampling has keys of its own
+        chosen = self._choice(as_forward(cascade), degree) * slowdown * times
         return first * once + chosen, (forward - first) * once + max(backward, float(bool(backs))) * back
 
     def _one_pass(

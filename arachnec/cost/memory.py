@@ -72,6 +72,7 @@ class Memory:
             total += self.output(cascade)
         if cascade.phase is Phase.DENOISE:  # what lies outside the blocks runs on whole sequences
             forward = as_forward(cascade)
+            total += lists_gib(stage, sparse_layers(cascade), cascade.tokens, forward.batch) / (ranks // side)
             total += evaluated(stage, "shell", forward) + evaluated(stage, "batch", forward)
         if recompute and cascade.phase in (Phase.FORWARD, Phase.BACKWARD):  # a block that is run again saves all, then
             again = divided(stage, "recomputing", cascade, share)

@@ -27,7 +27,7 @@ from arachnec.sparsity.key_fetch import keys_sent, share_inside
 
 GIB = 2**30
 LIST_ENTRY = 4  # bytes of a key block's number in a list, and of a list's length
-ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD)
+ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD, Phase.DENOISE)
 NO_SPEEDS = (1.0, 1.0, 1.0)
 WORTH = 0.98  # a layer is sparse where it takes less than this of the dense time: never slower by rounding
 
@@ -79,7 +79,8 @@ class SparseLoads:
         stage, table = self.stages[name], self.densities(name)
         ahead, back, _ = speeds(stage)
         pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
-        apart = self.node if "part_of" not in stage.attrs else 0  # stages of a cut model get all keys
+        fetches = stage.trained and "part_of" not in stage.attrs
+        apart = self.node if fetches else 0  # stages of a cut model, and models that sample, get all keys
         inside = share_inside(degree, apart or degree)
         for layer in layers:
             density = table[layer]

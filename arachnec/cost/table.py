@@ -76,8 +76,7 @@ class CostTable:
 
     @cached_property
     def sparse(self) -> SparseLoads:
-        cluster = self.devices.cluster
-        return SparseLoads(self.stages, cluster.gpus if cluster.nodes > 1 else 0)
+        return SparseLoads(self.stages, self.devices.cluster.gpus)
 
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
         """The key under which cascades have the same rows; parts of a model that are alike share theirs."""
@@ -140,6 +139,8 @@ class CostTable:
         """
         even = tuple(Strategy(side=side) for side in sides(cascade, self.stages[cascade.stage], degree))
         if not self.devices.kinds or cascade.phase is not Phase.DENOISE or branches_of(cascade) != 2:
+            return even
+        if sparse_layers(cascade):  # heads are divided for one number of ranks
             return even
         one = on_one_side(cascade, 2)
         counts = (count for count in range(1, min(degree - 1, MOST_UNEVEN) + 1) if 2 * count != degree)
@@ -238,8 +239,10 @@ class CostTable:
         return time * self._corrections[key]
 
     def _one_step(self, cascade: Cascade, degree: int) -> float:
+        """As a profile times it: dense."""
         heads = count_in(self.stages[cascade.stage], "heads")
-        return self._time(cascade, degree, widest_ulysses(degree, heads), 0, None)
+        dense = cascade.with_attrs(sparse=None, heads=None)
+        return self._time(dense, degree, widest_ulysses(degree, heads), 0, None)
 
     @cached_property
     def _timed(self) -> Mapping[str, tuple[TimedStep, ...]]:

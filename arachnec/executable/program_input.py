@@ -71,12 +71,15 @@ def demand_own_input(
         raise UserError(*problems)
 
 
-def demand_own_requests(executable: SamplingExecutable, program: Module) -> None:
-    """Raises ``UserError`` where ``program`` does not sample the requests of the executable, as they are asked for."""
+def demand_own_requests(executable: SamplingExecutable, program: Module, stages: tuple[Stage, ...]) -> None:
+    """Raises ``UserError`` where ``program`` does not sample the requests of the executable, as they are asked for.
+
+    ``stages`` are those traced, as the pipeline's passes of scope ``model`` leave them.
+    """
     traced = executable.traced
     problems = [*_clips(traced.clips, program, 0), *_cluster(traced.cluster, program.cluster)]
     if not problems:
-        problems += _stages(traced.stages, program.stages)
+        problems += _stages(stages, program.stages)
     asked = {clip.id: clip for clip in traced.clips}
     for clip in program.clips if not problems else ():
         for name in ASKED:

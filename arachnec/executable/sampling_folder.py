@@ -52,12 +52,13 @@ FINGERPRINTED = (SAMPLER, REQUESTS, TRACED)  # the program may be edited: it is 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """``sampler`` is the file that the folder's is a copy of; ``models`` stand in the order in which a request meets
-    them; ``switch`` is the rule's text."""
+    them; ``switch`` is the rule's text; ``sparse`` is that of the pass ``sparsify``, empty where it is left out."""
 
     sampler: str
     models: tuple[str, ...]
     switch: str
     history: Literal["carry", "restart"] = "carry"
+    sparse: str = ""
 
     @property
     def restart(self) -> bool:

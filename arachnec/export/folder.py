@@ -12,12 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.checkpoint.files import save_tensors
+from arachnec.checkpoint.trained_predictors import FILE as PREDICTORS
+from arachnec.checkpoint.trained_predictors import write_predictors
 from arachnec.executable.folder import MODEL, Executable
 from arachnec.export.adapters import Merging, lora_file, merged_sources, peft_files
 from arachnec.export.model_values import META, ModelValues, model_values
 from arachnec.export.trained_values import trained_values
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.adapters import plain_model
+from arachnec.models.adapters import WRAPPER, plain_model
 from arachnec.models.initial_weights import folded, model_folder
 from arachnec.models.weight_files import INDEX, PREFERRED, SHARD_BYTES, SUFFIX, write_weights
 
@@ -81,7 +83,8 @@ def export(
 
     ``init`` is the folder that the run began with, for frozen weights. With ``averages`` the averaged weights, with
     ``lora`` the adapter alone. Without ``dtype`` every tensor has the precision that it trained in. What the model's
-    class keeps in fp32 stays so. No more than a file is held at a time. Raises ``UserError``.
+    class keeps in fp32 stays so. No more than a file is held at a time. Of a run with sparse layers the predictors have
+    a file of their own. Raises ``UserError``.
     """
     _demand_other(output, init, executable.folder, checkpoint)
     trained = trained_values(checkpoint, executable.digests[MODEL], executable.folder, averages=averages)
@@ -90,6 +93,8 @@ def export(
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".new-") as draft:
         tensors, size, loading = write(values, Path(draft), dtype, shard_bytes)
+        wrapped = plain_model(values.model) is not values.model
+        write_predictors(trained.path, trained.stored, Path(draft) / PREDICTORS, WRAPPER if wrapped else "")
         written = [_moved(path, output) for path in sorted(Path(draft).iterdir())]
     if not lora:
         _drop_stale(output, {path.name for path in written})
@@ -188,7 +193,7 @@ def _moved(path: Path, folder: Path) -> Path:
 def _drop_stale(folder: Path, written: set[str]) -> None:
     """Shards and indices that an earlier export left, which a loader would take for this one's, and its adapter."""
     for path in folder.iterdir():
-        ours = path.name in (LORA, PEFT, PEFT_CONFIG) or (
+        ours = path.name in (LORA, PEFT, PEFT_CONFIG, PREDICTORS) or (
             path.name.startswith(PREFERRED) and path.name.endswith((SUFFIX, INDEX))
         )
         if ours and path.name not in written:

@@ -19,6 +19,7 @@ from arachnec.ir.nodes import Cluster, Module
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.passes.sparsify import Sparsify
 from arachnec.sampling.loop import Sampling
 from arachnec.views.executable_page import PAGE, executable_page
 
@@ -73,7 +74,8 @@ def asked(
     alone = pipeline is not None and any(getattr(step, "models", 2) == 1 for step in pipeline.passes)
     names = ordered(file, first)[: 1 if alone else None]
     rule = switch_of(file, names, rule)
-    settings = Settings(str(Path(sampler).absolute()), names, str(rule), history)
+    sparse = [str(step) for step in pipeline.passes if isinstance(step, Sparsify)] if pipeline else []
+    settings = Settings(str(Path(sampler).absolute()), names, str(rule), history, " ".join(sparse))
     return Sampling(file, names, rule, settings.restart), settings
 
 

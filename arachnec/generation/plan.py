@@ -11,6 +11,7 @@ import torch
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
+from arachnec.generation.learned_layers import with_predictors
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage
@@ -85,7 +86,9 @@ class Traced:
             (dit,) = [stage for stage in trace.stages if stage.name == TRAINED]
             dit, own = _apart(dit, trace.graphs, graphs, name)
             graphs |= own
-            stages.append(inference_stage(replace(dit, name=name), self._latent_bytes(trace), kept=self._kept()))
+            dit = inference_stage(replace(dit, name=name), self._latent_bytes(trace), kept=self._kept())
+            trained = self.sampling.sampler.trained_predictors(name)
+            stages.append(dit if trained is None else with_predictors(dit, tuple(own.values()), trained))
         if self.decoder is not None:
             stages.append(self.decoder)
         sampler, names = self.sampling.sampler, self.sampling.names

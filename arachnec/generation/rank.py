@@ -267,16 +267,13 @@ class GenerationRank:
             shard = self.groups.shard(own, tokens, *product)
         sampler = self.sampling.sampler
         (stage,) = (stage for stage in self.module.stages if stage.name == cascade.stage)
-        branches = branches_of(sampler, self.models, Specialisation.of(stage).clips)
-
-        def together(name: str, points: Sequence[Point]) -> list[Tensor]:
-            with self.models.sharing(name, shard):
-                return all_branches(sampler, branches)(name, points)
+        forwards = self.models.sharing(stage, cascade, self.requests[cascade.clips[0]].clip(), shard)
+        branches = branches_of(sampler, forwards, Specialisation.of(stage).clips)
+        together = all_branches(sampler, branches)
 
         def apart(name: str, points: Sequence[Point]) -> list[Tensor]:
             conditional = own == sides[0][0]
-            with self.models.sharing(name, shard):
-                predictions = branches(name, [BranchPoint(point, conditional) for point in points])
+            predictions = branches(name, [BranchPoint(point, conditional) for point in points])
             mine = torch.cat(predictions).float().contiguous()
             other = torch.empty_like(mine)
             first, second = (mine, other) if conditional else (other, mine)

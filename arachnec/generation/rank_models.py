@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,14 +13,17 @@ from torch import nn
 from arachnec.codegen.planned_fusion import fuse_as_planned
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
+from arachnec.generation.learned_layers import learned_layers, sparse_attention
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Graph, Instruction, Module, Program, Stage, integer
+from arachnec.ir.head_density import layer_densities, sparse_layers
+from arachnec.ir.nodes import Cascade, Graph, Instruction, Module, Program, Stage, integer
 from arachnec.ir.sampling import models_of
 from arachnec.ir.values import Symbol
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.models.sampler_file import SamplerFile
 from arachnec.spmd.rewrite import shard_block
 from arachnec.spmd.sharded_model import SequenceModel, install
+from arachnec.spmd.sparse_layers import LayerState
 from arachnec.spmd.specialisation import Graphs, Specialisation
 from arachnec.spmd.specialise import captured_again, captured_at
 from arachnec.tracing.captured import CapturedModel
@@ -48,6 +52,7 @@ class RankModels:
     device: torch.device
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _sequences: dict[str, SequenceModel] = field(default_factory=dict)
+    _layers: dict[str, dict[int, LayerState]] = field(default_factory=dict)  # that can be sparse, by model
 
     def __call__(self, name: str) -> nn.Module:
         if name not in self._models:
@@ -64,7 +69,7 @@ class RankModels:
                 continue
             name = cascades[step.target].stage
             self(name)
-            if is_shared(step) or fused_graphs(module, stages[name]):
+            if is_shared(step) or fused_graphs(module, stages[name]) or sparse_layers(cascades[step.target]):
                 clip = requests[cascades[step.target].clips[0]].clip()
                 shapes.setdefault(name, {})[clip.shape] = clip
         for name, clips in shapes.items():
@@ -77,17 +82,25 @@ class RankModels:
         for stage in module.stages:
             if stage.name in models_of(module):
                 self(stage.name)
-                if stage.name not in self._sequences and len(module.programs) > 1:
+                if stage.name not in self._sequences and (len(module.programs) > 1 or layer_densities(stage)):
                     self._install(stage.name, stage, list(clips.values()), fused_graphs(module, stage))
 
-    @contextmanager
-    def sharing(self, name: str, shard: SequenceShard | None) -> Iterator[None]:
-        """Inside, the model's forward runs on this rank's tokens; on all of them without a shard."""
-        if name not in self._sequences:
-            yield
-            return
-        with self._sequences[name].use(shard):
-            yield
+    def sharing(
+        self, stage: Stage, cascade: Cascade, clip: VideoClip, shard: SequenceShard | None
+    ) -> Callable[[str], Callable[..., Any]]:
+        """Forwards of a segment, by the model's name: on this rank's tokens, on all of them without a shard. Each
+        chooses the keys of its sparse layers anew."""
+        ranks = 1 if shard is None else shard.degree
+        sparse = sparse_attention(stage, self._layers.get(stage.name, {}), cascade, clip, ranks)
+
+        def forward(name: str, **arguments: Any) -> Any:
+            if name not in self._sequences:
+                return self(name)(**arguments)
+            own = None if sparse is None else sparse.for_another_forward()
+            with self._sequences[name].use(shard, sparse=own) as model:
+                return model(**arguments)
+
+        return lambda name: partial(forward, name)
 
     def _install(self, name: str, stage: Stage, clips: Sequence[VideoClip], fused: Sequence[Graph]) -> None:
         step = Specialisation.of(stage)
@@ -98,6 +111,8 @@ class RankModels:
                 captured = self._captured(name, step, clips, clip)
                 sequence.add(captured, [shard_block(block) for block in captured.blocks])
         self._sequences[name] = sequence
+        if layer_densities(stage):
+            self._layers[name] = learned_layers(sequence, stage, self.sampler.trained_predictors(name))
 
     def _captured(
         self, name: str, step: Specialisation, clips: Sequence[VideoClip], at: VideoClip | None = None

@@ -63,7 +63,8 @@ class Results:
         for name in ("encoded", "negative_encoded", "arrival"):
             del fields[name]
         settings = msgspec.to_builtins(self.settings)
-        text = json.dumps([fields, settings["switch"], settings["models"], settings["history"], self.digest])
+        how = [settings["switch"], settings["models"], settings["history"], self.digest]
+        text = json.dumps([fields, *how, *filter(None, [settings["sparse"]])])
         return hashlib.sha256(text.encode()).hexdigest()
 
     def outcome(self, request: Request) -> Outcome | None:

@@ -25,7 +25,7 @@ from arachnec.generation.plan import DEFAULT, planned
 from arachnec.generation.results import EXECUTED, Outcome, Results
 from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Cluster, Module
+from arachnec.ir.nodes import Cluster, Module, Stage
 from arachnec.ir.printer import print_module
 from arachnec.launch.local_ranks import RankDied, launch
 from arachnec.passes.check import checked
@@ -107,7 +107,7 @@ def prepare_executable(folder: Path, out: Path, ranks: int | None = None) -> Gen
     """
     executable = read_sampling_executable(folder)
     program, traced = checked(executable.program), executable.traced
-    demand_own_requests(executable, program)
+    demand_own_requests(executable, program, planned_stages(executable))
     results = Results(out, executable.header.settings, executable.header.fingerprint[SAMPLER])
     left = results.unfinished(executable.requests)
     finished = tuple(request for request in executable.requests if request not in left)
@@ -127,11 +127,20 @@ def planned_again(executable: SamplingExecutable, requests: Sequence[Request], m
     """A program of some of an executable's requests on this cluster, by its own pipeline."""
     names = {request.id for request in requests}
     clips = tuple(clip for clip in executable.traced.clips if executable.requests[clip.id].id in names)
+    with contextlib.chdir(executable.folder):  # where the pipeline finds its profile
+        return planned(replace(executable.traced, clips=clips, cluster=machine), _pipeline(executable))
+
+
+def planned_stages(executable: SamplingExecutable) -> tuple[Stage, ...]:
+    """The stages of an executable as its pipeline plans with them."""
+    with contextlib.chdir(executable.folder):
+        return _pipeline(executable).run_model_part(executable.traced).stages
+
+
+def _pipeline(executable: SamplingExecutable) -> Pipeline:
     files = [executable.folder / name for name in executable.header.load]
     registry = functools.reduce(lambda registry, path: load_file(path, registry), files, installed())
-    with contextlib.chdir(executable.folder):  # where the pipeline finds its profile
-        pipeline = Pipeline.parse(executable.header.pipeline, registry)
-        return planned(replace(executable.traced, clips=clips, cluster=machine), pipeline)
+    return Pipeline.parse(executable.header.pipeline, registry)
 
 
 def run_here(generation: Generation, stall_timeout: float | None = None) -> dict[str, Any]:

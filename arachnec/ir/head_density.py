@@ -42,6 +42,12 @@ def measured_densities(stage: Stage) -> Mapping[int, LayerDensity] | None:
     return layer_densities(stage, "measured") if "measured" in stage.attrs else None
 
 
+def learned_densities(stage: Stage) -> Mapping[int, LayerDensity] | None:
+    """The layers of a model that samples whose predictors a run has trained until they are ready, with what it
+    measured; None for a model without predictors."""
+    return layer_densities(stage, "learned") if "learned" in stage.attrs else None
+
+
 def latest_densities(stage: Stage) -> Mapping[int, LayerDensity]:
     """Those of ``layer_densities``, as measured where they were."""
     return {**layer_densities(stage), **(measured_densities(stage) or {})}

@@ -66,7 +66,7 @@ Problems = Iterator[Diagnostic]
 
 def densities_are_shares_of_keys(index: ModuleIndex) -> Problems:
     for stage in index.module.stages:
-        for attribute in ("density", "measured"):
+        for attribute in ("density", "measured", "learned"):
             if attribute in stage.attrs:
                 yield from (replace(problem, attribute=attribute) for problem in _density(stage, attribute))
         yield from _settings(stage)
@@ -88,7 +88,7 @@ def _density(stage: Stage, attribute: str) -> Iterator[WrongDensity]:
         return
     table = layer_densities(stage, attribute)
     lacking = next((layer for layer in table if layer not in layer_densities(stage)), None)
-    if lacking is not None:
+    if lacking is not None and attribute == "measured":
         yield WrongDensity(span, node, f"layer {lacking}", "layers that have a `density`")
         return
     heads = stage.attrs.get("heads")

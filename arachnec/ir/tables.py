@@ -149,6 +149,7 @@ STAGE = table("""
     uncut           | str            | traced | optional | why the model cannot be cut
     density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
     measured        | [[[int], float, [float]]] | traced | optional | as `density`, of layers that a run made sparse
+    learned         | [[[int], float, [float]]] | traced | optional | as `density`, of layers that may sample sparse
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
     query_group     | int            | traced | optional | queries whose keys are chosen together, at most
     key_block       | int            | traced | optional | keys that are chosen together, at most

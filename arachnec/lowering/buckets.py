@@ -98,7 +98,7 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     above = [sum(sizes[layer:]) for layer in range(number + 1)]  # bytes from this layer on
     rate = (time(total) - time(total / 2)) / (total / 2)
     latency = time(total) - rate * total
-    ready = [max(end - span * layer / number for end, span in ends) for layer in range(number + 1)]
+    ready = [max(end - span * layer / number for end, span in ends) for layer in range(number)]
     # Lowest layer that is in a bucket -> end of these buckets, and their layer counts.
     reached: dict[int, tuple[float, tuple[int, ...]]] = {number: (0.0, ())}
     options: list[tuple[float, tuple[int, ...]]] = []

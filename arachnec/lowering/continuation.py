@@ -8,6 +8,7 @@ list.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -17,7 +18,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.ir.values import Quantity
 from arachnec.lowering.programs import lower, resident_gib
 
-BEFORE = Quantity(-1.0, "ms")  # the start of what was made in earlier rounds
+BEFORE = Quantity(-math.inf, "ms")  # the start of what was made in earlier rounds
 
 
 def continued(module: Module, round: int, cascades: Sequence[Cascade]) -> Module:
@@ -90,5 +91,5 @@ def values_held(values: Values, instructions: Sequence[Instruction]) -> dict[str
 def _held_by(cascade: Cascade, round: int, ranks: Sequence[int]) -> Cascade:
     """An earlier cascade as its value lies: on these ranks, before anything of the round."""
     kept = replace(cascade, inputs=(), attrs=cascade.attrs.updated(shards=None, ulysses=None, ring=None))
-    alone = kept.with_attrs(side=None, unconditional=None)
+    alone = kept.with_attrs(side=None, unconditional=None, sparse=None, heads=None, groups=None)
     return alone.with_attrs(round=round, start=BEFORE, ranks=tuple(ranks), degree=len(ranks))

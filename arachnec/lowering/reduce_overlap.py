@@ -120,10 +120,10 @@ def _met(lists: Lists, rank: int, item: Instruction) -> Iterator[tuple[int, int]
     """Where other ranks come to what happens on several at once."""
     if item.op in _OTHER_END:
         yield item.peers[0], _last(lists[item.peers[0]], _OTHER_END[item.op], item.target, (rank,))
-    elif len(item.peers) > 1:
-        for peer in item.peers:
-            if peer != rank:
-                yield peer, _last(lists[peer], item.op, item.target, item.peers)
+        return
+    for peer in item.peers:
+        if peer != rank:
+            yield peer, _last(lists[peer], item.op, item.target, item.peers)
 
 
 def _last(items: Sequence[Instruction], op: str, target: str, peers: tuple[int, ...]) -> int:

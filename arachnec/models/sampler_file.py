@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from arachnec.checkpoint.trained_predictors import TrainedPredictors, trained_predictors
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -61,7 +62,8 @@ class SamplerFile:
 
     ``models`` names one model or two, the one of high noise first; a value is a module, or a function that builds it
     where it is needed. ``guidance`` gives the scale of classifier-free guidance of one model; without it the
-    request's. ``switch`` gives the rule that is taken where none is asked for. ``digest`` is the SHA-256 of the source.
+    request's. ``switch`` gives the rule that is taken where none is asked for. ``predictors`` says for models by name
+    where those of their sparse attention lie. ``digest`` is the SHA-256 of the source.
     """
 
     models: Callable[[], dict[str, Any]]
@@ -72,6 +74,7 @@ class SamplerFile:
     decoder: Callable[[], torch.nn.Module] | None
     guidance: Callable[[str, Request], float] | None
     switch: Callable[[], str] | None
+    predictors: Callable[[], dict[str, Any]] | None
     path: Path
     digest: str
     modules: tuple[str, ...] = ()
@@ -104,6 +107,15 @@ class SamplerFile:
     def scale(self, name: str, request: Request) -> float:
         """The scale of guidance of a request's steps by this model; up to 1 there is none."""
         return float(self.guidance(name, request)) if self.guidance else request.guidance
+
+    def trained_predictors(self, name: str) -> TrainedPredictors | None:
+        """What a run has trained for a model's sparse attention; None where the file names nothing. Raises
+        ``UserError`` for a place that holds no predictors."""
+        places = {} if self.predictors is None else self.predictors()
+        stray = next((other for other in places if other not in self.names()), None)
+        if stray is not None:
+            raise UserError(NotAModel(self.span("predictors"), stray, ", ".join(self.names())))
+        return trained_predictors(Path(places[name])) if name in places else None
 
     def branches(self, name: str, request: Request) -> int:
         """How many forwards a step takes: conditional, and with guidance unconditional."""
@@ -158,6 +170,14 @@ class BadModel(Diagnostic):
     help: ClassVar[str] = "have its function in models() return a torch.nn.Module"
     name: str
     found: str
+
+
+@dataclass(frozen=True)
+class NotAModel(Diagnostic):
+    title: ClassVar[str] = "`predictors` names `{name}`, which is no model of the file"
+    help: ClassVar[str] = "its models are {names}"
+    name: str
+    names: str
 
 
 def load_sampler_file(
@@ -217,6 +237,14 @@ def _wrong_switch(rule: Any) -> tuple[str, str] | None:
     return None if isinstance(rule, str) else (called(rule), 'a switch rule as text, such as "boundary=0.875"')
 
 
+def _wrong_predictors(places: Any) -> tuple[str, str] | None:
+    expected = "a dict from models' names to folders: the checkpoints of a run with `sparsify`, or its export"
+    if not isinstance(places, Mapping):
+        return called(places), expected
+    wrong = next((place for place in places.values() if not isinstance(place, str | Path)), None)
+    return None if wrong is None else (f"{called(wrong)} as a folder", expected)
+
+
 SAMPLER_FILE = FileForm(
     kind="sampler file",
     page=PAGE,
@@ -229,6 +257,7 @@ SAMPLER_FILE = FileForm(
         "decoder": (),
         "guidance": ("name", "request"),
         "switch": (),
+        "predictors": (),
     },
     required=("models", "scheduler", "start", "arguments"),
     results={
@@ -238,5 +267,6 @@ SAMPLER_FILE = FileForm(
         "decoder": _wrong_decoder,
         "guidance": _wrong_guidance,
         "switch": _wrong_switch,
+        "predictors": _wrong_predictors,
     },
 )

@@ -6,12 +6,15 @@ proof follow. Attention to captions stays dense, and so does what cannot be spar
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import learned_densities
 from arachnec.ir.nodes import Level, Module, Stage
+from arachnec.ir.sampling import models_of
 from arachnec.ir.stage_sizes import count_in
 from arachnec.passes.infra.base import Duration, Pass, Scope
 from arachnec.planning.sparse_stages import Choice, sparse_stage
@@ -21,6 +24,7 @@ CPU_GROUP, GPU_GROUP = 256, 64  # queries whose keys are chosen together: measur
 # ms of prediction and choice of a layer for any clip: a head on a CPU, measured (benchmarks/sparse/cpu_speed.py), and
 # the launches of a layer on a GPU, assumed.
 CPU_OVERHEAD, GPU_OVERHEAD = 0.72, 0.05
+DENSITY = 0.1  # that is taken before a run has measured
 RANK = 16  # features of a predictor, of heads that have as many
 CPU_MOVED = 410.0  # FLOPs of attention in the time of moving a token's feature there; GPU kernels read what they need
 CELL = 8  # neighbouring tokens that are scored as one
@@ -37,15 +41,38 @@ class OutOfRange(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NotTrained(Diagnostic):
+    title: ClassVar[str] = "`sparsify` cannot choose keys for {models}: {reason}"
+    help: ClassVar[str] = (
+        "have the sampler file's `predictors()` return {{{example}: FOLDER}}, the checkpoints of a run with `sparsify` "
+        "in which layers have turned sparse (see its run.json); or leave `sparsify` out"
+    )
+    models: str
+    reason: str
+    example: str
+
+
+@dataclass(frozen=True)
+class Measured(Diagnostic):
+    title: ClassVar[str] = "`sparsify{{file={file}}}` is for training"
+    help: ClassVar[str] = (
+        "leave `file` out: models that sample have the densities that were measured as their predictors were trained; "
+        "`density` sets one for all heads"
+    )
+    file: str
+
+
+@dataclass(frozen=True)
 class Sparsify(Pass):
     """Marks the layers whose attention over video tokens takes chosen keys only.
 
-    ``file`` has densities that a run measured; without it every head is taken to have ``density``. Keys are chosen for
-    ``group`` queries at a time (by default what suits the device) in blocks of ``block``, by a predictor of ``rank``
-    (by default 16, or a head's size where that is less), until they hold ``mass`` of the attention, which takes
-    ``overhead`` a layer for any clip. ``division`` is "groups"
-    where heads may be cut between ranks, "heads" where they stay whole. The speeds are those of sparse kernels over
-    dense ones, in FLOPs a second.
+    ``file`` has densities that a run measured; without it every head is taken to have ``density``, by default 0.1. Of
+    models that sample those layers are marked whose predictors a run has trained, by default with the densities that
+    it measured. Keys are chosen for ``group`` queries at a time (by default what suits the device) in blocks of
+    ``block``, by a predictor of ``rank`` (by default 16, or a head's size where that is less), until they hold ``mass``
+    of the attention, which takes ``overhead`` a layer for any clip. ``division`` is "groups" where heads may be cut
+    between ranks, "heads" where they stay whole. The speeds are those of sparse kernels over dense ones, in FLOPs a
+    second.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -53,7 +80,7 @@ class Sparsify(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     file: str | None = None
-    density: float = 0.1
+    density: float | None = None
     group: int | None = None
     block: int = 64
     rank: int | None = None
@@ -75,7 +102,8 @@ class Sparsify(Pass):
         return replace(module, stages=stages)
 
     def _marked(self, stage: Stage, module: Module, choice: Choice, device: str) -> Stage:
-        if not stage.trained or not count_in(stage, "attentions"):
+        samples = stage.name in models_of(module)
+        if not (stage.trained or samples) or not count_in(stage, "attentions"):
             return stage
         if device == "cpu":
             choice = replace(choice, moved=CPU_MOVED)
@@ -83,11 +111,26 @@ class Sparsify(Pass):
             choice = replace(choice, overhead=self.overhead)
         elif device == "cpu":
             choice = replace(choice, overhead=CPU_OVERHEAD * count_in(stage, "heads"))
+        if samples:
+            return self._of_sampling(stage, module, choice)
         if self.file is None:
-            return sparse_stage(stage, module.graphs, self.density, choice)
+            return sparse_stage(stage, module.graphs, DENSITY if self.density is None else self.density, choice)
         measured = read_densities(self.file)
         measured.demand_of(str(stage.attrs.get("source")), len(layers_of(stage)), count_in(stage, "heads"))
         return sparse_stage(stage, module.graphs, measured.layers, choice)
+
+    def _of_sampling(self, stage: Stage, module: Module, choice: Choice) -> Stage:
+        learned = learned_densities(stage)
+        if learned is None:
+            why = "the sampler file names no predictors of it"
+            return replace(stage, attrs=stage.attrs.updated(dense=((stage.name, why),)))
+        choice = replace(choice, rank=count_in(stage, "predictor_rank"))
+        own = {
+            n: layer.heads if self.density is None else (self.density,) * len(layer.heads)
+            for n, layer in learned.items()
+        }
+        marked = sparse_stage(stage, module.graphs, own, choice, "has no predictor that is ready")
+        return replace(marked, attrs=marked.attrs.updated(learned=None))
 
     def _head_size(self, module: Module) -> int:
         """The smallest of the stages' heads."""
@@ -101,8 +144,9 @@ class Sparsify(Pass):
     def _demand(self, module: Module) -> None:
         """Raises UserError for an option that says nothing."""
         size, (rank, group) = self._head_size(module), (1 if n is None else n for n in (self.rank, self.group))
+        density = DENSITY if self.density is None else self.density
         checks = (
-            ("density", self.density, 0 < self.density <= 1, "above 0, to 1", "share of keys that a query attends to"),
+            ("density", density, 0 < density <= 1, "above 0, to 1", "share of keys that a query attends to"),
             ("mass", self.mass, 0 < self.mass <= 1, "above 0, to 1", "share of the attention that chosen keys hold"),
             ("rank", rank, 1 <= rank <= size, f"1 to {size}", "features of the predictor, at most a head's"),
             ("group", group, group >= 1, "1 or more", "queries whose keys are chosen together"),
@@ -114,3 +158,22 @@ class Sparsify(Pass):
         for option, value, right, expected, meaning in checks:
             if not right:
                 raise UserError(OutOfRange(None, option, f"{value:g}", expected, meaning))
+        self._demand_trained([stage for stage in module.stages if stage.name in models_of(module)])
+
+    def _demand_trained(self, models: Sequence[Stage]) -> None:
+        """Raises UserError where models that sample have no predictor that a run has trained."""
+        if not models:
+            return
+        if self.file is not None:
+            raise UserError(Measured(None, self.file))
+        names, example = " and ".join(f"`{stage.name}`" for stage in models), f'"{models[0].name}"'
+        learned = [learned_densities(stage) for stage in models]
+        if all(layers is None for layers in learned):
+            raise UserError(NotTrained(None, names, "the sampler file names no predictors", example))
+        if not any(learned):
+            raise UserError(NotTrained(None, names, "in its checkpoint no layer's predictor is ready", example))
+        for stage in models:
+            rank = count_in(stage, "predictor_rank")
+            if self.rank is not None and rank and rank != self.rank:
+                meaning = "features of the predictor; leave it out"
+                raise UserError(OutOfRange(None, "rank", str(self.rank), f"{rank}, as it was trained", meaning))

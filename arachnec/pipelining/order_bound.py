@@ -143,7 +143,7 @@ def _shares(limit: float, items: list[tuple[float, float]]) -> Iterator[Callable
     """Functions under which sizes that fit together still sum to at most 1."""
     yield lambda size: size / limit
     sizes = {size for size, _ in items}
-    for least in {min(size, limit - size) for size in sizes if 0 < size < limit} | {limit / 2}:
+    for least in {min(size, limit - size) for size in sizes}:  # none above zero: as the first
 
         def truncated(size: float, least: float = least) -> float:
             return 1.0 if size > limit - least else size / limit if size >= least else 0.0

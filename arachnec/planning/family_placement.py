@@ -112,7 +112,7 @@ def family_placements(cascades: Sequence[Cascade], cost: CostModel, worth: float
         groups = [choice.first_free(cascade, inputs, free) for choice in _pools_of_groups(cascade, cost)]
         if groups:
             placed = min((on(cascade, ranks, inputs, times, cost) for ranks in groups), key=_end)
-            waits = placed.start - float(np.partition(free, cascade.degree - 1)[cascade.degree - 1])
+            waits = placed.start - _free_together(free, cascade.degree)
             if waits >= worth and (other := _anywhere(cascade, inputs, times, cost)).end + worth <= placed.end:
                 placed = other
         else:
@@ -122,6 +122,13 @@ def family_placements(cascades: Sequence[Cascade], cost: CostModel, worth: float
         for rank in placed.ranks:
             times[rank] = placed.end
     return list(done.values())
+
+
+def _free_together(free: NDArray[np.float64], count: int) -> float:
+    """ms from which any ``count`` ranks are free."""
+    import numpy as np
+
+    return float(np.sort(free)[count - 1])
 
 
 def _end(cascade: Cascade) -> float:

@@ -96,7 +96,8 @@ def _free_cells(
     first = max(ready, sorted(free)[wanted - 1]) + TOLERANCE + NEGLIGIBLE * (cascade.end - cascade.start)
     near = {rank // cell for producer in inputs for rank in producer.ranks}
     early = [number for number, moment in enumerate(free) if moment <= first]
-    runs = [run for at in range(0, len(free), wanted) if set(run := range(at, at + wanted)) <= set(early)]
+    at_hand = frozenset(early)
+    runs = [run for at in range(0, len(free), wanted) if at_hand.issuperset(run := range(at, at + wanted))]
     if runs:
         picked = min(runs, key=lambda run: (-len(near.intersection(run)), -sum(free[c] for c in run), run[0]))
         cells: Sequence[int] = picked

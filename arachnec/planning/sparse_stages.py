@@ -20,6 +20,7 @@ ATTENTION = "aten.scaled_dot_product_attention.default"
 SOFTMAXES = ("aten.softmax.int", "aten._softmax.default")
 TERA, GIB = 10**12, 2**30
 PREDICTOR_BYTES = 16  # of a parameter: itself, its gradient and AdamW's moments, all fp32
+FROZEN_BYTES = 4  # of one that only predicts
 DENSE_FORM = "is written as products and a softmax, not as one attention"
 
 
@@ -47,11 +48,15 @@ class ClassAttention:
 
 
 def sparse_stage(
-    stage: Stage, graphs: Sequence[Graph], densities: Mapping[int, tuple[float, ...]] | float, choice: Choice
+    stage: Stage,
+    graphs: Sequence[Graph],
+    densities: Mapping[int, tuple[float, ...]] | float,
+    choice: Choice,
+    lacking: str = "is not in the sparsity file",
 ) -> Stage:
     """The stage with densities for the layers that can be sparse, and with reasons why other attentions are dense.
 
-    ``densities`` by layer, or one for all heads.
+    ``densities`` by layer, or one for all heads; a layer without ``lacking`` says why it has none.
     """
     blocks = block_names(stage)
     known = {graph.name: graph for graph in graphs}
@@ -65,7 +70,7 @@ def sparse_stage(
             else densities.get(number)
         )
         if attention is not None and own is None:
-            reasons.append((blocks[kind], f"layer {number} is not in the sparsity file"))
+            reasons.append((blocks[kind], f"layer {number} {lacking}"))
         elif attention is not None and own:
             layers[number] = LayerDensity(pair_share(stage, kind), own)
     dense = tuple(dict.fromkeys(reasons))
@@ -73,7 +78,8 @@ def sparse_stage(
         return replace(stage, attrs=stage.attrs.updated(dense=dense or None))
     attention = next(iter(attentions.values()))
     predictors = 2 * attention.heads * attention.size * choice.rank * len(layers)
-    state = Quantity(gib(stage.attrs.get("state")) + PREDICTOR_BYTES * predictors / GIB, "GiB")
+    parameter = PREDICTOR_BYTES if stage.trained else FROZEN_BYTES
+    state = Quantity(gib(stage.attrs.get("state")) + parameter * predictors / GIB, "GiB")
     return replace(
         stage,
         attrs=stage.attrs.updated(
@@ -91,6 +97,14 @@ def sparse_stage(
             sparse_speed=choice.speed,
         ),
     )
+
+
+def attentions_of(stage: Stage, graphs: Sequence[Graph]) -> Mapping[int, tuple[ClassAttention, float]]:
+    """For every layer that can be sparse its attention, and its share of the stage's pairs of tokens."""
+    blocks = block_names(stage)
+    attentions, _ = _by_class(stage, blocks, {graph.name: graph for graph in graphs})
+    kinds = enumerate(layer_classes(stage, blocks))
+    return {number: (attentions[kind], pair_share(stage, kind)) for number, kind in kinds if kind in attentions}
 
 
 def predictor_gib(stage: Stage) -> float:

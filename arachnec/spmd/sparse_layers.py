@@ -116,6 +116,10 @@ class SparseCascade:
             return objective
         return objective * torch.where(torch.stack(self.overflowed).any(), math.nan, 1.0).to(objective.dtype)
 
+    def for_another_forward(self) -> SparseCascade:
+        """The same with no lists yet."""
+        return replace(self, lists={}, shares={}, measured={}, fetched=set(), overflowed=[])
+
     def of_block(self, path: str) -> OfBlock:
         return OfBlock(self, path)
 

@@ -98,8 +98,8 @@ def applied(change: Change, root: Path) -> None:
 
 
 def nearest_first(change: Change, root: Path) -> list[str]:
-    """The test files of the change's part: those that name its file or import from it most often first, then the
-    shortest, then the golden tests, which start with what is imported everywhere."""
+    """The test files of the change's part: rules of the house, which take a second, then those that name its file or
+    import from it most often, then the shortest, then the golden tests, which start with what all import."""
     part, stem = Path(change.file).parent.relative_to("arachnec").as_posix(), Path(change.file).stem
     files = [
         file
@@ -107,7 +107,8 @@ def nearest_first(change: Change, root: Path) -> list[str]:
         for file in (sorted((root / place).glob("test_*.py")) if (root / place).is_dir() else [root / place])
     ]
     texts = {file: file.read_text() for file in files}
-    files.sort(key=lambda file: (-texts[file].count(stem), "golden" in file.parts, len(texts[file])))
+    house = {root / rule for rule in HOUSE}
+    files.sort(key=lambda file: (file not in house, -texts[file].count(stem), "golden" in file.parts, len(texts[file])))
     return [str(file.relative_to(root)) for file in files]
 
 

@@ -14,6 +14,7 @@ from arachnec.commands.request_tables import print_request_plan
 from arachnec.data.requests import Request
 from arachnec.executable.program_input import demand_own_requests
 from arachnec.executable.sampling_folder import Settings, read_sampling_executable, write_sampling_executable
+from arachnec.generation.run import planned_stages
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.parser import parse_file
 from arachnec.models.sampler_file import load_sampler_file
@@ -150,12 +151,13 @@ def test_an_edited_executable_is_held_to_what_was_asked_for(files: tuple[Path, P
         requests=requests, settings=settings,
     )  # fmt: skip
     executable = read_sampling_executable(tmp_path / "exe")
-    demand_own_requests(executable, executable.program)
+    stages = planned_stages(executable)
+    demand_own_requests(executable, executable.program, stages)
     fewer = replace(module.clips[0], attrs=module.clips[0].attrs.updated(steps=1))
     with pytest.raises(UserError, match="steps = 1 in the program"):
-        demand_own_requests(executable, replace(module, clips=(fewer, *module.clips[1:])))
+        demand_own_requests(executable, replace(module, clips=(fewer, *module.clips[1:])), stages)
     with pytest.raises(UserError, match="leaves out clip 0"):
-        demand_own_requests(executable, replace(module, clips=module.clips[1:]))
+        demand_own_requests(executable, replace(module, clips=module.clips[1:]), stages)
     (tmp_path / "exe" / "requests.json").write_text("[]")
     with pytest.raises(UserError, match=r"requests\.json in .* is not the one"):
         read_sampling_executable(tmp_path / "exe")

@@ -106,6 +106,7 @@ def test_latency_and_speed_of_links_are_what_shared_cascades_took_beyond_computi
     assert links is not None
     assert (links.latency, links.intra) == (pytest.approx(us, rel=1e-3), pytest.approx(gbs, rel=1e-3))
     assert sent(shared[0], links) == pytest.approx(60 * us * 1e-3 + 3e8 / (gbs * 1e6), rel=1e-3)
+    assert fit_links([(shared, made_of)], LinkProfile(7.0, 9.0)) == links, "sizes differ: nothing plain is needed"
     assert sent(shared[0], None) == 0.0
     assert sent(Measurement(1, 9, 9, 1, 1.0), links) == 0.0
     free = [msgspec.structs.replace(run, ms=took(made_of, 1, 9000, 16, run.degree)) for run in shared]
@@ -292,3 +293,26 @@ def test_attention_over_chosen_keys_is_fitted_part_by_part(shares: list[float]) 
     for bad in ([], [msgspec.structs.replace(times[0], choice=0.0)]):
         with pytest.raises(ValueError, match="positive times"):
             fit_sparse(64, bad)
+
+
+def test_bytes_that_took_no_time_travel_as_plain_messages_do() -> None:
+    """The more bytes, the less it took: the rate comes to nothing, and is taken from messages that did nothing else."""
+    made_of = {"1": 3.0}
+    shared = [
+        Measurement(1, 9000, 16, 2, 3.0 + messages * 0.01, messages, moved)
+        for messages, moved in ((10, 9e8), (100, 8e8), (1000, 1e6))
+    ]
+    alone = fit_links([(shared, made_of)])
+    beside = fit_links([(shared, made_of)], LinkProfile(7.0, 9.0))
+    assert alone is not None and beside is not None
+    assert alone.intra == MOST_GBS
+    assert beside.intra == pytest.approx(9.0)
+    parts = [(run.messages / run.ms, max(0.0, run.ms - 3.0 - run.moved / 9e6) / run.ms) for run in shared]
+    latency = sum(count * left for count, left in parts) / sum(count * count for count, _ in parts)
+    assert beside.latency == pytest.approx(latency * 1e3), "least squares of what is left"
+
+
+@pytest.mark.parametrize("times", [(0.0, 5.0), (5.0, 0.0), (-1.0, 5.0), ()])
+def test_a_fit_wants_times_that_are_all_positive(times: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match="positive times"):
+        fit([Measurement(1, 100 * at + 100, 16, 1, ms) for at, ms in enumerate(times)])

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from arachnec.cost import profile
 from arachnec.cost.profile import read_profile
 from arachnec.ir.diagnostic import UserError
 
@@ -39,18 +40,18 @@ LIMITS: tuple[tuple[str, float, str], ...] = (
 
 
 def with_value(place: str, value: object) -> dict[str, Any]:
-    profile: dict[str, Any] = json.loads(json.dumps(VALID))
+    changed: dict[str, Any] = json.loads(json.dumps(VALID))
     *path, last = place.split(".")
-    inner: Any = profile
+    inner: Any = changed
     for step in path:
         inner = inner[int(step)] if step.isdigit() else inner[step]
     inner[last] = value
-    return profile
+    return changed
 
 
-def written(folder: Path, profile: object) -> Path:
+def written(folder: Path, content: object) -> Path:
     path = folder / "p.profile.json"
-    path.write_text(json.dumps(profile))
+    path.write_text(json.dumps(content))
     return path
 
 
@@ -68,6 +69,16 @@ def test_what_is_less_than_that_is_none(tmp_path: Path, place: str, value: float
     with pytest.raises(UserError) as refused:
         read_profile(written(tmp_path, with_value(place, value)))
     assert says in str(refused.value)
+
+
+def test_a_profile_may_be_as_large_as_the_limit_and_no_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = written(tmp_path, VALID)
+    size = file.stat().st_size
+    monkeypatch.setattr(profile, "LARGEST_FILE", size)
+    assert read_profile(file).machine == "m"
+    monkeypatch.setattr(profile, "LARGEST_FILE", size - 1)
+    with pytest.raises(UserError, match="larger than 0 MiB"):
+        read_profile(file)
 
 
 @pytest.mark.parametrize(

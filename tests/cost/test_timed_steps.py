@@ -9,11 +9,12 @@ import pytest
 
 from arachnec.cost.model import CostModel
 from arachnec.cost.profile import Measurement, fit_profile, write_profile
-from arachnec.cost.timed_steps import interpolated
-from arachnec.ir.nodes import Cascade, Module
+from arachnec.cost.timed_steps import TimedStep, correction, interpolated
+from arachnec.ir.nodes import Cascade, Module, Phase
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.sampling import planned_steps
+from arachnec.ir.values import Attributes
 from arachnec.passes.infra.pipeline import Pipeline
 from tests.planning.test_sampling_plan import SHAPES, request, tokens, traced
 
@@ -74,7 +75,31 @@ def test_what_was_measured_survives_printing(costed: Module) -> None:
     assert costed.stage("large").attrs["timed"] and "timed" not in costed.stage("text").attrs
 
 
-@pytest.mark.parametrize(("at", "value"), [(1, 2.0), (2, 2.0), (3, 3.0), (4, 4.0), (9, 4.0)])
+@pytest.mark.parametrize(("at", "value"), [(1, 2.0), (2, 2.0), (3, 3.0), (4, 4.0), (5, 4.5), (9, 5.0)])
 def test_points_are_joined_by_lines(at: int, value: float) -> None:
-    assert interpolated([(2, 2.0), (4, 4.0)], at) == value
+    assert interpolated([(2, 2.0), (4, 4.0), (6, 5.0)], at) == value
     assert interpolated([], at) == 1.0
+
+
+def test_a_degree_that_was_not_timed_costs_what_its_batch_did_on_one_rank() -> None:
+    cascade = Cascade("0", Phase.DENOISE, "dit", (0,), 2, 100, 8, (), Attributes.of(steps=(0, 3), branches=1))
+    rows = [TimedStep(1, 2, 100, 8, 30.0), TimedStep(2, 2, 100, 8, 40.0), TimedStep(1, 2, 999, 8, 7.0)]
+
+    def ratio(degree: int, rows: list[TimedStep]) -> float:
+        return correction(cascade, degree, rows, lambda _, ranks: 10.0 * ranks)
+
+    assert (ratio(1, rows), ratio(2, rows), ratio(4, rows)) == (3.0, 2.0, 3.0)
+    assert ratio(4, rows[1:2]) == 1.0, "of two ranks nothing follows for four"
+    assert ratio(4, rows[2:]) == 1.0, "nor of another length"
+    assert correction(replace(cascade, phase=Phase.ENCODE), 1, rows, lambda *_: 10.0) == 1.0
+
+
+def test_what_one_machine_took_says_nothing_of_ranks_on_two(costed: Module) -> None:
+    pod = costed.cluster
+    assert pod is not None and pod.gpus == 4
+    two = replace(costed, cluster=replace(pod, attrs=pod.attrs.updated(nodes=2)))
+    cost, plain, alone = CostModel(two), CostModel(untimed(two)), of(two, 0)
+    assert cost.time(alone, 2, ranks=(3, 4)) == pytest.approx(plain.time(alone, 2, ranks=(3, 4)))
+    measured, formula = (model.time(alone, 2, ranks=(4, 5)) for model in (cost, plain))
+    assert measured == pytest.approx(planned_steps(alone) * 75, rel=1e-4)
+    assert formula != pytest.approx(measured, rel=0.01)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from torch import Tensor
 from arachnec.checkpoint.files import write_file
 from arachnec.checkpoint.folder import Position, step_folder, write_commit
 from arachnec.checkpoint.parts import Part
+from arachnec.checkpoint.trained_predictors import FILE, TrainedLayer, trained_predictors
 from arachnec.executable.folder import MODEL
 from arachnec.executable.training_options import Training
 from arachnec.export.folder import Exported, export
@@ -76,13 +78,20 @@ class Trained:
 def trained(tmp_path: Path) -> Callable[..., Trained]:
     """Train the model of a source: every parameter that trains has moved, by 2 in its average."""
 
-    def make(source: str, *, ema: bool = False, dtype: str = "fp32", init: Path | None = None) -> Trained:
+    def make(
+        source: str,
+        *,
+        ema: bool = False,
+        dtype: str = "fp32",
+        init: Path | None = None,
+        more: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> Trained:
         path = tmp_path / "model.py"
         path.write_text(source)
         file = load_model_file(path)
         torch.manual_seed(4)  # the run's seed
         model: Any = file.build()
-        state: dict[str, Tensor] = {f"buffer/{name}": value for name, value in model.named_buffers()}
+        state: dict[str, Tensor] = {f"buffer/{name}": value for name, value in model.named_buffers()} | dict(more)
         with torch.no_grad():
             for name, value in model.named_parameters():
                 if value.requires_grad:
@@ -133,6 +142,27 @@ def test_from_pretrained_gives_the_trained_model(trained: Callable[..., Trained]
     assert {path.name for path in again.files} == {"config.json", "diffusion_pytorch_model.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in again.files}
     assert torch.equal(output(loaded(tmp_path / "out")), output(run.model))
+
+
+def test_predictors_of_sparse_attention_lie_beside_the_weights(trained: Callable[..., Trained], tmp_path: Path) -> None:
+    """Cut between two files of the checkpoint, whole in the export; a later export without them leaves none."""
+    row = torch.tensor([0.7, 0.4, 0.3, 0.6, 1.0], dtype=torch.float64)
+    sides = {f"predictor/{side}/blocks.0.0": torch.randn(2 * 4 * 3) for side in ("query", "key")}
+    moments = {"predictor/exp_avg/query/blocks.0.0": torch.zeros(24)}
+    run = trained(FULL, more={"predictor/layer/blocks.0.0": row, **sides, **moments})
+    exported = run(tmp_path / "out")
+    assert tmp_path / "out" / FILE in exported.files
+    held = trained_predictors(tmp_path / "out")
+    assert held.layers == {("blocks.0", 0): TrainedLayer((0.3, 0.6), True)}
+    query, key = held.projections(("blocks.0", 0), (2, 4, 3))
+    assert torch.equal(query.flatten(), sides["predictor/query/blocks.0.0"])
+    assert torch.equal(key.flatten(), sides["predictor/key/blocks.0.0"])
+    assert trained_predictors(tmp_path / "checkpoints").layers == held.layers
+    assert set(held.stored) == {"predictor/layer/blocks.0.0", *sides}
+    assert torch.equal(output(loaded(tmp_path / "out")), output(run.model))
+    shutil.rmtree(tmp_path / "checkpoints")
+    trained(FULL)(tmp_path / "out")
+    assert not (tmp_path / "out" / FILE).exists()
 
 
 @pytest.mark.parametrize("source", [ADDED, WRAPPED], ids=["add_adapter", "get_peft_model"])

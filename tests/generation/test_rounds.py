@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 
 from arachnec.data.switch import Switch, parse_switch
 from arachnec.executable.sampling_folder import Settings
+from arachnec.generation.plan import traced
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import LATENTS, Outcome, Results
 from arachnec.generation.round_planning import Question, plan_again
@@ -23,8 +24,11 @@ from arachnec.ir.printer import print_module
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
+from tests.distributed.executor_cases import cluster
 from tests.distributed.harness import run_ranks
+from tests.generation import cases
 from tests.generation.cases import ENCODER, REQUESTS, expected, partitioned, sampling_of, written
+from tests.generation.sparse_cases import FORCED, checkpoint, predictors
 
 pytest.importorskip("diffusers")
 
@@ -87,3 +91,25 @@ def test_latents_do_not_depend_on_what_is_planned_again(tmp_path: Path) -> None:
         fixed = sampling_of(sampling.sampler, parse_switch(f"fixed={OUTCOMES[request.steps]}"))
         latents = load_file(tmp_path / "out" / f"{request.id}.safetensors")[LATENTS]
         torch.testing.assert_close(latents, expected(fixed, request), rtol=1e-4, atol=1e-5)
+
+
+def test_what_is_planned_again_attends_to_the_same_keys(tmp_path: Path) -> None:
+    """The rest has other segments, on other ranks; layers stay sparse in it."""
+    more = predictors(large=checkpoint(tmp_path / "run"), small=tmp_path / "run")
+    sampling = sampling_of(written(tmp_path, more), RULE)
+    sparse = f"sparsify{{{FORCED}}},segment{{length=2}},annotate,schedule-sampling"
+    passes = f"{sparse}{{policy=one-degree}},place,rounds{{most=5,least=1us}},lower,check"
+    program = Pipeline.parse(passes).run(traced(sampling, ROWS).module(cluster(2)))
+    (tmp_path / "out").mkdir()
+    told = run_ranks(2, _run, tmp_path, print_module(program))
+    assert all(taken >= 1 for _, taken, _ in told)
+    last = checked(parse_module(told[0][2]))
+    assert all(cascade.attrs.get("sparse") == (0, 1) for cascade in last.cascades)
+    rounds = {id: load_file(tmp_path / "out" / f"{id}.safetensors")[LATENTS] for id in "abc"}
+    for request in ROWS:
+        rule = parse_switch(f"fixed={OUTCOMES[request.steps]}")
+        one = traced(sampling_of(sampling.sampler, rule), (request,)).module(cluster(1))
+        (tmp_path / "out" / f"{request.id}.safetensors").unlink()
+        alone = Pipeline.parse(f"{sparse}{{steps=20}},place,lower,check").run(one)
+        ((_, latents),) = cases.run(tmp_path, alone, rule, (request,)).values()
+        torch.testing.assert_close(rounds[str(request.id)], latents, rtol=1e-4, atol=1e-5)

@@ -120,6 +120,7 @@ UNSAID: dict[str, None] = dict.fromkeys(
         "host",
         "density",
         "measured",
+        "learned",
         "division",
         "sparse_speed",
         "query_group",

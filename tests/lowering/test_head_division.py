@@ -23,7 +23,7 @@ def stage(**said: Value | None) -> Stage:
 def planned(of: Stage, **said: Value | None) -> Module:
     """Of a clip on two ranks the layers 2, 5 and 7 are sparse."""
     cascade = timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 10.0), (0, 1))
-    attrs = cascade.attrs.updated(sparse=(2, 5, 7), **said)
+    attrs = cascade.attrs.updated(**{"sparse": (2, 5, 7)} | said)
     return replace(module_of(cluster(), [CLIP], [replace(cascade, attrs=attrs)]), stages=(of,))
 
 
@@ -41,6 +41,12 @@ def test_every_head_of_every_sparse_layer_is_somebodys() -> None:
         for head, place in enumerate(places):
             whole = sorted((start, stop) for own, _, start, stop in parts if own == head)
             assert (whole == []) if place != CUT else (whole[0][0], whole[-1][1]) == (0, 10)
+
+
+def test_one_sparse_layer_is_divided_like_many() -> None:
+    (all_three,) = with_heads(planned(stage(query_group=100)))
+    (one,) = with_heads(planned(stage(query_group=100), sparse=(5,)))
+    assert one.attrs["heads"] == tuple(row for row in all_three.attrs["heads"] if row[0] == (5,))  # type: ignore[union-attr,index]
 
 
 def test_given_heads_stay_and_one_rank_has_all() -> None:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +17,9 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module, Phase, Reduce
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.planning.family_placement import family_placements
+from arachnec.planning import family_placement, placement
+from arachnec.planning.family_placement import _free_together, family_placements
+from arachnec.planning.handoff_memory import Overflow, ValuesFitNowhere
 from arachnec.planning.placement import _free_cells, cell_placements, end_of, in_order, on_ranks
 from arachnec.planning.rank_choice import TOLERANCE
 from arachnec.planning.staged_placement import PlaceTooSmall, is_pipeline, stage_places, staged_placements
@@ -109,10 +112,7 @@ def test_what_is_dealt_out_takes_the_cells_that_are_free_first(
 ) -> None:
     """Next to each other where they can be; nearest to the inputs; those that idle least; those of the least number."""
     tokens, degrees, starts = case
-    costed = module("2x4:h100-80g", tokens, encoders=1)
-    dit = costed.stages[-1]
-    stages = (*costed.stages[:-1], replace(dit, attrs=dit.attrs.updated(cell=2)))
-    cost = CostModel(replace(costed, stages=stages))
+    cost = in_cells_of_two("2x4:h100-80g", tokens)
 
     def choose(cascade: Cascade, inputs: list[Cascade], free: list[float], slack: float) -> list[tuple[int, ...]]:
         if cascade.phase is Phase.ENCODE:
@@ -135,20 +135,78 @@ def test_what_is_dealt_out_takes_the_cells_that_are_free_first(
     demand_choices(cascades, cell_placements(cascades, cost), cost, choose)
 
 
-@pytest.mark.parametrize(("late", "cell"), [(0.0, 1), (0.99, 1), (1.01, 0)])
-@pytest.mark.parametrize("took", [0.5, 30.0, 4000.0])
+@pytest.mark.parametrize(("late", "cell"), [(0.0, 1), (0.99, 1), (1.0, 1), (1.01, 0)])
+@pytest.mark.parametrize("took", [1e-6, 0.5, 30.0, 4000.0])
 def test_a_cell_that_holds_the_input_may_be_free_later_by_a_small_part_of_the_time(
     took: float, late: float, cell: int
 ) -> None:
-    costed = module("1x4:h100-80g", [900], encoders=1)
-    dit = costed.stages[-1]
-    cost = CostModel(replace(costed, stages=(*costed.stages[:-1], replace(dit, attrs=dit.attrs.updated(cell=2)))))
-    encoder, cascade = costed.cascades
+    cost = in_cells_of_two("1x4:h100-80g", [900])
+    encoder, cascade = cost.module.cascades
     source = encoder.with_attrs(start=Quantity(0.0, "ms"), end=Quantity(0.0, "ms"), ranks=(2,))
-    times = {"start": Quantity(0.0, "ms"), "end": Quantity(took, "ms")}
-    free = late * (TOLERANCE + NEGLIGIBLE * took)
+    times = {"start": Quantity(2.0 * took, "ms"), "end": Quantity(3.0 * took, "ms")}
+    free = late * (TOLERANCE + NEGLIGIBLE * (3.0 * took - 2.0 * took))
     ranks = _free_cells(cascade.with_attrs(degree=2, **times), 2, [source], (0.0, 0.0, free, free), cost)
     assert ranks == (2 * cell, 2 * cell + 1)
+
+
+def in_cells_of_two(cluster: str, tokens: list[int], encoders: int = 1) -> CostModel:
+    """The transformer is dealt out over cells of two."""
+    costed = module(cluster, tokens, encoders=encoders)
+    dit = costed.stages[-1]
+    return CostModel(replace(costed, stages=(*costed.stages[:-1], replace(dit, attrs=dit.attrs.updated(cell=2)))))
+
+
+def test_what_is_dealt_out_waits_for_a_whole_cell_and_what_is_not_takes_any_rank() -> None:
+    """Encoders leave the ranks 1 and 3 early: one of each cell. Another encoder takes these, a transformer waits."""
+    cost = in_cells_of_two("1x4:h100-80g", [30000, 900, 30000, 900, 900])
+    encoders = [c for c in cost.module.cascades if c.phase is Phase.ENCODE]
+    (last,) = (c for c in cost.module.cascades if c.phase is Phase.TRAIN and c.clips == (4,))
+    begun = [cascade.with_attrs(degree=1) for cascade in encoders]
+    apart = replace(last, inputs=()).with_attrs(degree=2)
+    cascades = [
+        cascade.with_attrs(start=Quantity(float(at), "ms"), end=Quantity(at + cost.time(cascade, cascade.degree), "ms"))
+        for at, cascade in enumerate([*begun, apart])
+    ]
+    *short, wide = cell_placements(cascades, cost)
+    assert [cascade.ranks for cascade in short[:4]] == [(0,), (1,), (2,), (3,)]
+    assert short[4].ranks == (1,)
+    assert wide.ranks in ((0, 1), (2, 3))
+    assert wide.start == min(short[0].end, short[2].end) > short[4].end
+
+
+def test_a_cell_is_chosen_for_the_input_that_comes_last_and_without_inputs_for_now() -> None:
+    """A cell that is free by the last input is as good as one that is free at once: the one nearer to them is taken."""
+    cost = in_cells_of_two("1x4:h100-80g", [900], encoders=2)
+    *encoders, cascade = cost.module.cascades
+    times = {"start": Quantity(0.0, "ms"), "end": Quantity(1.0, "ms")}
+    wide = cascade.with_attrs(degree=2, **times)
+    sources = [
+        encoder.with_attrs(start=Quantity(0.0, "ms"), end=Quantity(end, "ms"), ranks=(2,))
+        for encoder, end in zip(encoders, (0.0, 5.0), strict=True)
+    ]
+    assert _free_cells(wide, 2, sources, (0.0, 0.0, 4.0, 4.0), cost) == (2, 3)
+    assert _free_cells(wide, 2, sources[:1], (0.0, 0.0, 4.0, 4.0), cost) == (0, 1)
+    assert _free_cells(wide, 2, [], (0.0, 0.0, 0.5, 0.5), cost) == (0, 1), "the one that idles least is not free yet"
+
+
+def test_of_cells_that_are_not_next_to_each_other_those_that_idle_least_are_taken() -> None:
+    """One cell of each pair of cells is free when the input comes, the others are not."""
+    cost = in_cells_of_two("2x8:h100-80g", [900])
+    encoder, cascade = cost.module.cascades
+    source = encoder.with_attrs(start=Quantity(0.0, "ms"), end=Quantity(5.0, "ms"), ranks=(15,))
+    wide = cascade.with_attrs(degree=4, start=Quantity(0.0, "ms"), end=Quantity(1.0, "ms"))
+    by_cell = (1.0, 99.0, 4.0, 99.0, 3.0, 99.0, 99.0, 99.0)
+    free = tuple(moment for moment in by_cell for _ in range(2))
+    assert _free_cells(wide, 2, [source], free, cost) == (4, 5, 8, 9)
+    near = source.with_attrs(ranks=(1,))
+    assert _free_cells(wide, 2, [near], free, cost) == (0, 1, 4, 5)
+    pairs = tuple(moment for moment in (1.0, 4.0, 3.0, 4.0, 99.0, 99.0, 2.0, 2.0) for _ in range(2))
+    assert _free_cells(wide, 2, [source.with_attrs(ranks=(9,))], pairs, cost) == (4, 5, 6, 7), "next to each other"
+
+
+def test_any_ranks_are_free_together_when_the_last_of_them_is() -> None:
+    free = np.array([7.0, 1.0, 5.0, 3.0])
+    assert [_free_together(free, count) for count in (1, 2, 3, 4)] == [1.0, 3.0, 5.0, 7.0]
 
 
 @given(CASES)
@@ -200,8 +258,85 @@ def test_a_cascade_goes_anywhere_where_it_ends_so_much_earlier() -> None:
     assert (same.ranks, other.ranks) == (patient[4].ranks, hasty[4].ranks)
 
 
+@pytest.mark.parametrize(
+    ("looks", "candidates", "tried", "taken"),
+    [
+        (99, [(150.0, 1.0), (100.1, 1.0), (99.0, 1.0)], 2, 1),  # as long as scheduled, but for a part in a thousand
+        (99, [(150.0, 1.0), (100.100002, 1.0), (100.2, 1.0)], 3, 1),
+        (99, [(100.0, 1.5), (120.0, 1.0), (130.0, 1.0)], 3, 1),  # a group outside the family has its price
+        (99, [(120.0, 1.0), (120.0, 1.0)], 2, 0),
+        (4, [(150.0, 1.0), (140.0, 1.0), (130.0, 1.0)], 2, 1),  # as many as there are looks for
+        (1, [(150.0, 1.0), (140.0, 1.0)], 1, 0),  # one at least
+    ],
+)
+def test_placements_are_tried_until_one_is_as_long_as_scheduled_and_the_cheapest_is_taken(
+    looks: int,
+    candidates: list[tuple[float, float]],
+    tried: int,
+    taken: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    costed = module("1x4:h100-80g", [900, 900], encoders=0)
+    times = {"start": Quantity(0.0, "ms"), "end": Quantity(100.0, "ms")}
+    cascades = [cascade.with_attrs(degree=1, **times) for cascade in costed.cascades]
+    placed = [[one.with_attrs(end=Quantity(end, "ms")) for one in cascades] for end, _ in candidates]
+    given: list[int] = []
+    alone: list[bool] = []
+
+    def candidates_of(_: Sequence[Cascade], __: CostModel, *, one: bool) -> Iterator[list[Cascade]]:
+        alone.append(one)
+        for number, cascades in enumerate(placed):
+            given.append(number)
+            yield cascades
+
+    prices = {id(cascades): price for cascades, (_, price) in zip(placed, candidates, strict=True)}
+    monkeypatch.setattr(family_placement, "PLACED", looks)
+    monkeypatch.setattr(family_placement, "_candidates", candidates_of)
+    monkeypatch.setattr(family_placement, "markup", lambda cascades, _: prices[id(cascades)])
+    assert family_placement.priced_placement(cascades, CostModel(costed)) is placed[taken]
+    assert given == list(range(tried))
+    assert alone == [tried == 1]
+
+
+def test_one_cascade_has_all_the_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    costed = module("1x4:h100-80g", [900], encoders=0)
+    (cascade,) = (one.with_attrs(start=Quantity(0.0, "ms"), end=Quantity(100.0, "ms")) for one in costed.cascades)
+    placed = [[cascade.with_attrs(degree=1, ranks=(0,), end=Quantity(end, "ms"))] for end in (150.0, 140.0, 130.0)]
+    monkeypatch.setattr(family_placement, "PLACED", 2)
+    monkeypatch.setattr(family_placement, "_candidates", lambda *_, one: iter(placed if not one else ()))
+    assert family_placement.priced_placement([cascade], CostModel(costed)) is placed[1]
+
+
 def cost_of(cascades: Sequence[Cascade]) -> CostModel:
     return CostModel(module("1x4:h100-80g", [cascade.tokens for cascade in cascades], encoders=0))
+
+
+def test_encoders_are_late_one_after_another_for_as_many_rounds_as_their_number_has_digits_then_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of five encoders two by themselves, then all five; if that does not fit either, nothing does."""
+    costed = module("1x4:h100-80g", [900] * 5, encoders=1)
+    cascades = scheduled(costed, (1,), (0.0,))
+    names = [cascade.name for cascade in cascades if cascade.phase is Phase.ENCODE]
+    lates: list[set[str]] = []
+    waiting = iter(names)
+
+    def overfull(*_: object) -> Overflow:
+        return Overflow(ValuesFitNowhere(None, 0, "train %1", 2.0, 1.0, 1.0), frozenset({next(waiting)}))
+
+    def noted(turns: object, ranks: object, late: set[str], cost: object) -> tuple[()]:
+        lates.append(set(late))
+        return ()
+
+    monkeypatch.setattr(placement, "is_roomy", lambda *_: False)
+    monkeypatch.setattr(placement, "find_overflow", overfull)
+    monkeypatch.setattr(placement, "late_order", noted)
+    placed = on_ranks(cascades, CostModel(costed), {cascade.name: (0,) for cascade in cascades})
+    with pytest.raises(UserError):
+        placement.within_memory(cascades, placed, CostModel(costed))
+    assert lates == [set(names[:1]), set(names[:2]), set(names)]
+    trained = [cascade for cascade in placed if cascade.phase is Phase.TRAIN]
+    assert placement.within_memory(trained, trained, CostModel(costed)) is trained, "no encoder can be late"
 
 
 @given(CASES, st.randoms(use_true_random=False))

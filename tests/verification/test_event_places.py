@@ -85,3 +85,17 @@ def test_events_stand_where_the_host_comes_to_them(module: Module, rng: random.R
         prefetched_receives(values, DEVICE, 80.0),
     ):
         assert sorted_events(handoffs, values, posted) == walked(values, posted)
+
+
+@given(placed_modules())
+def test_what_is_posted_in_place_stands_at_its_instruction_and_leaves_room_for_a_connection_before_it(
+    module: Module,
+) -> None:
+    """Where a collective of that instruction would stand, or two before."""
+    values = Values(lower(module))
+    handoffs = list(match_handoffs(values, []))
+    for one, event in zip(handoffs, _handoff_events(handoffs, {}), strict=True):
+        places = {rank: (number, 0, number) for rank, number in ((one.source, one.send), (one.target, one.receive))}
+        assert dict(event.places) == places
+    posted = _posted_places(values, {program.rank: in_place(program) for program in values.module.programs})
+    assert posted == {(one.target, one.receive): (one.receive, -2, one.receive) for one in handoffs}

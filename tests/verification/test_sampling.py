@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.analysis.uses import Values
-from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
+from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, Program
 from arachnec.ir.values import Attributes
 from arachnec.planning.sampling.segments import chain, segments_of
-from arachnec.verification.sampling import StepsLeft, WrongDecode, WrongStep, check_sampling
+from arachnec.verification.sampling import StepsLeft, WrongDecode, WrongStep, _rounds, check_sampling
 
 MODELS = ("large", "small")
 
@@ -64,6 +65,39 @@ def test_a_chain_is_accepted_where_every_outcome_takes_every_step_once(
     problems = list(check_sampling(Values(module_of(clip, mutated))))
     assert bool(problems) != right(clip, segments)  # type: ignore[arg-type]
     assert {type(problem) for problem in problems} <= {WrongStep, StepsLeft}
+
+
+@pytest.mark.parametrize(
+    ("steps", "problems"),
+    [
+        (["r1", "r2", "a2"], []),
+        (["a2", "r1", "r2"], ["its cascade is of round 2"]),
+        (["r1", "a2", "r2"], ["its cascade is of round 2"]),
+        (["r1", "a2"], ["its cascade is of round 2", "its list ends there, of 3 rounds"]),
+        (["r2", "r1", "a2"], ["1 is next", "2 is next"]),
+        (["r1", "r2", "r3"], ["its list ends there, of 3 rounds"]),
+        (["r1", "r2", "r2"], ["3 is next", "its list ends there, of 3 rounds"]),
+    ],
+)
+def test_a_rank_comes_to_every_round_in_turn_and_runs_its_cascades_in_theirs(
+    steps: list[str], problems: list[str]
+) -> None:
+    """``r2`` is the replan before round 2, ``a2`` a denoise of that round, which is the last."""
+    cascade = Cascade("a", Phase.DENOISE, "large", (0,), 1, 4, 0, (), Attributes.of(round=2))
+    instructions = tuple(
+        Instruction("replan", "large", (), Attributes.of(round=int(step[1])))
+        if step[0] == "r"
+        else Instruction("denoise", "a")
+        for step in steps
+    )
+    clip = Clip(0, 1, 16, 16, 0, 4, Attributes.of(steps=4, window=(4, 4), forecast=4))
+    before = Cascade("b", Phase.DENOISE, "large", (0,), 1, 4, 0)
+    module = replace(module_of(clip, (before, cascade)), programs=(Program(0, instructions),))
+    told = list(_rounds(Values(module)))
+    assert [problem.reason for problem in told] == problems
+    assert {problem.instruction.split()[0] for problem in told} <= {"replan", "denoise"}
+    assert all("large" in problem.instruction for problem in told if "ends there" in problem.reason)
+    assert not list(_rounds(Values(replace(module, cascades=(), programs=(Program(0, ()),)))))
 
 
 def test_a_decode_reads_the_last_segment_of_its_request() -> None:

@@ -25,6 +25,7 @@ from arachnec.backends.torch_distributed.checkpoints.job_end import end_of_job
 from arachnec.backends.torch_distributed.executor.attention import attention_by_grid
 from arachnec.backends.torch_distributed.executor.iteration import program_of
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.backends.torch_distributed.plans.stage_counts import says_other_stages
 from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.run_files import write_measured
@@ -378,7 +379,8 @@ def train(
     events.emit(report.Start(dist.get_world_size(), described(device), engine.done, engine.end - engine.done))
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
-    for note in (*notes, *trainer.notes(), *trainer.init_notes(options.init)):
+    stages = says_other_stages(executable.program, trainer.module)
+    for note in (*notes, *([] if stages is None else [stages]), *trainer.notes(), *trainer.init_notes(options.init)):
         events.emit(report.Note(note))
     for step in engine:
         events.emit(step.report)

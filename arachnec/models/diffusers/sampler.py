@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 
+from arachnec.checkpoint.trained_predictors import FILE as PREDICTORS
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -89,7 +90,7 @@ class Expert:
 @dataclass(frozen=True)
 class VideoSampler:
     """The functions of a sampler file: ``models``, ``scheduler``, ``start``, ``arguments`` and ``guidance``, and with
-    a ``pipeline``'s folder ``encoders`` and ``decoder``; of two models ``switch``."""
+    a ``pipeline``'s folder ``encoders`` and ``decoder``; of two models ``switch``; of exported ones ``predictors``."""
 
     experts: Mapping[str, Expert]
     make_scheduler: Callable[[], Any]
@@ -126,6 +127,11 @@ class VideoSampler:
 
     def switch(self) -> str:
         return SWITCH if self.boundary is None else f"boundary={self.boundary}"
+
+    def predictors(self) -> dict[str, Path]:
+        """Of models whose folder is an export with predictors of sparse attention."""
+        folders = {name: expert.folder for name, expert in self.experts.items() if expert.folder is not None}
+        return {name: folder for name, folder in folders.items() if (folder / PREDICTORS).is_file()}
 
     def encoders(self) -> dict[str, nn.Module]:
         """Those of the captions, with the pipeline's weights."""

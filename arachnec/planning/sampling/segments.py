@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from arachnec.cost.sparse_attention import with_sparse_layers
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, integer
 from arachnec.ir.sampling import asked_branches, forecast_of, models_of, outcomes_of, segment_of, steps_taken
@@ -154,7 +155,8 @@ def chain(
 ) -> list[Cascade]:
     """The cascades of one request, or of equal ones: its encoders, its segments in order, its decoder.
 
-    One that has ``begun`` goes on from there: its encoders have run.
+    One that has ``begun`` goes on from there: its encoders have run. Of a costed module segments say which layers they
+    run sparse.
     """
     models, decoder = models_of(module), module.attrs.get("decoder")
     clip, ids = requests[0], tuple(request.id for request in requests)
@@ -176,7 +178,7 @@ def chain(
         latents = (name,)
     if isinstance(decoder, str):
         cascades.append(cascade(Phase.DECODE, f"r{clip.id}.{decoder}", decoder, latents, Attributes()))
-    return cascades
+    return list(with_sparse_layers(cascades, module.stages))
 
 
 def begun_before(module: Module, cascades: Sequence[Cascade]) -> Begun | None:

@@ -25,7 +25,7 @@ from arachnec.cluster.topology import with_measured, with_slowdowns
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
-from arachnec.ir.nodes import Clip, Module
+from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
 from arachnec.launch.local_ranks import RankTold
@@ -100,7 +100,7 @@ class Answer(msgspec.Struct, frozen=True):
 
 @dataclass
 class IterationPlanner:
-    """Plans the iterations of an executable on ``world`` ranks, by its own pipeline."""
+    """Plans the iterations of an executable on ``world`` ranks, by its own pipeline (``on_other_ranks``)."""
 
     executable: Executable
     world: int
@@ -142,13 +142,25 @@ class IterationPlanner:
 
     @cached_property
     def _pipeline(self) -> Pipeline:
+        from arachnec.backends.torch_distributed.plans.other_ranks import on_other_ranks
         from arachnec.passes.infra.pipeline import Pipeline
         from arachnec.passes.infra.registry import installed, load_file
 
         registry = installed()
         for name in self.executable.header.load:
             registry = load_file(self.executable.folder / name, registry)
-        return Pipeline.parse(self.executable.header.pipeline, registry)
+        pipeline = Pipeline.parse(self.executable.header.pipeline, registry)
+        return pipeline if self._as_compiled else on_other_ranks(pipeline, self._cluster)
+
+    @cached_property
+    def _cluster(self) -> Cluster:
+        traced = self.executable.traced.cluster
+        assert traced is not None
+        return cluster_for(traced, self.world)
+
+    @property
+    def _as_compiled(self) -> bool:
+        return self._cluster == self.executable.traced.cluster
 
     @cached_property
     def _model(self) -> Module:
@@ -157,10 +169,9 @@ class IterationPlanner:
         What was chosen when it was compiled is held, unless it runs on other ranks.
         """
         traced, planned = self.executable.traced, self.executable.model
-        assert traced.cluster is not None
-        if self.world == traced.cluster.world:
+        if self._as_compiled:
             return replace(planned, clips=traced.clips)
-        return self._pipeline.run_model_part(replace(traced, cluster=cluster_for(traced.cluster, self.world)))
+        return self._pipeline.run_model_part(replace(traced, cluster=self._cluster))
 
 
 class BackgroundPlanner:
