@@ -1,155 +1,232 @@
-"""What a layer's gather and reduce-scatter take in a cell of these ranks, of the tensors that cells really move.
+"""What a layer's gather and reduce-scatter take in a cell of these ranks, alone and beside what the layers compute.
 
-More than plain messages of as many bytes: a reduce-scatter puts a layer's gradients together, and gloo adds up the
-whole where a ring would add up a share. Memory is what it is in a cascade: the same for every layer.
-
-Each runs alone, and beside compute as in a cascade: layer after layer, of a backward a gather and a reduce-scatter at
-once. Ranks that wait leave their cores idle; ranks that compute lose what their cores do for the collectives, and what
-they wait for each other at every layer.
+Copies of a model's block run one behind the other, forward and backward, as the layers of a cell do: gathered one
+ahead, released, gathered again, their gradients put together and reduce-scattered. What they take longer than the same
+copies with nothing to move is what compute beside the collectives was measured to take longer: the cores' time for
+them, values that come cold, and what ranks wait for each other at every layer.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from arachnec.cost.profile import GATHER, SCATTER, Collective
+from arachnec.ir.nodes import Instruction
+from arachnec.ir.values import Attributes
 from arachnec.model_state.cells.flat_layer import FlatLayer
-from arachnec.model_state.cells.layout import layouts_of
+from arachnec.model_state.cells.gathering import Gathering
+from arachnec.model_state.cells.layout import FlatLayout, layouts_of
+from arachnec.model_state.cells.slots import Slots
 from arachnec.model_state.kept_gradients import set_gradient
-from arachnec.runtime.agreement import gather
 
 SMALL = 1024  # parameters of the layer that tells the latency
-ROWS = 256  # of what the compute beside a collective multiplies
-LAYERS = 6  # one after another, beside compute
+LAYERS = 4  # one behind the other
 SIZES = ("small", "large")
 PHASES = tuple(f"{op} {size}{how}" for size in SIZES for op in (GATHER, SCATTER) for how in ("", " overlapped"))
+ALL = tuple(range(LAYERS))
+FORWARD = Instruction("forward", "layers", (), Attributes.of(gather=ALL, release=ALL))
+BACKWARD = Instruction("backward", "layers", (), Attributes.of(gather=ALL, release=ALL, scatter=ALL))
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a block was called with."""
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+
+    @classmethod
+    def of(cls, block: nn.Module, run: Callable[[], object]) -> Call:
+        """The first one of ``block`` while ``run`` goes on, its activations as leaves that train."""
+        seen: list[Call] = []
+
+        def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen.append(cls(*pytree.tree_map_only(Tensor, _leaf, (args, kwargs))))
+
+        handle = block.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            run()
+        finally:
+            handle.remove()
+        return seen[0]
+
+    def of_block(self, block: nn.Module) -> list[Tensor]:
+        """Everything that the block makes and that has a gradient."""
+        leaves = pytree.tree_leaves(block(*self.args, **self.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.requires_grad]
+
+
+@dataclass(frozen=True)
+class DealtLayers:
+    """Layers of a cell; what of them is ``dealt`` out, by layer."""
+
+    modules: Sequence[nn.Module]
+    dealt: Mapping[int, Sequence[FlatLayer]]
+    gathering: Gathering
+    group: dist.ProcessGroup
+    call: Call
+    now: Callable[[], float]  # in seconds
+
+    @classmethod
+    def of(
+        cls,
+        modules: Sequence[nn.Module],
+        whole: frozenset[str],
+        group: dist.ProcessGroup,
+        call: Call,
+        now: Callable[[], float],
+    ) -> DealtLayers:
+        """With the parameters of ``modules`` taken over, but for those that are ``whole``."""
+        named = {
+            f"{number}.{name}": value
+            for number, module in enumerate(modules)
+            for name, value in module.named_parameters()
+            if name not in whole
+        }
+        layers = {name: int(name.partition(".")[0]) for name in named}
+        layouts = layouts_of(named, layers, dist.get_world_size(group))
+        device = next(iter(named.values())).device
+        slots = Slots.of([(layouts, len(modules))], device)
+        dealt: dict[int, list[FlatLayer]] = {number: [] for number in range(len(modules))}
+        for number, flats in dealt.items():
+            own = [layout for layout in layouts if layout.layer == number]
+            for layout, place in zip(own, slots.places(number, len(modules), own), strict=True):
+                flats.append(_flat(named, layout, place, group))
+        gathering = Gathering(dealt, dict(enumerate(modules)), group, slots)
+        return cls(modules, dealt, gathering, group, call, now)
+
+    def run(self) -> tuple[float, ...]:
+        """ms of a gather alone, what a layer takes longer beside it, and both of a reduce-scatter. Collective."""
+        gather, scatter = self._alone()
+        moving, still = self._passes(moves=True), self._passes(moves=False)
+        forward, backward = (
+            _between(with_it - without, first)
+            for with_it, without, first in (
+                (moving[0], still[0], gather),
+                (moving[1], still[1], gather + scatter),
+            )
+        )
+        return gather, forward, scatter, max(0.0, backward - forward)
+
+    def bytes_of(self, op: str) -> int:
+        """Of a layer: what a gather makes whole, or what of its gradients is summed."""
+        moved = self.dealt[0] if op == GATHER else [flat for flat in self.dealt[0] if flat.layout.trained]
+        sizes = [flat.whole.dtype.itemsize if op == GATHER else flat.gradient_dtype.itemsize for flat in moved]
+        return sum(flat.whole.numel() * size for flat, size in zip(moved, sizes, strict=True))
+
+    @property
+    def _parameters(self) -> list[nn.Parameter]:
+        return [value for module in self.modules for value in module.parameters()]
+
+    def _alone(self) -> tuple[float, float]:
+        """ms of a gather and a reduce-scatter of a layer with nothing beside it."""
+        dist.barrier(self.group)
+        flats = self.dealt[0]
+        started = self.now()
+        for work in [flat.gather(self.group) for flat in flats]:
+            work.wait()
+        middle = self.now()
+        for scattering in [flat.scatter(self.group) for flat in flats]:
+            if scattering is not None:
+                scattering.finish()
+        return (middle - started) * 1e3, (self.now() - middle) * 1e3
+
+    def _passes(self, *, moves: bool) -> tuple[float, float]:
+        """ms of a forward and a backward through all layers, which come and go if it ``moves``."""
+        dist.barrier(self.group)
+        started = self.now()
+        with self.gathering.forward(FORWARD) if moves else nullcontext():
+            outputs = [leaf for module in self.modules for leaf in self.call.of_block(module)]
+        middle = self.now()
+        gradients = [torch.ones_like(output) for output in outputs]
+        with self.gathering.backward(BACKWARD, FORWARD.target) if moves else nullcontext():
+            torch.autograd.backward(outputs, gradients)
+        ended = self.now()
+        for value in [*self._parameters, *pytree.tree_leaves((self.call.args, dict(self.call.kwargs)))]:
+            if isinstance(value, Tensor):
+                set_gradient(value, None)
+        return (middle - started) * 1e3, (ended - middle) * 1e3
+
+
+class _Beside(nn.Module):
+    """A small layer that takes as long as a block."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+        some = next(block.parameters())
+        self.small = nn.Parameter(some.detach().new_zeros(SMALL))
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.block(*args, **kwargs)
 
 
 @dataclass(frozen=True)
 class LayerCollectives:
-    """A small layer, and one like the largest block of a model; ``now`` in seconds."""
+    """A small layer, and one like the largest block of a model."""
 
-    small: FlatLayer
-    large: FlatLayer
-    group: dist.ProcessGroup
-    now: Callable[[], float]
-    weight: Tensor  # of a product that stands for compute
-    together: Tensor  # where gradients are put together
-    products: int = 1  # so many take as long as a gather and a reduce-scatter of the large layer
+    small: DealtLayers
+    large: DealtLayers
 
     @classmethod
-    def of(cls, block: Mapping[str, Tensor], group: dist.ProcessGroup, now: Callable[[], float]) -> LayerCollectives:
-        """``block`` are the parameters, of one precision, of the block whose size is measured; they are not touched.
-
-        Collective.
-        """
-        some = next(iter(block.values()))
-        matrices = (value.detach() for value in block.values() if value.ndim == 2)
-        weight = max(matrices, key=torch.numel, default=some.new_ones(ROWS, ROWS))
-        small, large = _flat({"small": some.new_zeros(SMALL)}, group), _flat(block, group)
-        size = max(small.whole.numel(), large.whole.numel())
-        together = torch.empty(size, dtype=large.gradient_dtype, device=large.whole.device)
-        once = cls(small, large, group, now, weight, together)
-        return replace(once, products=once._covering())
+    def of(cls, block: nn.Module, call: Call, group: dist.ProcessGroup, now: Callable[[], float]) -> LayerCollectives:
+        """``block`` is not touched. Collective."""
+        copies = [copy.deepcopy(block) for _ in range(LAYERS)]
+        shared = copy.deepcopy(block)
+        beside = [_Beside(shared) for _ in range(LAYERS)]
+        kept = frozenset(f"block.{name}" for name, _ in shared.named_parameters())
+        return cls(
+            DealtLayers.of(beside, kept, group, call, now), DealtLayers.of(copies, frozenset(), group, call, now)
+        )
 
     def run(self) -> tuple[float, ...]:
-        """ms by ``PHASES``: of each collective alone, and what compute takes longer beside it. Collective."""
-        times: list[float] = []
-        for flat in (self.small, self.large):
-            alone = [self._timed(start, flat) for start in (self._gather, self._scatter)]
-            dist.barrier(self.group)
-            computed, forward, backward = (self._layers(flat, kinds) for kinds in ((), (GATHER,), (GATHER, SCATTER)))
-            beside = max(0.0, forward - computed), max(0.0, backward - max(forward, computed))
-            times += [alone[0], beside[0], alone[1], beside[1]]
-        return tuple(times)
+        """ms by ``PHASES``. Collective."""
+        return (*self.small.run(), *self.large.run())
 
     def measurements(self, times: Mapping[str, float]) -> list[Collective]:
         """What the ms of each phase say."""
-        rows = []
-        for size, flat in zip(SIZES, (self.small, self.large), strict=True):
-            for op, dtype in ((GATHER, flat.whole.dtype), (SCATTER, flat.gradient_dtype)):
-                alone, overlapped = times[f"{op} {size}"], times[f"{op} {size} overlapped"]
-                rows.append(Collective(op, flat.layout.ranks, flat.whole.numel() * dtype.itemsize, alone, overlapped))
-        return rows
-
-    def _covering(self) -> int:
-        """So many products as take as long as both collectives of the large layer on every rank."""
-        self._computed()
-        one = max(self._computed(), 1e-3)
-        self._timed(self._gather, self.large)
-        both = math.fsum(self._timed(start, self.large) for start in (self._gather, self._scatter))
-        products = torch.tensor([math.ceil(both / one)])
-        return max(int(value) for value in gather(products))
-
-    def _computed(self) -> float:
-        """ms of compute with nothing beside it."""
-        started = self.now()
-        self._compute()
-        return (self.now() - started) * 1e3
-
-    @torch.no_grad()
-    def _compute(self) -> None:
-        values = self.weight.new_ones(ROWS, self.weight.shape[0])
-        for _ in range(self.products):
-            nn.functional.gelu(values @ self.weight)
-
-    def _timed(self, start: Callable[[FlatLayer], Callable[[], object]], flat: FlatLayer) -> float:
-        """ms of a collective with nothing beside it."""
-        if start == self._scatter:
-            _set_gradients(flat)
-        started = self.now()
-        start(flat)()
-        return (self.now() - started) * 1e3
-
-    def _layers(self, flat: FlatLayer, kinds: Collection[str]) -> float:
-        """ms of a layer's compute among others, with collectives of these ``kinds`` beside it."""
-        dist.barrier(self.group)
-        coming = self._gather(flat) if GATHER in kinds else _nothing
-        going: Callable[[], object] = _nothing
-        coming()
-        took = 0.0
-        for _ in range(LAYERS):
-            if SCATTER in kinds:
-                _set_gradients(flat)
-            started = self.now()
-            coming = self._gather(flat) if GATHER in kinds else _nothing
-            self._compute()
-            going()
-            going = self._scatter(flat) if SCATTER in kinds else _nothing
-            coming()
-            took += self.now() - started
-        going()
-        return took / LAYERS * 1e3
-
-    def _gather(self, flat: FlatLayer) -> Callable[[], object]:
-        return flat.gather(self.group).wait
-
-    def _scatter(self, flat: FlatLayer) -> Callable[[], object]:
-        scattering = flat.scatter(self.group, self.together[: flat.whole.numel()])
-        assert scattering is not None, "the layer trains"
-        return scattering.finish
+        return [
+            Collective(
+                op,
+                len(dist.get_process_group_ranks(layers.group)),
+                layers.bytes_of(op),
+                times[f"{op} {size}"],
+                times[f"{op} {size} overlapped"],
+            )
+            for size, layers in zip(SIZES, (self.small, self.large), strict=True)
+            for op in (GATHER, SCATTER)
+        ]
 
 
-def _set_gradients(flat: FlatLayer) -> None:
-    """What a backward leaves; a scatter takes it."""
-    for value in flat.parameters.values():
-        set_gradient(value, torch.zeros(value.shape, dtype=flat.gradient_dtype, device=value.device))
+def largest_block(model: nn.Module, paths: Sequence[str]) -> nn.Module | None:
+    """Of the blocks at these paths the one with the most that trains; None where none trains."""
+    blocks = [model.get_submodule(path) for path in paths]
+    sizes = [sum(value.numel() for value in block.parameters() if value.requires_grad) for block in blocks]
+    return blocks[sizes.index(max(sizes))] if any(sizes) else None
 
 
-def _nothing() -> None:
-    pass
+def _between(longer: float, first: float) -> float:
+    """ms for each layer but the first, whose collectives have nothing to hide behind."""
+    return max(0.0, longer - first) / (LAYERS - 1)
 
 
-def _flat(values: Mapping[str, Tensor], group: dist.ProcessGroup) -> FlatLayer:
-    """A layer of parameters like these."""
-    parameters = {name: nn.Parameter(torch.zeros_like(value)) for name, value in values.items()}
-    (layout,) = layouts_of(parameters, dict.fromkeys(parameters, 0), dist.get_world_size(group))
-    some = next(iter(parameters.values())).detach()
-    shard, whole = some.new_zeros(layout.shard_size), some.new_empty(layout.shard_size * layout.ranks)
-    return FlatLayer.of(layout, shard, whole, parameters, dist.get_rank(group))
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().clone().requires_grad_(value.is_floating_point())
+
+
+def _flat(named: Mapping[str, nn.Parameter], layout: FlatLayout, place: Tensor, group: dist.ProcessGroup) -> FlatLayer:
+    """A layer's flat tensor with the values that its parameters have."""
+    member, size = dist.get_rank(group), layout.shard_size
+    own = {slot.name: named[slot.name] for slot in layout.slots}
+    flat = torch.cat([value.detach().reshape(-1) for value in own.values()])
+    flat = nn.functional.pad(flat, (0, size * layout.ranks - flat.numel()))
+    return FlatLayer.of(layout, flat[member * size : (member + 1) * size].clone(), place, own, member)

@@ -55,7 +55,7 @@ from arachnec.model_state.optimizer import Optimizer
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.layer_collectives import PHASES as COLLECTIVES
-from arachnec.profiling.layer_collectives import LayerCollectives
+from arachnec.profiling.layer_collectives import Call, LayerCollectives, largest_block
 from arachnec.profiling.local import Measured
 from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
@@ -135,6 +135,7 @@ class Profiler:
         self._deciding = {name: deciding_sizes(encoder, self.clips) for name, encoder in self.encoders.items()}
         self.model = shared_model(self.model_file, TRAINING, self.device)
         self.parameters = trained_parameters(self.model)
+        self._collectives = self._layer_collectives()
         self.sequence = self._sequence() if self.at_once > 1 else None
         self.jobs += [self._encoder_job(name, point) for name in self.encoders for point in points]
         further = [
@@ -317,23 +318,27 @@ class Profiler:
             self._groups.ensure([tuple(range(world))])
             everyone = tuple(range(world))
             yield Job(TRAINED, ("reduce",), world, partial(self._reduce, everyone))
-            group = self._groups.get(everyone)
-            if (block := self._largest_block()) and group is not None:
-                self._collectives = LayerCollectives.of(block, group, partial(now, self.device))
+            if self._collectives is not None:
                 yield Job(TRAINED, COLLECTIVES, world, self._collectives.run)
         self.optimizer = Optimizer(self.parameters, TRAINING)
         yield Job(TRAINED, ("step",), self.at_once, self._step)
 
-    def _largest_block(self) -> Mapping[str, Tensor]:
-        """What trains of it, in the precision of most; nothing where the model has no blocks."""
+    def _layer_collectives(self) -> LayerCollectives | None:
+        """Of a cell of all ranks. Its copies are of blocks that nothing was put into yet."""
         paths = [path for path, _ in self._layers.classes] if self._layers is not None else []
-        blocks = [dict(self.model.get_submodule(path).named_parameters()) for path in paths]
-        block = max(blocks, key=lambda block: sum(value.numel() for value in block.values()), default={})
-        trained = {name: value for name, value in block.items() if value.requires_grad}
-        if not trained:
-            return {}
-        dtype = max(trained.values(), key=torch.numel).dtype
-        return {name: value for name, value in trained.items() if value.dtype == dtype}
+        block, everyone = largest_block(self.model, paths), tuple(range(dist.get_world_size()))
+        if block is None or len(everyone) < 2:
+            return None
+        self._groups.ensure([everyone])
+        group = self._groups.get(everyone)
+        assert group is not None, "this rank is one of all"
+        call = Call.of(block, partial(self._train, self._middle(), None))
+        return LayerCollectives.of(block, call, group, partial(now, self.device))
+
+    def _middle(self) -> Point:
+        """One clip, of as many tokens as half of the clips have at most."""
+        clip, tokens = sorted(zip(self.clips, self.tokens, strict=True), key=lambda row: row[1])[len(self.clips) // 2]
+        return Point((clip,), tokens)
 
     def _train(
         self, point: Point, shard: SequenceShard | None, sequence: SequenceModel | None = None

@@ -20,7 +20,7 @@ from arachnec.kernels.sparse.video_attention import predicted_lists, video_atten
 DENSITIES = (0.05, 0.1, 0.3)
 LEAST, MOST = 1024, {"cpu": 4096}  # tokens: shorter clips are never sparse, longer ones take too long on a CPU
 HEADS = {"cpu": 2}  # at a time; on a GPU all of them
-REPEATS = 3
+REPEATS = 8
 Result = TypeVar("Result")
 
 
