@@ -109,10 +109,19 @@ def measured_link(cluster: Cluster, ranks: tuple[int, ...], op: str, unmeasured:
 
     Where it was not, ``unmeasured``, or the links as the cluster has them.
     """
-    link, rows = group_link(cluster, ranks), cluster.attrs.get("collectives", ())
-    for row in rows if isinstance(rows, tuple) and not link.outside else ():
+    link, known = group_link(cluster, ranks), measured_collective(cluster, op)
+    if known is None or link.outside:
+        return unmeasured or link
+    latency, speed = known  # measured on all ranks at once, what they share included
+    return replace(link, intra=speed, host=math.inf, latency=latency)
+
+
+def measured_collective(cluster: Cluster, op: str) -> tuple[float, float] | None:
+    """Latency in us and GB/s of one kind of collective within a machine; None where it was not measured."""
+    rows = cluster.attrs.get("collectives", ())
+    for row in rows if isinstance(rows, tuple) else ():
         assert isinstance(row, tuple)
         name, latency, speed = row
-        if name == op:  # measured on all ranks at once, what they share included
-            return replace(link, intra=quantity(speed), host=math.inf, latency=quantity(latency))
-    return unmeasured or link
+        if name == op:
+            return quantity(latency), quantity(speed)
+    return None

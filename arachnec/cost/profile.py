@@ -30,8 +30,9 @@ BATCH = "batch"  # a part, too: what a forward is given is made by a thread besi
 # The backward is measured whole, and in the two parts of a split one.
 PHASES = ("forward", "backward", "activation", "weight")
 GATHER, SCATTER = "all-gather", "reduce-scatter"  # of a layer's parameters and gradients in a cell
+HANDOFF = "handoff"  # each of two ranks hands a part to the other
 # what compute takes longer beside one: on CPU ranks of one machine the same cores do both
-OVERLAPPED = {GATHER: "overlapped-all-gather", SCATTER: "overlapped-reduce-scatter"}
+OVERLAPPED = {op: f"overlapped-{op}" for op in (GATHER, SCATTER, HANDOFF)}
 LARGEST_FILE = 16 * 2**20  # bytes
 LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
 ONE_SIZE = 0.05  # messages whose sizes differ by less, relatively, are taken for one size
@@ -103,6 +104,7 @@ class Synchronisation(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class Collective(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An all-gather or a reduce-scatter of a layer of so many ``bytes``, whole, over ``ranks`` of one machine.
+    Or a ``handoff`` of half of them from each of two ranks to the other.
 
     ``overlapped``: ms that compute takes longer while it runs beside it. None where that was not measured.
     """
@@ -196,8 +198,8 @@ def _problems(profile: Profile) -> Iterator[str]:
             yield f"the synchronisation of `{end.stage}` has sizes or times below nothing"
     yield from (problem for problem in map(sparse_problem, profile.sparsity) if problem is not None)
     for row in profile.collectives:
-        if row.op not in (GATHER, SCATTER):
-            yield f"there is no collective `{row.op}`, only {GATHER} and {SCATTER}"
+        if row.op not in OVERLAPPED:
+            yield f"there is no collective `{row.op}`, only {', '.join(OVERLAPPED)}"
         if row.ranks < 2 or min(row.bytes, row.ms) <= 0:
             yield f"a measured {row.op} has sizes or times below nothing"
         if row.overlapped is not None and row.overlapped < 0:

@@ -58,7 +58,7 @@ CLUSTER = table("""
     nics          | str     | traced | optional | the network card of each device of a machine, one letter each
     cores         | int     | traced | optional | processor cores of a machine
     all_reduce    | GB/s    | traced | optional | gradients all-reduced within a machine, measured; else `intra`
-    collectives   | [[str, us, GB/s]] | traced | optional | of layers in cells within a machine; else `intra`
+    collectives   | [[str, us, GB/s]] | traced | optional | of cells, and handoffs, within a machine; else `intra`
     host          | GB/s    | traced | optional | shared by a machine's devices, where they have no links
     host_link     | GB/s    | traced | optional | between machines' hosts, one a machine: what encoders hand over
     host_memory   | GiB     | traced | optional | of a machine's host, shared by its devices, for what they keep there

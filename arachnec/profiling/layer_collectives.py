@@ -188,8 +188,12 @@ class LayerCollectives:
             DealtLayers.of(beside, kept, group, call, now), DealtLayers.of(copies, frozenset(), group, call, now)
         )
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        return PHASES
+
     def run(self) -> tuple[float, ...]:
-        """ms by ``PHASES``. Collective."""
+        """ms by ``phases``. Collective."""
         return (*self.small.run(), *self.large.run())
 
     def measurements(self, times: Mapping[str, float]) -> list[Collective]:

@@ -54,7 +54,7 @@ from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import Optimizer
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.profiling.layer_collectives import PHASES as COLLECTIVES
+from arachnec.profiling.handoff_times import HandoffTimes
 from arachnec.profiling.layer_collectives import Call, LayerCollectives, largest_block
 from arachnec.profiling.local import Measured
 from arachnec.profiling.parts import Layers, timed_parts
@@ -120,7 +120,7 @@ class Profiler:
     _layers: Layers | None = field(init=False)  # None where the model cannot be cut into stages
     _encodings: dict[str | int, dict[str, Tensor]] = field(init=False, default_factory=dict)  # of clips to train on
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
-    _collectives: LayerCollectives | None = field(init=False, default=None)  # of a model with blocks
+    _beside: list[LayerCollectives | HandoffTimes] = field(init=False)  # of a model with blocks
     _divided: list[str] = field(init=False)  # encoders of which several ranks can run one clip
     _heads: tuple[int, int] = field(init=False)  # of the model's attention, and their size; 0 where not known
     _together: DividedEncoders = field(init=False, default_factory=DividedEncoders)
@@ -135,7 +135,7 @@ class Profiler:
         self._deciding = {name: deciding_sizes(encoder, self.clips) for name, encoder in self.encoders.items()}
         self.model = shared_model(self.model_file, TRAINING, self.device)
         self.parameters = trained_parameters(self.model)
-        self._collectives = self._layer_collectives()
+        self._beside = self._beside_blocks()
         self.sequence = self._sequence() if self.at_once > 1 else None
         self.jobs += [self._encoder_job(name, point) for name in self.encoders for point in points]
         further = [
@@ -228,7 +228,7 @@ class Profiler:
         end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         links = measure_links(self.device) if world > 1 else None
-        collectives = [] if self._collectives is None else self._collectives.measurements(ends)
+        collectives = [row for moving in self._beside for row in moving.measurements(ends)]
         stages = [(*key, rows) for key, rows in measurements.items()]
         return Measured(name, stages, links, [end], collectives)
 
@@ -318,27 +318,29 @@ class Profiler:
             self._groups.ensure([tuple(range(world))])
             everyone = tuple(range(world))
             yield Job(TRAINED, ("reduce",), world, partial(self._reduce, everyone))
-            if self._collectives is not None:
-                yield Job(TRAINED, COLLECTIVES, world, self._collectives.run)
+            for moving in self._beside:
+                yield Job(TRAINED, moving.phases, world, moving.run)
         self.optimizer = Optimizer(self.parameters, TRAINING)
         yield Job(TRAINED, ("step",), self.at_once, self._step)
 
-    def _layer_collectives(self) -> LayerCollectives | None:
-        """Of a cell of all ranks. Its copies are of blocks that nothing was put into yet."""
+    def _beside_blocks(self) -> list[LayerCollectives | HandoffTimes]:
+        """What moves beside blocks. Their copies are of blocks that nothing was put into yet."""
         paths = [path for path, _ in self._layers.classes] if self._layers is not None else []
         block, everyone = largest_block(self.model, paths), tuple(range(dist.get_world_size()))
         if block is None or len(everyone) < 2:
-            return None
+            return []
         self._groups.ensure([everyone])
-        group = self._groups.get(everyone)
+        group, tick = self._groups.get(everyone), partial(now, self.device)
         assert group is not None, "this rank is one of all"
-        call = Call.of(block, partial(self._train, self._middle(), None))
-        return LayerCollectives.of(block, call, group, partial(now, self.device))
-
-    def _middle(self) -> Point:
-        """One clip, of as many tokens as half of the clips have at most."""
-        clip, tokens = sorted(zip(self.clips, self.tokens, strict=True), key=lambda row: row[1])[len(self.clips) // 2]
-        return Point((clip,), tokens)
+        by_size = sorted(zip(self.clips, self.tokens, strict=True), key=lambda row: row[1])
+        short, middle = (
+            Call.of(block, partial(self._train, Point((clip,), tokens), None))
+            for clip, tokens in (by_size[0], by_size[len(by_size) // 2])
+        )
+        return [
+            LayerCollectives.of(block, middle, group, tick),
+            HandoffTimes.of(block, short, self.device, tick),
+        ]
 
     def _train(
         self, point: Point, shard: SequenceShard | None, sequence: SequenceModel | None = None

@@ -13,7 +13,9 @@ from dataclasses import dataclass, field, replace
 
 from arachnec.cluster.host_memory import copy_speed, device_copy_speed, node_copy_speed
 from arachnec.cluster.topology import host_of, intra_of, moves_by_cores, nic_of, node_of, rack_of, uplink_of
+from arachnec.cost.gathering import measured_collective
 from arachnec.cost.model import CostModel
+from arachnec.cost.profile import HANDOFF, OVERLAPPED
 from arachnec.cost.strategy import Attention
 from arachnec.cost.synchronisation import ring_passes
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Stage, integer, quantity
@@ -72,7 +74,12 @@ class Works:
         return path
 
     def transfer(self, source: int, target: int, size: int) -> Work:
-        """Of a handoff, without its latency."""
+        """Of a handoff, without its latency. Cores that compute send it and receive it: what that takes of them, where
+        it was measured."""
+        known = measured_collective(self.cluster, OVERLAPPED[HANDOFF])
+        if known is not None and moves_by_cores(self.cluster, (source, target)):
+            latency, speed = known
+            return self._computing((source,), latency * 1e-3 + size / speed * 1e-6)
         path = self.handoff_route(source, target)
         return Work(
             loads=(_load({link: size / speed for link, speed in zip(path.links, path.capacities, strict=True)}),)

@@ -70,6 +70,7 @@ def test_every_stage_and_phase_is_measured_alone_and_shared_and_so_is_the_end(mo
     assert sizes["all-gather"] == sizes["reduce-scatter"]
     assert sizes["all-gather"][0] == 4096
     assert len(sizes["all-gather"]) == 2
+    assert [run.bytes for run in measured.collectives if run.op == "handoff"] == [8 << 10, 2 << 20]
     assert all(run.ms > 0 and run.ranks == 2 for run in measured.collectives)
     assert all(run.overlapped is not None and run.overlapped >= 0 for run in measured.collectives)
     profile = fit_profile(

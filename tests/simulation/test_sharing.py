@@ -163,6 +163,29 @@ def test_a_gradient_all_reduce_takes_the_cores_of_the_cpu_ranks_whose_backward_i
     assert iteration("cpu", early=Quantity(30.0, "ms")) == pytest.approx(110)
 
 
+@pytest.mark.parametrize(
+    ("device", "message", "ends"),
+    [("cpu", None, (100, 50)), ("cpu", 20.0, (110, 60)), ("h100-80g", 20.0, (100, 50))],
+)
+def test_a_handoff_takes_of_the_cores_of_cpu_ranks_what_was_measured_of_it(
+    device: str, message: float | None, ends: tuple[float, float]
+) -> None:
+    """From 10 ms on a message of 20 ms is beside two ranks that compute: all at two thirds of their pace until 40."""
+    row = None if message is None else (("overlapped-handoff", Quantity(message * 1e3, "us"), Quantity(1e6, "GB/s")),)
+    pod = cluster(gpus=2)
+    pod = replace(pod, attrs=pod.attrs.updated(device=device, collectives=row))
+    cascades = [
+        timed("handed", Phase.ENCODE, 0, TOKENS, (), (0.0, 10.0), (0,)),
+        timed("beside", Phase.TRAIN, 1, TOKENS, (), (10.0, 100.0), (0,)),
+        timed("before", Phase.TRAIN, 2, TOKENS, (), (0.0, 50.0), (1,)),
+        timed("reading", Phase.TRAIN, 0, TOKENS, ("handed",), (50.0, 140.0), (1,)),
+    ]
+    clips = [Clip(number, 17, 480, 832, 0, TOKENS) for number in range(3)]
+    intervals = simulate(lower(module_of(pod, clips, cascades))).timeline.intervals
+    for name, end in zip(("beside", "before"), ends, strict=True):
+        assert max(i.end for i in intervals if i.target == name) == pytest.approx(end)
+
+
 def with_early(program: Program, early: dict[str, Quantity]) -> Program:
     """With an all-reduce of 20 ms, at the end or inside the backward, and a step that takes nothing."""
     steps = [
