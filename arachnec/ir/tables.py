@@ -43,6 +43,7 @@ MODULE = table("""
     switch    | str   | traced | optional | the rule by which a request goes over from the first of them
     decoder   | str   | traced | optional | the stage that makes videos of latents
     round     | ms    | placed | optional | after about so long the rest of the requests is planned again
+    rounds    | int   | placed | optional | a makespan has at most so many of them, longer ones where it grows
 """)
 
 CLUSTER = table("""

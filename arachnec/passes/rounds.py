@@ -40,7 +40,7 @@ class Rounds(Pass):
         cut = in_rounds(module, sorted(module.cascades, key=lambda cascade: cascade.start), moment, 0)
         cascades = placed_round_by_round(module, (), cut)
         attrs = module.attrs.updated(
-            round=Quantity(length, "ms"), makespan=Quantity(max(makespan, end_of(cascades)), "ms")
+            round=Quantity(length, "ms"), rounds=self.most, makespan=Quantity(max(makespan, end_of(cascades)), "ms")
         )
         whole = replace(module, cascades=tuple(cascades), attrs=attrs)
         return replace(whole, cascades=tuple(with_memory(whole, cascades)))

@@ -314,8 +314,6 @@ def _place(number: int, chain: Chain, width: int, free: list[_Free], tightest: b
     one. The ``tightest`` begun blocks first, or the roomiest."""
     blocks = [space for space in free if space.width == width and space.start < space.end]
     needed = chain.ticks_at(width)
-    blocks.sort(key=lambda space: (space.start - space.end, space.first))
-    whole = [space for space in blocks if space.end - space.start >= needed]
     started = [space for space in blocks if space.start > 0]
     for tail in sorted(started, key=lambda space: (space.end - space.start, space.first), reverse=not tightest):
         if tail.end - tail.start >= needed:
@@ -330,6 +328,7 @@ def _place(number: int, chain: Chain, width: int, free: list[_Free], tightest: b
             pieces = _take(number, chain, width, head, 0, cut)
             tail.start = begin
             return pieces + _take(number, chain, width, tail, cut, None)
+    whole = [space for space in blocks if space.end - space.start >= needed]
     if whole:
         return _take(number, chain, width, max(whole, key=lambda s: (s.start, -s.first)), 0, None)
     return None

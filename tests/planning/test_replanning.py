@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arachnec.backends.simulator import simulate
-from arachnec.ir.nodes import Instruction, Module, Phase, integer
+from arachnec.ir.nodes import Instruction, Module, Phase, integer, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.sampling import outcomes_of, segment_of
@@ -22,6 +22,7 @@ from arachnec.planning.sampling.requests import SwitchForecast
 from tests.planning.test_sampling_plan import SHAPES, request, requests, traced
 
 PIPELINE = "segment{{length=2}},annotate,schedule-sampling{{policy={},steps=20}},place,rounds{{most=5,least=1us}},lower"
+LATE = random.Random(0)  # its first choice of two is the second
 
 
 def rounds_of(module: Module) -> int:
@@ -41,6 +42,7 @@ def known(module: Module, round: int, outcomes: dict[int, int]) -> dict[int, tup
 
 
 @given(requests(5), st.sampled_from(["search", "replica", "one-degree"]), st.integers(2, 4), st.randoms())
+@example(drawn=([request(0, SHAPES[0], steps=1)], [SwitchForecast(0, 1, 0)]), policy="replica", gpus=2, rng=LATE)
 @settings(max_examples=5, deadline=None)
 def test_a_program_planned_again_begins_as_before_and_is_proved(
     drawn: tuple[list[object], list[SwitchForecast]], policy: str, gpus: int, rng: random.Random
@@ -56,6 +58,22 @@ def test_a_program_planned_again_begins_as_before_and_is_proved(
         simulate(at_outcomes(again, outcomes))
         module, round = again, round + 1
         assert round < 20
+
+
+def test_every_round_fixes_something_and_late_switches_make_rounds_longer() -> None:
+    """Planned for the least K, all switch as late as they can: a makespan of 6.6 times as long, on one of two ranks."""
+    rows = [request(n, SHAPES[0], steps=9) for n in range(3)]
+    module = Pipeline.parse(PIPELINE.format("one-degree")).run(traced(rows, [SwitchForecast(0, 9, 0)] * 3, gpus=2))
+    early, lengths, round = quantity(module.attrs["makespan"]), [quantity(module.attrs["round"])], 1
+    while round <= rounds_of(module):
+        module = replanned(module, round, known(module, round, dict.fromkeys(range(3), 9)), length=2)
+        assert any(cascade.round == round for cascade in module.cascades)
+        lengths.append(quantity(module.attrs["round"]))
+        assert lengths[-1] > 0.99 * quantity(module.attrs["makespan"]) / 5  # cuts add handoffs
+        round += 1
+    assert quantity(module.attrs["makespan"]) > 5 * early
+    assert lengths == sorted(lengths) and lengths[-1] > 5 * lengths[0]
+    assert round <= 15
 
 
 def test_ranks_that_early_switches_leave_idle_are_used() -> None:

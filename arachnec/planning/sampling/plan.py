@@ -46,7 +46,8 @@ from arachnec.solver.search import solve
 CLOSE = 1e-3  # of the bound, from which on nothing else is tried
 BATCHES = (2, 4, 8)  # sizes that are tried
 SAVED = 5e-3  # of the work of a request, from which on a batch is worth a try
-PLACINGS = 3  # what a schedule of the portfolio takes to be placed, in times of what one takes that has ranks
+PLACINGS = 7  # what a schedule of the portfolio takes to be placed, in times of what one takes that has ranks
+LATE = 5.0  # ms by which the portfolio ends late, and in which a plan is told
 Policy = Literal["search", "replica", "one-degree", "two-pools"]
 Objective = Literal["makespan", "mean-latency", "p95-latency"]
 
@@ -101,7 +102,7 @@ def planned(
     before = clock.spent()
     placed = None if best is None else placed_segments(chosen, best.cascades(), cost)
     if policy == "search" and objective == "makespan" and not is_close(placed, bound):
-        ending = PLACINGS * (clock.spent() - before)
+        ending = PLACINGS * (clock.spent() - before) + (LATE if clock.steps is None else 0.0)
         placed = _improved(chosen, cost, placed, clock.slice(clock.left() - ending), seed)
     if placed is None:
         raise UserError(NotThisWay(None, policy, counted(gpus, "GPU"), _reason(cost, policy)))

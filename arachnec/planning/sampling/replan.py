@@ -207,9 +207,14 @@ def _segments_left(module: Module, clip: Clip, done: Sequence[Cascade], length: 
 
 
 def _with_rest(fixed: _Fixed, module: Module, round: int, rest: Sequence[Cascade]) -> Module:
-    """The program with placed cascades behind what is fixed, in rounds of the module's length."""
-    length, makespan = quantity(module.attrs["round"]), end_of([*fixed.cascades, *rest])
-    since = max(fixed.since, round * length)  # a rank may be idle all along
+    """The program with placed cascades behind what is fixed, in rounds of the module's length.
+
+    A round begins with the first cascade that is not fixed: one that fixes none would be planned for nothing. Where
+    switches come late rounds get longer, so that the makespan has no more of them.
+    """
+    makespan = end_of([*fixed.cascades, *rest])
+    length = max(quantity(module.attrs["round"]), makespan / integer(module.attrs["rounds"]))
+    since = max(fixed.since, min((cascade.start for cascade in rest), default=makespan))
     placed = replace(fixed.module, cascades=(*fixed.cascades, *rest))
     cut = in_rounds(placed, rest, rounds_until(since, length, makespan), round)
     cascades = placed_round_by_round(placed, fixed.cascades, cut)
@@ -222,6 +227,7 @@ def _with_rest(fixed: _Fixed, module: Module, round: int, rest: Sequence[Cascade
     chains = request_chains(whole, rates)
     bound = 0 if isinstance(chains, Cascade) else least_makespan([c.chain for c in chains], rates.cost.cluster.world)
     attrs = module.attrs.updated(
+        round=Quantity(length, "ms"),
         makespan=Quantity(makespan, "ms"),
         bound=Quantity(bound / TICKS, "ms"),
         area_bound=Quantity(bound / TICKS, "ms"),
