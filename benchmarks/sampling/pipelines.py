@@ -170,7 +170,8 @@ def sampler_file(video: sampler.VideoSampler) -> SamplerFile:
     """The sampler as a file would have it."""
     return SamplerFile(
         models=video.models, scheduler=video.scheduler, start=video.start, arguments=video.arguments, encoders=None,
-        decoder=None, guidance=video.guidance, switch=None, path=Path(__file__), digest=_digest(__file__),
+        decoder=None, guidance=video.guidance, switch=None, predictors=None,
+        path=Path(__file__), digest=_digest(__file__),
     )  # fmt: skip
 
 

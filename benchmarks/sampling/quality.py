@@ -151,7 +151,7 @@ def losses(model: nn.Module, clips: Sequence[VideoClip]) -> list[float]:
 def sampler_of(adapters: Mapping[str, Any], names: Sequence[str]) -> SamplerFile:
     given = wan_sampler(text_length=TEXT, **{name: adapters[name] for name in names})
     return SamplerFile(
-        given.models, given.scheduler, given.start, given.arguments, None, None, None, None, Path(__file__), ""
+        given.models, given.scheduler, given.start, given.arguments, None, None, None, None, None, Path(__file__), ""
     )
 
 
