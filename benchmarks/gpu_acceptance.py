@@ -12,6 +12,7 @@
 | blocks          | a Wan2.1 block, 1.3B and 14B wide: fused against eager, and how long the device waits for launches |
 | profiled        | a profile measured here, and what it predicts of steps of clips of other lengths                   |
 | host_memory     | a model that lies in pinned host memory: gradients, memory and step time beside it on the device   |
+| sampling        | latents of `generate` against Diffusers' own pipeline; a switch of models that comes when it comes |
 | resumed         | losses behind a checkpoint, its export, and runs with sparse attention and fused kernels           |
 
 Each section is a process of its own, with a share of the time; what one leaves, the next may use. Results are written
@@ -43,7 +44,7 @@ sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
 SHARES = {"parity": 150, "rowwise_kernels": 90, "attention": 40, "training": 170, "blocks": 90}  # s, in all 540
-SHARES |= {"profiled": 120, "host_memory": 120, "resumed": 120}  # of whole runs, a call of their own
+SHARES |= {"profiled": 120, "host_memory": 120, "sampling": 90, "resumed": 120}  # of whole runs, a call of their own
 EXACT = frozenset({"parity", "sampling", "resumed"})  # without TF32, which is another precision than fp32
 DRY = 4  # times the share, of a processor that others use too
 GRACE_S = 5.0
@@ -124,7 +125,9 @@ def rows_of(name: str, section: dict[str, Any], given: float, head: dict[str, An
         command = [sys.executable, __file__, "--gpus", str(head["gpus"]), "--one", name, str(end), scratch]
         command += ["--dry", "--output", scratch] if head["dry"] else []
         # TF32 is another precision than fp32, and convolutions would use it.
-        environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"} if name in EXACT else None
+        environment = {**os.environ} | ({"NVIDIA_TF32_OVERRIDE": "0"} if name in EXACT else {})
+        if not head["dry"]:  # models are built, and an optimizer in host memory steps, on the processor
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // head["gpus"])))
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, cwd=ROOT
         )
