@@ -6,6 +6,7 @@
 | section         | what it shows                                                                                      |
 |-----------------|----------------------------------------------------------------------------------------------------|
 | parity          | gradients over NCCL in fp32 and bf16, against a plain loop; with several GPUs all ways of sharing  |
+| ranks           | every schedule, cells, host memory, encoders: the tests of several ranks, all on one GPU over NCCL |
 | rowwise_kernels | every kernel's outputs and gradients against float64; times beside eager and a copy                |
 | attention       | blocks of attention, merged, against float64; times beside torch's own                             |
 | training        | Wan2.1-1.3B at three lengths: MFU, step time and memory, planned and measured                      |
@@ -39,7 +40,14 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
-SHARES = {"parity": 150, "rowwise_kernels": 90, "attention": 40, "training": 170, "blocks": 90}  # s, in all 540
+SHARES = {
+    "parity": 150,
+    "ranks": 150,
+    "rowwise_kernels": 90,
+    "attention": 40,
+    "training": 170,
+    "blocks": 90,
+}  # s, in all 540
 GRACE_S = 5.0
 RESULTS = ROOT / "benchmarks" / "results"
 
