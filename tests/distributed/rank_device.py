@@ -8,9 +8,11 @@ what a collective waits for is what it waits for on a real cluster, and its time
 from __future__ import annotations
 
 import os
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from datetime import timedelta
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -18,8 +20,6 @@ from arachnec.launch.environment import prepare_environment
 
 VARIABLE = "ARACHNEC_TEST_DEVICE"
 ON_GPU = os.environ.get(VARIABLE) == "cuda"
-if ON_GPU:  # asking the driver whether there is a GPU would leave ranks that are forked later without one
-    os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",
     "NCCL_IB_DISABLE": "1",
@@ -31,6 +31,14 @@ ONE_GPU = {
 def rank_device() -> torch.device:
     """The device that a rank of a test computes on."""
     return torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+
+
+@contextmanager
+def without_gpu() -> Iterator[None]:
+    """Inside, torch sees no GPU: a process that has used one, as ``torch.export`` does, leaves its forks without."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: False)
+        yield
 
 
 def share_one_gpu(rank: int, environment: MutableMapping[str, str]) -> None:
