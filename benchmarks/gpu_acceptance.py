@@ -8,6 +8,7 @@
 | parity          | gradients over NCCL in fp32 and bf16, against a plain loop; with several GPUs all ways of sharing  |
 | rowwise_kernels | every kernel's outputs and gradients against float64; times beside eager and a copy                |
 | attention       | blocks of attention, merged, against float64; times beside torch's own                             |
+| sparse          | attention over lists of key blocks, and the choice of them; times beside the fastest dense one     |
 | training        | Wan2.1-1.3B at three lengths: MFU, step time and memory, planned and measured                      |
 | blocks          | a Wan2.1 block, 1.3B and 14B wide: fused against eager, and how long the device waits for launches |
 
@@ -39,7 +40,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
-SHARES = {"parity": 150, "rowwise_kernels": 90, "attention": 40, "training": 170, "blocks": 90}  # s, in all 540
+SHARES = {"parity": 135, "rowwise_kernels": 85, "attention": 35, "sparse": 70, "training": 160, "blocks": 80}  # s
 GRACE_S = 5.0
 RESULTS = ROOT / "benchmarks" / "results"
 
