@@ -9,6 +9,7 @@
 | ranks           | every schedule, cells, host memory, encoders: the tests of several ranks, all on one GPU over NCCL |
 | rowwise_kernels | every kernel's outputs and gradients against float64; times beside eager and a copy                |
 | attention       | blocks of attention, merged, against float64; times beside torch's own                             |
+| sparse          | attention over lists of key blocks, and the choice of them; times beside the fastest dense one     |
 | training        | Wan2.1-1.3B at three lengths: MFU, step time and memory, planned and measured                      |
 | blocks          | a Wan2.1 block, 1.3B and 14B wide: fused against eager, and how long the device waits for launches |
 
@@ -40,14 +41,15 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
-SHARES = {
-    "parity": 150,
+SHARES = {  # s
+    "parity": 80,
     "ranks": 150,
-    "rowwise_kernels": 90,
-    "attention": 40,
-    "training": 170,
-    "blocks": 90,
-}  # s, in all 540
+    "rowwise_kernels": 85,
+    "attention": 25,
+    "sparse": 70,
+    "training": 110,
+    "blocks": 70,
+}
 GRACE_S = 5.0
 RESULTS = ROOT / "benchmarks" / "results"
 
