@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.rank_device import ON_GPU
 from tests.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,7 +68,7 @@ class RankPool:
 
     def __init__(self, ranks: int, *, program: str | None = None) -> None:
         self.ranks = ranks
-        self._program = program
+        self._program = sys.executable if ON_GPU else program  # CUDA does not survive a fork
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
