@@ -6,8 +6,10 @@
 | section         | what it shows                                                                                      |
 |-----------------|----------------------------------------------------------------------------------------------------|
 | parity          | gradients over NCCL in fp32 and bf16, against a plain loop; with several GPUs all ways of sharing  |
+| ranks           | every schedule, cells, host memory, encoders: the tests of several ranks, all on one GPU over NCCL |
 | rowwise_kernels | every kernel's outputs and gradients against float64; times beside eager and a copy                |
 | attention       | blocks of attention, merged, against float64; times beside torch's own                             |
+| sparse          | attention over lists of key blocks, and the choice of them; times beside the fastest dense one     |
 | training        | Wan2.1-1.3B at three lengths: MFU, step time and memory, planned and measured                      |
 | blocks          | a Wan2.1 block, 1.3B and 14B wide: fused against eager, and how long the device waits for launches |
 | profiled        | a profile measured here, and what it predicts of steps of clips of other lengths                   |
@@ -43,8 +45,19 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
-SHARES = {"parity": 150, "rowwise_kernels": 90, "attention": 40, "training": 170, "blocks": 90}  # s, in all 540
-SHARES |= {"profiled": 120, "host_memory": 120, "sampling": 90, "resumed": 120}  # of whole runs, a call of their own
+SHARES = {  # s
+    "parity": 80,
+    "ranks": 150,
+    "rowwise_kernels": 85,
+    "attention": 25,
+    "sparse": 70,
+    "training": 110,
+    "blocks": 70,
+    "profiled": 120,
+    "host_memory": 120,
+    "sampling": 90,
+    "resumed": 120,
+}
 EXACT = frozenset({"parity", "sampling", "resumed"})  # without TF32, which is another precision than fp32
 DRY = 4  # times the share, of a processor that others use too
 GRACE_S = 5.0

@@ -50,7 +50,7 @@ def _products(
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "group_count", "heads", "mask_clip", "mask_head", "mask_row"])
 def attention_forward(
     query, key, value, mask, out, lse, order, tiles, tile_groups, groups, blocks, indices, starts,
     tokens, group_count, heads, mask_clip, mask_head, mask_row, scale,
@@ -113,7 +113,7 @@ def _slopes(scores, inner, row_lse, row_delta, bias, column_inside, scale, MASKE
     return weights, weights * (inner - row_delta[:, None]) * scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "group_count", "heads", "mask_clip", "mask_head", "mask_row"])
 def query_gradients(
     grad, query, key, value, mask, lse, delta, of_query, order, tiles, tile_groups, groups, blocks, indices, starts,
     tokens, group_count, heads, mask_clip, mask_head, mask_row, scale,
@@ -159,7 +159,7 @@ def query_gradients(
     tl.store(at, result.to(of_query.dtype.element_ty), mask=row_inside[:, None] & (columns < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "block_count", "heads", "mask_clip", "mask_head", "mask_row"])
 def key_gradients(
     grad, query, key, value, mask, lse, delta, of_key, of_value, order, groups, blocks, readers, starts,
     tokens, block_count, heads, mask_clip, mask_head, mask_row, scale,
