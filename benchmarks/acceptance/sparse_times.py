@@ -16,7 +16,7 @@ from acceptance.machine import Machine, Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from arachnec.kernels.sparse.block_launch import Tile, launch_backward, launch_forward, lists_of, tile_of
+from arachnec.kernels.sparse.block_launch import Tile, Tiles, launch_backward, launch_forward, lists_of, tiles_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.predictor import Projections, cell_features, initial_projections, kept_blocks
@@ -32,9 +32,15 @@ DENSE = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-TILES = (Tile(64, 32, 8), Tile(64, 64, 4), Tile(64, 64, 8), Tile(128, 64, 8), Tile(64, 32, 4))
+TILES = (
+    Tiles(Tile(64, 64, 4), Tile(32, 64, 4)),
+    Tiles(Tile(128, 64, 8), Tile(64, 64, 8)),
+    Tiles(Tile(64, 64, 4, 4), Tile(32, 64, 4, 4)),
+    Tiles(Tile(128, 64, 8, 4), Tile(64, 64, 8, 4)),
+    Tiles(Tile(64, 64, 8), Tile(32, 64, 8)),
+)
 CUBES = ((64, 64), (128, 64), (256, 128), (128, 128))  # tokens of a group and a block
-CHOICES = (*(((QUERIES, KEYS), tile) for tile in TILES), *((cubes, tile) for cubes in CUBES for tile in TILES[1:4:2]))
+CHOICES = (*(((QUERIES, KEYS), tile) for tile in TILES), *((cubes, tile) for cubes in CUBES for tile in TILES[:2]))
 SAMPLED = 64  # queries and keys that are checked where a table of all would not fit
 LIMIT, LEFT_S = 1.6e-2, 6.0
 Times = dict[str, float]
@@ -108,22 +114,24 @@ def sparse_row(machine: Machine, clip: Clip, density: float, dense: dict[str, Ti
     in_order = query.index_select(2, order), key.index_select(2, order)
     of_query, of_key = clip.projections.query, clip.projections.key
     cells = cell_features(in_order[0], of_query, cubes), cell_features(in_order[1], of_key, cubes)
-    tile = tile_of(HEAD, query.dtype)
     lists = predicted_lists(query, key, clip.projections, cubes, kept)
     parts: dict[str, Callable[[], Any]] = {
         "choice": lambda: predicted_lists(query, key, clip.projections, cubes, kept),
         "order": lambda: (query.index_select(2, order), key.index_select(2, order)),
         "features": lambda: (cell_features(in_order[0], of_query, cubes), cell_features(in_order[1], of_key, cubes)),
         "critical_keys": lambda: critical_keys(*cells, cubes, kept),
-        "lists": lambda: lists_of(
-            lists.indices, lists.counts, cubes.groups, cubes.blocks, query.shape[2], tile.queries
-        ),
+        "lists": lambda: lists_of(lists.indices, lists.counts, order, cubes.groups, cubes.blocks),
     }
     for name, run in parts.items():
         times[f"{name}_ms"], times[f"{name}_host_ms"] = milliseconds(machine, run, clip.repeats)
     times |= both(machine, clip, lambda: sparse_attention(*leaves, lists, cubes, scale=SCALE), leaves)
     row: Row = {"tokens": math.prod(clip.grid), "heads": query.shape[1], "density": density}
-    row |= {"pairs": share_of_pairs(lists, cubes), "group": QUERIES, "block": KEYS, "tile": described(tile), **times}
+    row |= {
+        "pairs": share_of_pairs(lists, cubes),
+        "group": QUERIES,
+        "block": KEYS,
+        "tile": described(tiles_of(HEAD, query.dtype)),
+    } | times
     row |= rates(times, clip, row["pairs"])
     fastest = {p: min((d[f"{p}_ms"] for d in dense.values()), default=math.nan) for p in ("forward", "backward")}
     row |= {f"{part}_over_dense": ms / times[f"{part}_ms"] for part, ms in fastest.items()}
@@ -154,14 +162,14 @@ def sizes(machine: Machine) -> Iterator[Row]:
             yield {**row, "problem": f"{type(problem).__name__}: {str(problem)[-300:]}"}
 
 
-def size_runs(clip: Clip, sides: tuple[int, int], tile: Tile) -> dict[str, Any]:
+def size_runs(clip: Clip, sides: tuple[int, int], tiles: Tiles) -> dict[str, Any]:
     """What is timed, and the share of pairs that it computes."""
     query, key, value, grad = clip.heads
     cubes = token_cubes(clip.grid, queries=sides[0], keys=sides[1])
     kept = kept_blocks([0.1] * query.shape[1], len(cubes.blocks) - 1)
     chosen = predicted_lists(query, key, clip.projections, cubes, kept)
-    every = lists_of(chosen.indices, chosen.counts, cubes.groups, cubes.blocks, query.shape[2], tile.queries)
-    how = (None, every, order_on(cubes, query.device), cubes.blocks, SCALE, tile)
+    every = lists_of(chosen.indices, chosen.counts, order_on(cubes, query.device), cubes.groups, cubes.blocks)
+    how = (None, every, SCALE, tiles)
 
     def backward() -> Any:
         return launch_backward(grad, query, key, value, *forward(), *how)
@@ -259,5 +267,6 @@ def milliseconds(machine: Machine, run: Callable[[], Any], repeats: int) -> tupl
     return statistics.median(device_ms[1:]), statistics.median(host_ms[1:])
 
 
-def described(tile: Tile) -> str:
-    return f"{tile.queries} x {tile.keys}, {tile.warps} warps"
+def described(tiles: Tiles) -> str:
+    """Queries x keys / warps / stages: forward and queries' gradients, then keys'."""
+    return ", ".join(f"{t.queries} x {t.keys} / {t.warps} / {t.stages}" for t in (tiles.queries, tiles.keys))

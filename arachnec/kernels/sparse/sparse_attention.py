@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.rowwise.row_launch import on_device_of
-from arachnec.kernels.sparse.block_launch import launch_backward, launch_forward, lists_of, tile_of
+from arachnec.kernels.sparse.block_launch import launch_backward, launch_forward, lists_of
 from arachnec.kernels.sparse.gathered_attention import gathered_backward, gathered_forward, groups_of
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.token_cubes import TokenCubes, order_on
@@ -61,10 +61,8 @@ def _sparse_attention(
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the latter has no gradient."""
     if query.is_cuda and value.shape[3] == query.shape[3]:
-        tile = tile_of(query.shape[3], query.dtype)
         with on_device_of(query):
-            every = lists_of(indices, counts, groups, blocks, query.shape[2], tile.queries)
-            return launch_forward(query, key, value, mask, every, order, blocks, scale)
+            return launch_forward(query, key, value, mask, lists_of(indices, counts, order, groups, blocks), scale)
     lists = groups_of(indices, counts, order, groups, blocks)
     return gathered_forward(query, key, value, mask, lists, scale)
 
@@ -86,10 +84,9 @@ def _sparse_attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     if query.is_cuda and value.shape[3] == query.shape[3]:
-        tile = tile_of(query.shape[3], query.dtype)
         with on_device_of(query):
-            every = lists_of(indices, counts, groups, blocks, query.shape[2], tile.queries)
-            return launch_backward(grad, query, key, value, out, lse, mask, every, order, blocks, scale)
+            every = lists_of(indices, counts, order, groups, blocks)
+            return launch_backward(grad, query, key, value, out, lse, mask, every, scale)
     lists = groups_of(indices, counts, order, groups, blocks)
     return gathered_backward(grad, query, key, value, out, lse, mask, lists, scale)
 

@@ -4,7 +4,7 @@ import math
 
 import torch
 
-from arachnec.kernels.sparse.block_launch import Tile, launch_backward, launch_forward, lists_of
+from arachnec.kernels.sparse.block_launch import Tile, Tiles, launch_backward, launch_forward, lists_of
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.token_cubes import token_cubes
 
@@ -24,9 +24,9 @@ def errors(size: int, masked: str, dtype: str) -> dict[str, float]:
         mask = torch.rand(CLIPS, 1, 1, total) < 0.6
     if masked == "bias":
         mask = torch.randn(1, HEADS, total, total)
-    all_lists = lists_of(lists.indices, lists.counts, cubes.groups, cubes.blocks, total, 16)
+    all_lists = lists_of(lists.indices, lists.counts, cubes.order, cubes.groups, cubes.blocks)
     scale = size**-0.5
-    how = (all_lists, cubes.order, cubes.blocks, scale, Tile(16, 16, 1))
+    how = (all_lists, scale, Tiles(Tile(16, 16, 1), Tile(16, 16, 1)))
     out, lse = launch_forward(query, key, value, mask, *how)
     grads = launch_backward(grad, query, key, value, out, lse, mask, *how)
     exact = [x.double().requires_grad_() for x in (query, key, value)]
