@@ -16,6 +16,7 @@ from acceptance.machine import Machine, Row
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from arachnec.kernels.attention.divided_heads import HeadShare
 from arachnec.kernels.sparse.block_launch import Tile, Tiles, launch_backward, launch_forward, lists_of, tiles_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
@@ -23,6 +24,8 @@ from arachnec.kernels.sparse.predictor import Projections, cell_features, initia
 from arachnec.kernels.sparse.sparse_attention import sparse_attention
 from arachnec.kernels.sparse.token_cubes import KEYS, QUERIES, Grid, TokenCubes, order_on, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists
+from arachnec.spmd.sparse_block import Site
+from arachnec.spmd.sparse_layers import LayerState, SparseCascade
 
 HEAD, SCALE = 128, 128**-0.5
 CLIPS = (((21, 30, 52), 12, 5), ((33, 45, 80), 4, 3))  # grid in tokens, heads, repeats
@@ -115,11 +118,13 @@ def sparse_row(machine: Machine, clip: Clip, density: float, dense: dict[str, Ti
     of_query, of_key = clip.projections.query, clip.projections.key
     cells = cell_features(in_order[0], of_query, cubes), cell_features(in_order[1], of_key, cubes)
     lists = predicted_lists(query, key, clip.projections, cubes, kept)
+    measures = measuring(clip, lists, density)
     parts: dict[str, Callable[[], Any]] = {
         "choice": lambda: predicted_lists(query, key, clip.projections, cubes, kept),
         "order": lambda: (query.index_select(2, order), key.index_select(2, order)),
         "features": lambda: (cell_features(in_order[0], of_query, cubes), cell_features(in_order[1], of_key, cubes)),
         "critical_keys": lambda: critical_keys(*cells, cubes, kept),
+        "learning": measures,
         "lists": lambda: lists_of(lists.indices, lists.counts, order, cubes.groups, cubes.blocks),
     }
     for name, run in parts.items():
@@ -138,6 +143,17 @@ def sparse_row(machine: Machine, clip: Clip, density: float, dense: dict[str, Ti
     sum_of_all = times["forward_ms"] + times["backward_ms"] + times["choice_ms"]
     of_dense = min((d["forward_ms"] + d["backward_ms"] for d in dense.values()), default=math.nan)
     return {**row, "both_over_dense": of_dense / sum_of_all}
+
+
+def measuring(clip: Clip, lists: KeyLists, density: float) -> Callable[[], Any]:
+    """What a layer's predictor learns and is measured by in every step of a run, once its lists are there."""
+    query, key = clip.heads[:2]
+    heads, layer = query.shape[1], ("block", 0)
+    densities = (density,) * heads
+    state = LayerState(Site(0, heads, HEAD, None), clip.projections, (0.0,) * heads, densities, sparse=True)
+    block = SparseCascade({layer: state}, clip.grid, "0/0/0", weight=1.0, lists={layer: lists}).of_block("block")
+    shares = tuple(map(HeadShare, range(heads)))
+    return lambda: block._measured(state, layer, clip.projections, query, key, clip.cubes, SCALE, shares)
 
 
 def sizes(machine: Machine) -> Iterator[Row]:

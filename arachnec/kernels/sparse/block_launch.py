@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from arachnec.kernels.attention.host_tables import on_device
@@ -125,9 +126,10 @@ def launch_forward(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, lists: Lists, scale: float,
     tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Output [B, H, S, D] and log-sum-exp [B, H, S] of heads of one size."""
-    clips, heads, tokens, size = query.shape
-    query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    """Output [B, H, S, Dv] and log-sum-exp [B, H, S]."""
+    clips, heads, tokens, _ = query.shape
+    size, own = max(query.shape[3], value.shape[3]), value.shape[3]
+    query, key, value = (_wide(x, size) for x in (query, key, value))
     out, lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
     masked, strides, kind = _masked(query, mask)
     tile = (tiles or tiles_of(size, query.dtype)).queries
@@ -136,15 +138,16 @@ def launch_forward(
         query, key, value, masked, out, lse, queries, keys, lists.indices, lists.starts,
         tokens, len(queries), heads, *strides, scale, **launch_options(size, query.dtype, tile, parts, splits) | kind,
     )  # fmt: skip
-    return out, lse
+    return _narrow(out, own), lse
 
 
 def launch_backward(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, mask: Tensor | None,
     lists: Lists, scale: float, tiles: Tiles | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    clips, heads, tokens, size = query.shape
-    grad, query, key, value, out = (x.contiguous() for x in (grad, query, key, value, out))
+    clips, heads, tokens, own = query.shape
+    size, of_values = max(own, value.shape[3]), value.shape[3]
+    grad, query, key, value, out = (_wide(x, size) for x in (grad, query, key, value, out))
     of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
     delta = torch.empty_like(lse)
     masked, strides, kind = _masked(query, mask)
@@ -162,7 +165,16 @@ def launch_backward(
         lists.reader_starts, tokens, len(keys), heads, *strides, scale,
         **launch_options(size, query.dtype, tile, parts, splits) | kind,
     )  # fmt: skip
-    return of_query, of_key, of_value
+    return _narrow(of_query, own), _narrow(of_key, own), _narrow(of_value, of_values)
+
+
+def _wide(x: Tensor, size: int) -> Tensor:
+    """Heads of another size, the kernels' one: zeros behind their own change no product."""
+    return x.contiguous() if x.shape[3] == size else F.pad(x, (0, size - x.shape[3]))
+
+
+def _narrow(x: Tensor, size: int) -> Tensor:
+    return x if x.shape[3] == size else x[..., :size].contiguous()
 
 
 def launch_options(size: int, dtype: torch.dtype, tile: Tile, parts: int, splits: int) -> dict[str, Any]:

@@ -39,6 +39,8 @@ def sparse_attention(
     if tuple(lists.counts.shape) != (*batch, groups):
         raise ValueError(f"lists of {groups} groups of {batch} are wanted, not {tuple(lists.counts.shape)}")
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    if query.is_cuda and query.dtype == torch.float64:
+        raise ValueError("on a GPU heads have 16 or 32 bits a number, not 64")
     starts = (order_on(cubes, query.device), cubes.groups, cubes.blocks)  # where cubes start stays on the host
     out: Tensor = torch.ops.arachnec.sparse_attention(
         query, key, value, mask, lists.indices, lists.counts, *starts, scale
@@ -60,7 +62,7 @@ def _sparse_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the latter has no gradient."""
-    if query.is_cuda and value.shape[3] == query.shape[3]:
+    if query.is_cuda:
         with on_device_of(query):
             return launch_forward(query, key, value, mask, lists_of(indices, counts, order, groups, blocks), scale)
     lists = groups_of(indices, counts, order, groups, blocks)
@@ -83,7 +85,7 @@ def _sparse_attention_backward(
     blocks: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if query.is_cuda and value.shape[3] == query.shape[3]:
+    if query.is_cuda:
         with on_device_of(query):
             every = lists_of(indices, counts, order, groups, blocks)
             return launch_backward(grad, query, key, value, out, lse, mask, every, scale)
