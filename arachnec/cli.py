@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import click
 
 from arachnec.commands.groups import SuggestingGroup
+from arachnec.launch.environment import leave_gpus_to_ranks
 from arachnec.version import __version__
 
 COMMANDS = {
@@ -90,6 +91,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
+    leave_gpus_to_ranks(os.environ)
     try:
         code = run()
         sys.stdout.flush()

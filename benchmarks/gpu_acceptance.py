@@ -6,11 +6,15 @@
 | section         | what it shows                                                                                      |
 |-----------------|----------------------------------------------------------------------------------------------------|
 | parity          | gradients over NCCL in fp32 and bf16, against a plain loop; with several GPUs all ways of sharing  |
+| ranks           | every schedule, cells, host memory, encoders: the tests of several ranks, all on one GPU over NCCL |
 | rowwise_kernels | every kernel's outputs and gradients against float64; times beside eager and a copy                |
 | attention       | blocks of attention, merged, against float64; times beside torch's own                             |
 | sparse          | attention over lists of key blocks, and the choice of them; times beside the fastest dense one     |
 | training        | Wan2.1-1.3B at three lengths: MFU, step time and memory, planned and measured                      |
 | blocks          | a Wan2.1 block, 1.3B and 14B wide: fused against eager, and how long the device waits for launches |
+| profiled        | a profile measured here, and what it predicts of steps of clips of other lengths                   |
+| host_memory     | a model that lies in pinned host memory: gradients, memory and step time beside it on the device   |
+| resumed         | losses behind a checkpoint, its export, and runs with sparse attention and fused kernels           |
 
 Each section is a process of its own, with a share of the time; what one leaves, the next may use. Results are written
 as they come, so that a call that is cut off leaves what it had. The exit code is 1 where something is wrong, failed or
@@ -40,7 +44,20 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
-SHARES = {"parity": 135, "rowwise_kernels": 85, "attention": 35, "sparse": 70, "training": 160, "blocks": 80}  # s
+SHARES = {  # s
+    "parity": 80,
+    "ranks": 150,
+    "rowwise_kernels": 85,
+    "attention": 25,
+    "sparse": 70,
+    "training": 110,
+    "blocks": 70,
+    "profiled": 120,
+    "host_memory": 120,
+    "resumed": 120,
+}
+EXACT = frozenset({"parity", "sampling", "resumed"})  # without TF32, which is another precision than fp32
+DRY = 4  # times the share, of a processor that others use too
 GRACE_S = 5.0
 RESULTS = ROOT / "benchmarks" / "results"
 
@@ -91,14 +108,14 @@ def run_all(sections: list[str], head: dict[str, Any], output: Path) -> dict[str
     for name in sections:
         section: dict[str, Any] = {"state": "running", "seconds": 0.0, "rows": []}
         results["sections"][name] = section
-        began, given = time.monotonic(), SHARES[name] + spare
+        began, given = time.monotonic(), (SHARES[name] + spare) * (DRY if head["dry"] else 1)
         for row in rows_of(name, section, given, head):
             section["rows"].append(row)
             section["seconds"], results["seconds"] = time.monotonic() - began, time.monotonic() - started
             print(name, json.dumps(row), flush=True)
             write(output, results)
         section["seconds"], results["seconds"] = time.monotonic() - began, time.monotonic() - started
-        spare = max(0.0, given - section["seconds"])
+        spare = 0.0 if head["dry"] else max(0.0, given - section["seconds"])
         print(f"{name}: {section['state']} after {section['seconds']:.0f} s {section.get('error', '')}", flush=True)
         write(output, results)
     results["right"] = all(is_right(section) for section in results["sections"].values())
@@ -119,7 +136,7 @@ def rows_of(name: str, section: dict[str, Any], given: float, head: dict[str, An
         command = [sys.executable, __file__, "--gpus", str(head["gpus"]), "--one", name, str(end), scratch]
         command += ["--dry", "--output", scratch] if head["dry"] else []
         # TF32 is another precision than fp32, and convolutions would use it.
-        environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"} if name == "parity" else None
+        environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"} if name in EXACT else None
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, cwd=ROOT
         )

@@ -8,6 +8,9 @@ import os
 import pytest
 from hypothesis import HealthCheck, settings
 
+# asked in the usual way whether there is a GPU, the driver leaves processes that are forked later without one
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 # machines differ in speed by more than any deadline should
 settings.register_profile("arachnec", deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("long", settings.get_profile("arachnec"), max_examples=1000)  # `make fuzz`

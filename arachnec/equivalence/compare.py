@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from arachnec.backends.torch_distributed.plans.supported import demand_supported
@@ -77,6 +78,9 @@ class Agreement:
 def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
     """Raises ``UserError`` where the program computes something else, does not end, or cannot be executed here."""
     world = len(module.programs)
+    if torch.cuda.is_initialized():
+        reason = "this process has used a GPU, and ranks that are forked from it could not compute"
+        raise UserError(CannotExecute(module.span, module.name, reason))
     if world > MOST_RANKS:
         reason = f"it has {world} ranks, and this machine is to execute at most {MOST_RANKS}"
         raise UserError(CannotExecute(module.span, module.name, reason))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import getpass
 import tempfile
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+MASK = "CUDA_VISIBLE_DEVICES"
+OF_RANKS = "ARACHNEC_GPUS_OF_RANKS"  # the mask that ranks get, where their launcher has another
+UNMASKED = "all"
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,38 @@ def prepare_environment(environment: MutableMapping[str, str]) -> None:
     for setting in SETTINGS:
         if not setting.given(environment):
             environment[setting.name] = setting.value.format(local=local_cache())
+
+
+def leave_gpus_to_ranks(environment: MutableMapping[str, str]) -> None:
+    """Hide the GPUs from this process and those that it starts, but for ranks. It counts before torch uses CUDA.
+
+    ``torch.export`` makes a context wherever it sees a GPU, also for a model without values: half a GiB of the first
+    GPU, and none of the process's forks can compute any more.
+    """
+    if OF_RANKS not in environment:
+        environment[OF_RANKS] = environment.get(MASK, UNMASKED)
+        environment[MASK] = ""
+
+
+def show_gpus(environment: MutableMapping[str, str]) -> None:
+    """What ``leave_gpus_to_ranks`` has hidden is there again, for processes that get this environment."""
+    mask = environment.pop(OF_RANKS, None)
+    if mask == UNMASKED:
+        environment.pop(MASK, None)
+    elif mask is not None:
+        environment[MASK] = mask
+
+
+@contextmanager
+def shown_gpus(environment: MutableMapping[str, str]) -> Iterator[None]:
+    """Inside, they can be counted."""
+    hidden = OF_RANKS in environment
+    show_gpus(environment)
+    try:
+        yield
+    finally:
+        if hidden:
+            leave_gpus_to_ranks(environment)
 
 
 def table() -> str:

@@ -23,7 +23,7 @@ from types import FrameType
 from typing import IO, ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.launch.environment import prepare_environment
+from arachnec.launch.environment import prepare_environment, show_gpus
 from arachnec.launch.failure import ERROR_FD, Failure, read_failure
 from arachnec.solver.budget import usable_cores
 
@@ -130,6 +130,7 @@ def launch(
 
 def _environment(rank: int, world: int, port: int, error_fd: int) -> dict[str, str]:
     environment = dict(os.environ)
+    show_gpus(environment)
     prepare_environment(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")

@@ -16,6 +16,8 @@ from typing import IO
 
 import msgspec
 
+from arachnec.launch.environment import leave_gpus_to_ranks
+
 NICENESS = 10
 LEAVE_S = 2.0  # to end by itself, once it is told
 
@@ -31,6 +33,7 @@ class PlannerProcess:
         """Start ``python -m module arguments``, of a module that answers by ``answering``."""
         command = [sys.executable, "-m", module, *arguments]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        leave_gpus_to_ranks(environment)
         return cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment))
 
     def ask(self, question: msgspec.Struct) -> None:

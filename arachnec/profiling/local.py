@@ -28,6 +28,7 @@ from arachnec.data.requests import read_requests
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.stage_sizes import crowding
+from arachnec.launch.environment import shown_gpus
 from arachnec.launch.local_ranks import RankCrashed, launch
 from arachnec.models.file import load_model_file
 from arachnec.models.sampler_file import load_sampler_file
@@ -89,8 +90,10 @@ def _demand_devices(machine: Cluster) -> None:
     import torch
 
     device = str(machine.attrs["device"])
-    if device != "cpu" and torch.cuda.device_count() < machine.world:
-        raise UserError(TooFewGpus(None, torch.cuda.device_count(), machine.world, device))
+    with shown_gpus(os.environ):
+        count = torch.cuda.device_count()
+    if device != "cpu" and count < machine.world:
+        raise UserError(TooFewGpus(None, count, machine.world, device))
 
 
 def fitted(measured: Measured, machine: Cluster) -> Profile:

@@ -20,6 +20,7 @@ SCRIPT = ROOT / "benchmarks" / "gpu_acceptance.py"
 HEAD = {"schema", "dry", "device", "gpus", "torch", "cuda", "triton", "started", "seconds", "right", "sections"}
 KEYS = {  # of some row in each section
     "parity": {"plan", "ranks", "dtype", "error", "limit", "right"},
+    "ranks": {"tests", "passed", "skipped", "failures", "seconds", "right"},
     "rowwise_kernels": {"kernel", "layout", "tokens", "hidden", "copy_ms", "fused", "eager", "right"},
     "attention": {"form", "tokens", "both_ms", "tflops"},
     "sparse": {"tokens", "density", "forward_ms", "backward_ms", "choice_ms", "both_over_dense"},

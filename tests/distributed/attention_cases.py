@@ -8,12 +8,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from arachnec.kernels.attention.distributed_attention import distributed_attention
 from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.kernels.attention.subgroups import subgroups
+from tests.distributed.rank_device import rank_device
 
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 
@@ -63,7 +65,7 @@ def check(cases: tuple[Case, ...]) -> int:
     """Check the cases one after the other; a rank that is not in a case only makes groups. The number checked."""
     groups = process_groups()
     for case in cases:
-        groups.ensure(subgroups(case.ranks, case.ulysses, case.ring))
+        groups.ensure(subgroups(case.ranks, case.ulysses, case.ring), device=rank_device())
     checked = 0
     for case in cases:
         if dist.get_rank() in case.ranks:
@@ -77,7 +79,7 @@ def check(cases: tuple[Case, ...]) -> int:
 
 
 def check_one(case: Case, shard: SequenceShard) -> None:
-    leaves, mask, weight = inputs(case)
+    leaves, mask, weight = tree_map_only(Tensor, lambda value: value.to(rank_device()), inputs(case))
     expected, expected_grads = reference(case, leaves, mask, weight)
     out, grads = distributed(case, leaves, mask, weight, shard)
     close(out, expected, case.dtype, "output")

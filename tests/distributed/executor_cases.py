@@ -33,6 +33,7 @@ from arachnec.tracing import blocks
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.record import ExampleCall
 from tests.distributed.harness import PRELOAD, run_ranks
+from tests.distributed.rank_device import rank_device
 from tests.warm_python import warm_python
 
 RUNS = (
@@ -359,7 +360,9 @@ def captured_once() -> Iterator[None]:
     ) -> CapturedModel:
         written = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
         sources = frozenset(map(inspect.getsource, written))
-        weights = tuple((name, w.shape, w.dtype, w.requires_grad) for name, w in model.named_parameters())
+        weights = tuple(
+            (name, w.shape, w.dtype, w.device.type, w.requires_grad) for name, w in model.named_parameters()
+        )
         calls = tuple(
             (call.clip, call.batch, call.text, *map(_form, call.arguments.items())) for call in [*examples, *at]
         )
@@ -392,7 +395,7 @@ def train(folder: Path, options: RunOptions) -> None:
     from arachnec.executable.folder import read_executable
 
     with captured_once():
-        engine.train(read_executable(folder), options, torch.device("cpu"))
+        engine.train(read_executable(folder), options, rank_device())
 
 
 def plain_loop(

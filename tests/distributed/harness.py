@@ -15,12 +15,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from datetime import timedelta
 from multiprocessing import resource_tracker, spawn
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.distributed.rank_device import ON_GPU
 from tests.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -68,7 +68,7 @@ class RankPool:
 
     def __init__(self, ranks: int, *, program: str | None = None) -> None:
         self.ranks = ranks
-        self._program = program
+        self._program = sys.executable if ON_GPU else program  # CUDA does not survive a fork
         self._pipes: list[Connection] = []
         self._processes: list[Any] = []
 
@@ -143,13 +143,13 @@ class RankPool:
 def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
     import torch
     import torch.distributed as dist
+    from torch.utils._pytree import tree_map_only
 
     from tests.distributed.executor_cases import captured_once
+    from tests.distributed.rank_device import make_world
 
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
-    )
+    make_world(rank, ranks, store)
     while True:
         try:
             message = pipe.recv_bytes()
@@ -158,7 +158,7 @@ def _serve(rank: int, ranks: int, store: str, pipe: Connection) -> None:
         try:
             function, args = pickle.loads(message)
             with captured_once():
-                answer = (False, function(*args))
+                answer = (False, tree_map_only(torch.Tensor, torch.Tensor.cpu, function(*args)))
             encoded = pickle.dumps(answer)
         except BaseException as error:
             encoded = pickle.dumps((True, told(error)))

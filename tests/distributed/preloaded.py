@@ -13,6 +13,7 @@ from arachnec.tracing import blocks
 from arachnec.tracing.sample import example_calls
 from tests.distributed import pipeline_cases
 from tests.distributed.executor_cases import ADAPTERS, DOUBLE, MODEL, TIED, captured_once, clip
+from tests.distributed.rank_device import without_gpu
 
 MODELS = (
     MODEL, MODEL + DOUBLE, MODEL + ADAPTERS, MODEL + TIED, pipeline_cases.MODEL,
@@ -21,7 +22,7 @@ MODELS = (
 
 gc.set_threshold(50_000, 20, 20)
 torch.set_num_threads(1)  # threads would not come along
-with tempfile.TemporaryDirectory() as folder, captured_once():
+with tempfile.TemporaryDirectory() as folder, captured_once(), without_gpu():
     for number, text in enumerate(MODELS):
         path = Path(folder, f"model_{number}.py")
         path.write_text(text)

@@ -30,6 +30,7 @@ from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Sampling, begin
 from tests.distributed.executor_cases import BLOCK, TINY, cluster
 from tests.distributed.harness import run_ranks
+from tests.distributed.rank_device import rank_device
 
 SAMPLER = (
     BLOCK
@@ -212,7 +213,7 @@ def _run(
     outcomes: list[Outcome] = []
     results = Results(folder / "out", settings, sampler.digest)
     rank = GenerationRank(
-        dist.get_rank(), sampling, parse_module(program), requests, results, torch.device("cpu"), outcomes.append
+        dist.get_rank(), sampling, parse_module(program), requests, results, rank_device(), outcomes.append
     )
     rank.connect()
     rank.run()

@@ -26,6 +26,7 @@ from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
 from tests.distributed.executor_cases import cluster
 from tests.distributed.harness import run_ranks
+from tests.distributed.rank_device import rank_device
 from tests.generation import cases
 from tests.generation.cases import ENCODER, REQUESTS, expected, partitioned, sampling_of, written
 from tests.generation.sparse_cases import FORCED, checkpoint, predictors
@@ -53,7 +54,7 @@ def _run(folder: Path, text: str) -> tuple[list[Outcome], int, str]:
     outcomes: list[Outcome] = []
     results = Results(folder / "out", settings, sampler.digest)
     own = sampling_of(sampler, RULE)
-    rank = GenerationRank(dist.get_rank(), own, module, ROWS, results, torch.device("cpu"), outcomes.append)
+    rank = GenerationRank(dist.get_rank(), own, module, ROWS, results, rank_device(), outcomes.append)
     store = dist.distributed_c10d._get_default_store()
     rank.rounds = Rounds(rank.rank, prefixed(store, str(folder)))
     programs = [module]

@@ -18,7 +18,7 @@ LARGEST_ERROR = 2e-5
 
 
 @pytest.fixture(scope="module")
-def benchmark() -> ModuleType:
+def speed() -> ModuleType:
     spec = importlib.util.spec_from_file_location("kernels_benchmark", ROOT / "benchmarks" / "kernels" / "speed.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -27,11 +27,11 @@ def benchmark() -> ModuleType:
 
 
 @pytest.mark.parametrize("layout", ["batch 1", "batch 4", "packed"])
-def test_every_case_equals_its_eager_form_in_outputs_and_gradients(benchmark: ModuleType, layout: str) -> None:
-    cases = list(benchmark.cases(64, 256, layout, torch.float32, torch.device("cpu")))
+def test_every_case_equals_its_eager_form_in_outputs_and_gradients(speed: ModuleType, layout: str) -> None:
+    cases = list(speed.cases(64, 256, layout, torch.float32, torch.device("cpu")))
     assert len(cases) == 6
     for case in cases:
-        assert max(benchmark.errors(case)) < LARGEST_ERROR, case.kernel
+        assert max(speed.errors(case)) < LARGEST_ERROR, case.kernel
 
 
 def test_without_a_gpu_it_says_so_and_keeps_no_times(tmp_path: Path) -> None:
@@ -68,7 +68,7 @@ def test_on_a_gpu_it_checks_times_and_keeps_every_kernel_beside_its_peers(tmp_pa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("hidden", [1536, 5120])
 def test_on_a_gpu_every_kernel_is_that_of_float64_and_gives_the_same_bits_twice(
-    benchmark: ModuleType, hidden: int, dtype: torch.dtype, layout: str
+    speed: ModuleType, hidden: int, dtype: torch.dtype, layout: str
 ) -> None:
-    for case in benchmark.cases(1560, hidden, layout, dtype, torch.device("cuda")):
-        assert max(benchmark.errors(case)) <= benchmark.TOLERANCE[dtype], case.kernel
+    for case in speed.cases(1560, hidden, layout, dtype, torch.device("cuda")):
+        assert max(speed.errors(case)) <= speed.TOLERANCE[dtype], case.kernel

@@ -24,6 +24,7 @@ from arachnec.model_state.parameter_parts import Parts
 from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import MODEL, Work, clip, lowered, traced
 from tests.distributed.harness import run_ranks
+from tests.distributed.rank_device import rank_device
 
 POSITION = Position(2, 0, "model")
 TRAINING = Training(lr=1e-2, clip_norm=0.5, ema=0.9)
@@ -127,7 +128,7 @@ def test_a_rank_without_gradients_joins_the_norm_of_all_on_the_device_of_all() -
 
 
 def elements_updated_here(folder: Path) -> dict[str, int]:
-    trainer = Trainer(read_executable(folder), RunOptions(), torch.device("cpu"))
+    trainer = Trainer(read_executable(folder), RunOptions(), rank_device())
     trainer.step(0)
     parts = {
         name.removeprefix("exp_avg/"): part_of(value).values.numel()

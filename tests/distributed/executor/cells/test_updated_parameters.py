@@ -27,6 +27,7 @@ from tests.distributed.executor_cases import (
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.ncclish import Settings
+from tests.distributed.rank_device import rank_device
 
 # Rank 3 runs nothing, rank 2 ends long before the others, clip d is shared by two.
 UNEVEN = ordered(((0, 1), (0,)), ((2,), (1,)), ((3,), (0, 1)), ((4,), (2,)))
@@ -48,7 +49,7 @@ def steps(folder: Path, count: int) -> tuple[list[tuple[float, float]], dict[str
     """
     reports = []
     with captured_once():
-        trainer = Trainer(read_executable(folder), RunOptions(), torch.device("cpu"))
+        trainer = Trainer(read_executable(folder), RunOptions(), rank_device())
         for number in range(count):
             reports.append(trainer.step(number))
             if number % 2 == 0:

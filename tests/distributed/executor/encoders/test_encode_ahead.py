@@ -23,6 +23,7 @@ from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.model_state.optimizer import Optimizer
 from tests.distributed.executor_cases import Work, captured_once, clip, executable, lowered, plain_loop, traced
 from tests.distributed.harness import run_ranks
+from tests.distributed.rank_device import rank_device
 
 CLIPS = [clip(name, frames) for name, frames in zip("abcd", (1, 2, 3, 2), strict=True)]
 PLAN = [  # rank 0 encodes two clips, rank 1 one before it trains and one after, rank 2 none
@@ -69,7 +70,7 @@ def train_noting(folder: Path, options: RunOptions, waits: bool) -> None:
     with pytest.MonkeyPatch.context() as patch, captured_once():
         patch.setattr(GradientSynchronisation, "done", property(lambda _: not waits))
         patch.setattr(Optimizer, "step", noted)
-        engine.train(read_executable(folder), options, torch.device("cpu"))
+        engine.train(read_executable(folder), options, rank_device())
 
 
 @pytest.mark.parametrize("waits", [True, False])

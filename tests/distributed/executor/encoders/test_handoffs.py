@@ -20,6 +20,7 @@ from arachnec.runtime.handoffs import Handoffs, HandoffThreads, TensorSpec
 from tests.distributed.executor_cases import RUNS, Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
 from tests.distributed.late_device import LateEvent, late_runtime
+from tests.distributed.rank_device import rank_device
 from tests.warm_python import warm_python
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16))
@@ -181,7 +182,7 @@ def prepare_in_threads(folder: Path) -> set[str]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(batch, "clip_generator", noted)
-        engine.train(read_executable(folder), RunOptions(), torch.device("cpu"))
+        engine.train(read_executable(folder), RunOptions(), rank_device())
     return threads
 
 

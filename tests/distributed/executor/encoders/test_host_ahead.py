@@ -26,6 +26,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.runtime.device_runtime import DeviceRuntime
 from tests.distributed.executor_cases import Work, clip, executable, lowered, traced
 from tests.distributed.harness import run_ranks
+from tests.distributed.rank_device import rank_device
 
 CLIPS = [clip(name, frames) for name, frames in zip("abcd", (1, 2, 3, 2), strict=True)]
 EQUAL = [clip(name, frames) for name, frames in zip("abcd", (2, 2, 3, 2), strict=True)]
@@ -76,7 +77,7 @@ def train_noted(folder: Path) -> tuple[list[str], int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(training_run, "run_iteration", iteration)
         patch.setattr(torch.optim.AdamW, "step", stepped)
-        engine.train(read_executable(folder), RunOptions(clip_norm=0.1), torch.device("cpu"))
+        engine.train(read_executable(folder), RunOptions(clip_norm=0.1), rank_device())
     return noted.reads, noted.count
 
 

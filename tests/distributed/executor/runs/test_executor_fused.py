@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from arachnec.backends.torch_distributed.engine import train
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -20,6 +19,7 @@ from arachnec.tracing.graph import block_graph
 from arachnec.tracing.sample import example_calls
 from tests.distributed.executor_cases import Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
+from tests.distributed.rank_device import rank_device
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5))
 WORKS = [
@@ -60,7 +60,7 @@ def _train(folder: Path, options: RunOptions) -> None:
         return forward(self, *values)
 
     Region.forward = noting  # type: ignore[method-assign]
-    train(read_executable(folder), options, torch.device("cpu"))
+    train(read_executable(folder), options, rank_device())
     assert called
 
 

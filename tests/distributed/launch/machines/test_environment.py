@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.ir.nodes import Level, Module, Program
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.launch.environment import SETTINGS, prepare_environment, table
+from arachnec.launch.environment import (
+    SETTINGS,
+    leave_gpus_to_ranks,
+    prepare_environment,
+    show_gpus,
+    shown_gpus,
+    table,
+)
 from arachnec.launch.timeouts import LONGER, MOST_PLANNED_S, PLAN_S, STALL_S, START_S, STEP_S, Timeouts
 
 ROOT = Path(__file__).parents[4]
@@ -29,6 +40,30 @@ def test_the_allocators_other_name_counts_as_given() -> None:
     environment = {"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}
     prepare_environment(environment)
     assert "PYTORCH_CUDA_ALLOC_CONF" not in environment
+
+
+@pytest.mark.parametrize("given", [{}, {"CUDA_VISIBLE_DEVICES": "2,3"}, {"CUDA_VISIBLE_DEVICES": ""}])
+def test_gpus_that_a_command_hides_from_itself_are_there_for_its_ranks(given: dict[str, str]) -> None:
+    environment = dict(given)
+    for _ in range(2):  # a command that starts a command
+        leave_gpus_to_ranks(environment)
+        assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    with shown_gpus(environment):
+        assert environment == given
+    assert environment["CUDA_VISIBLE_DEVICES"] == ""
+    show_gpus(environment)
+    assert environment == given
+    with shown_gpus(environment):
+        assert environment == given
+    assert environment == given
+
+
+def test_a_command_s_own_process_sees_no_gpu() -> None:
+    code = "import os, runpy, sys; sys.argv = ['arachnec', 'passes']\n"
+    code += "try: runpy.run_module('arachnec', run_name='__main__')\nexcept SystemExit: pass\n"
+    code += "print('mask', repr(os.environ['CUDA_VISIBLE_DEVICES']))"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert told.endswith("mask ''\n")
 
 
 def test_the_page_has_the_table_of_the_code() -> None:
