@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from acceptance.machine import Machine, Row
+from acceptance.sparse_sampled import sampled
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -44,8 +45,7 @@ TILES = (
 )
 CUBES = ((64, 64), (128, 64), (256, 128), (128, 128))  # tokens of a group and a block
 CHOICES = (*(((QUERIES, KEYS), tile) for tile in TILES), *((cubes, tile) for cubes in CUBES for tile in TILES[:2]))
-SAMPLED = 64  # queries and keys that are checked where a table of all would not fit
-LIMIT, LEFT_S = 1.6e-2, 6.0
+LEFT_S = 6.0
 Times = dict[str, float]
 
 
@@ -58,6 +58,12 @@ class Clip:
     grid: Grid
     repeats: int
     projections: Projections
+
+    def kept(self, density: float) -> list[int]:
+        return kept_blocks([density] * self.heads[0].shape[1], len(self.cubes.blocks) - 1)
+
+    def lists(self, density: float) -> KeyLists:
+        return predicted_lists(*self.heads[:2], self.projections, self.cubes, self.kept(density))
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -79,7 +85,7 @@ def speed(machine: Machine) -> Iterator[Row]:
         if machine.left < LEFT_S:
             return
         clip = clip_of(machine, grid, heads, repeats)
-        yield sampled(clip, 0.3)
+        yield sampled(clip.heads, clip.cubes, clip.lists(0.3), SCALE)
         dense: dict[str, Times] = {}
         for name in ("math",) if machine.dry else ("torch's choice", *DENSE):
             row = dense_row(machine, clip, name)
@@ -111,13 +117,12 @@ def dense_row(machine: Machine, clip: Clip, name: str) -> Row:
 def sparse_row(machine: Machine, clip: Clip, density: float, dense: dict[str, Times]) -> Row:
     leaves, cubes = clip.leaves, clip.cubes
     query, key = clip.heads[:2]
-    kept = kept_blocks([density] * query.shape[1], len(cubes.blocks) - 1)
+    kept, lists = clip.kept(density), clip.lists(density)
     order = order_on(cubes, query.device)
     times: Times = {}
     in_order = query.index_select(2, order), key.index_select(2, order)
     of_query, of_key = clip.projections.query, clip.projections.key
     cells = cell_features(in_order[0], of_query, cubes), cell_features(in_order[1], of_key, cubes)
-    lists = predicted_lists(query, key, clip.projections, cubes, kept)
     measures = measuring(clip, lists, density)
     parts: dict[str, Callable[[], Any]] = {
         "choice": lambda: predicted_lists(query, key, clip.projections, cubes, kept),
@@ -201,43 +206,6 @@ def size_row(machine: Machine, clip: Clip, run: dict[str, Any]) -> Row:
     whole, _ = milliseconds(machine, run["backward"], 3)
     times = {"forward_ms": forward, "forward_host_ms": forward_host, "backward_ms": whole - forward}
     return {"density": 0.1, "pairs": run["pairs"], **times, **rates(times, clip, run["pairs"])}
-
-
-def sampled(clip: Clip, density: float) -> Row:
-    """Rows of the output and of all gradients of the last head, in float64, from the kernels' own log-sum-exp."""
-    query, key, value = clip.leaves
-    cubes, device = clip.cubes, query.device
-    kept = kept_blocks([density] * query.shape[1], len(cubes.blocks) - 1)
-    lists = predicted_lists(query, key, clip.projections, cubes, kept)
-    where = (order_on(cubes, device), cubes.groups, cubes.blocks, SCALE)
-    run = torch.ops.arachnec.sparse_attention
-    out, lse = run(query, key, value, None, lists.indices, lists.counts, *where)
-    grads = torch.autograd.grad(out, (query, key, value), clip.heads[3], retain_graph=True)
-    again = torch.autograd.grad(out, (query, key, value), clip.heads[3])
-    second = run(query, key, value, None, lists.indices, lists.counts, *where)
-    same = all(map(torch.equal, (*grads, out, lse), (*again, *second)))
-    q, k, v, g, o, top = (x.detach()[0, -1].double() for x in (query, key, value, clip.heads[3], out, lse))
-    some = torch.linspace(0, len(q) - 1, min(SAMPLED, len(q)), device=device).long()
-    table = chosen_blocks(lists, len(cubes.blocks) - 1)[0, -1]
-    group_of, block_of = (cube_numbers(starts, cubes, device) for starts in (cubes.groups, cubes.blocks))
-    seen = table[group_of[some]][:, block_of]
-    scores = (q[some] @ k.T * SCALE).masked_fill(~seen, -math.inf)
-    weights, delta = scores.softmax(-1), (g * o).sum(-1)
-    slopes = weights * (g[some] @ v.T - delta[some, None])
-    pairs = [(out, weights @ v, some), (grads[0], slopes @ k * SCALE, some)]
-    reads = table[group_of][:, block_of[some]]
-    weights = ((q @ k[some].T * SCALE - top[:, None]).exp() * reads).T
-    slopes = weights * (g @ v[some].T - delta[:, None]).T
-    pairs += [(grads[1], slopes @ q * SCALE, some), (grads[2], weights @ g, some)]
-    off = [float((x.detach()[0, -1, at].double() - exact).norm() / exact.norm()) for x, exact, at in pairs]
-    row: Row = {"sampled_rows": len(some), "tokens": len(q), "heads": query.shape[1], "error": max(off)}
-    return {**row, "errors": off, "limit": LIMIT, "same_twice": same, "right": bool(max(off) <= LIMIT) and same}
-
-
-def cube_numbers(starts: Tensor, cubes: TokenCubes, device: torch.device) -> Tensor:
-    """[S]: of each token of the sequence, the number of its group or block."""
-    numbers = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff().long())
-    return numbers[cubes.places].to(device)
 
 
 def share_of_pairs(lists: KeyLists, cubes: TokenCubes) -> float:

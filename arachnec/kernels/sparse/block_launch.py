@@ -50,16 +50,14 @@ def tiles_of(size: int, dtype: torch.dtype) -> Tiles:
 
 @dataclass(frozen=True)
 class Lists:
-    """Lists of all queries, captions' among them, and for each block the groups that read it.
-
-    ``starts`` [B * H * G + 1] and ``reader_starts`` [B * H * N + 1]; ``order`` is that of the tokens, ``groups`` and
-    ``blocks`` are where they start in it, on the device, and the longest of each on the host.
-    """
+    """Lists of all queries, captions' among them: ``indices`` of blocks, and where the list of each clip, head and
+    group ``starts`` in them, [B * H * G + 1]. ``rows`` are the numbers of the lists that the indices are in. ``order``
+    is that of the tokens, ``groups`` and ``blocks`` are where they start in it, on the device, and the longest of each
+    on the host."""
 
     indices: Tensor
     starts: Tensor
-    readers: Tensor
-    reader_starts: Tensor
+    rows: Tensor
     order: Tensor
     groups: Tensor
     blocks: Tensor
@@ -72,34 +70,38 @@ class Lists:
     def key_slots(self, keys: int) -> tuple[Tensor, int]:
         return _slots(self.order, self.blocks, self.longest_block, keys)
 
+    def readers(self) -> tuple[Tensor, Tensor]:
+        """For each block of each clip and head the groups that read it, ascending, and where these start."""
+        groups, blocks = len(self.groups) - 1, len(self.blocks) - 1
+        heads = (len(self.starts) - 1) // groups
+        head, group = self.rows // groups, self.rows % groups
+        reading = ((head * blocks + self.indices) * groups + group).sort().values
+        every_block = torch.arange(heads * blocks + 1, device=self.rows.device)
+        return (reading % groups).int(), torch.searchsorted(reading, every_block * groups).int()
+
 
 def lists_of(indices: Tensor, counts: Tensor, order: Tensor, groups: Tensor, blocks: Tensor) -> Lists:
-    """``groups`` and ``blocks`` are on the host, so that nothing waits for a device."""
+    """``groups`` and ``blocks`` are on the host, so that nothing waits for a device. Captions' queries are groups no
+    longer than the others: all have as many tiles."""
     device, count, total = counts.device, len(blocks) - 1, len(order)
     clips, heads, listed = counts.shape
-    lengths = counts.view(-1, listed).long()
-    owner = _repeated(torch.arange(counts.numel(), device=device), lengths.view(-1), len(indices))
-    head, group = owner // listed, owner % listed
-    longest, video = int(groups.diff().amax()), int(groups[-1])
-    here = listed
-    if video < total:  # no longer than the others: all have as many tiles
+    lengths, video = counts.view(-1, listed).long(), int(groups[-1])
+    rows = _repeated(torch.arange(counts.numel(), device=device), lengths.view(-1), len(indices))
+    longest = int(groups.diff().amax())
+    if video < total:
         ends = torch.tensor([end for _, end in cut(video, total, longest)], dtype=groups.dtype)
-        more, every = len(ends), torch.arange(clips * heads, device=device)
-        captions = torch.arange(listed, listed + more, device=device).repeat_interleave(count)
-        head = torch.cat([head, every.repeat_interleave(more * count)])
-        group = torch.cat([group, captions.repeat(clips * heads)])
-        blocks_of_all = torch.arange(count, device=device, dtype=indices.dtype)
-        indices = torch.cat([indices, blocks_of_all.repeat(clips * heads * more)])
+        more, of_all = len(ends), torch.arange(clips * heads, device=device)[:, None]
+        captions = of_all * (listed + more) + torch.arange(listed, listed + more, device=device)
+        rows = torch.cat([rows + rows // listed * more, captions.view(-1).repeat_interleave(count)])
+        every = torch.arange(count, device=device, dtype=indices.dtype).repeat(clips * heads * more)
         lengths = torch.cat([lengths, lengths.new_full((clips * heads, more), count)], 1)
-        groups, here = torch.cat([groups, ends]), listed + more
-        by_group = (head * here + group).argsort(stable=True)
-    reading = ((head * count + indices) * here + group).sort()
-    every_block = torch.arange(clips * heads * count + 1, device=device)
+        groups = torch.cat([groups, ends])
+        rows, order_of_rows = rows.sort(stable=True)
+        indices = torch.cat([indices, every])[order_of_rows]
     return Lists(
-        (indices[by_group] if video < total else indices).int(),
-        _starts(lengths.view(-1)).int(),
-        (reading.values % here).int(),
-        torch.searchsorted(reading.values, every_block * here).int(),
+        indices.int(),
+        torch.cat([lengths.new_zeros(1), lengths.view(-1).cumsum(0)]).int(),
+        rows,
         order,
         on_device(groups.int(), device),
         on_device(blocks.int(), device),
@@ -161,8 +163,8 @@ def launch_backward(
     tile = tiles.keys
     (queries, parts), (keys, splits) = lists.query_slots(tile.queries), lists.key_slots(tile.keys)
     key_gradients[(len(keys) * splits, clips * heads)](
-        grad, query, key, value, masked, lse, delta, of_key, of_value, queries, keys, lists.readers,
-        lists.reader_starts, tokens, len(keys), heads, *strides, scale,
+        grad, query, key, value, masked, lse, delta, of_key, of_value, queries, keys, *lists.readers(),
+        tokens, len(keys), heads, *strides, scale,
         **launch_options(size, query.dtype, tile, parts, splits) | kind,
     )  # fmt: skip
     return _narrow(of_query, own), _narrow(of_key, own), _narrow(of_value, of_values)
@@ -195,7 +197,3 @@ def _masked(query: Tensor, mask: Tensor | None) -> tuple[Tensor, tuple[int, int,
     mask = mask.contiguous() if added else mask.contiguous().to(torch.int8)
     strides = tuple(0 if mask.shape[axis] == 1 else mask.stride(axis) for axis in range(3))
     return mask, (strides[0], strides[1], strides[2]), {"MASKED": True, "ADDED": added}
-
-
-def _starts(counts: Tensor) -> Tensor:
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
