@@ -47,7 +47,7 @@ sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
 SHARES = {  # s
-    "parity": 80,
+    "parity": 100,
     "ranks": 150,
     "rowwise_kernels": 85,
     "attention": 25,

@@ -32,6 +32,7 @@ from arachnec.ir.head_density import latest_densities, layer_densities, sparse_l
 from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.ir.stage_sizes import count_in
+from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.predictor import MASS
 from arachnec.kernels.sparse.token_cubes import CELL
@@ -249,7 +250,7 @@ class SparsePredictors:
                 heads = self.layers[number].site.heads
                 if number not in self._totals:
                     self._totals[number] = measured.loss.new_zeros(MEASURES, heads)
-                own = torch.tensor(measured.heads, device=measured.loss.device)
+                own = on_device(torch.tensor(measured.heads), measured.loss.device)
                 self._totals[number].index_add_(1, own, torch.stack(_by_head(measured)) * cascade.weight)
         self._cascades.clear()
 

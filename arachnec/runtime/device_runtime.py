@@ -11,15 +11,23 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from arachnec.runtime.locked_memory import locked_buffer
+from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.runtime.locked_memory import locked_tensor
 
 GIB = 2**30
+
+
+@dataclass(frozen=True)
+class CannotLock(Diagnostic):
+    title: ClassVar[str] = "the host gives no {gib:.2f} GiB more of page-locked memory"
+    help: ClassVar[str] = "lower `host_memory` of the cluster to what this machine has to spare, and compile again"
+    gib: float
 
 
 @dataclass(frozen=True)
@@ -145,27 +153,23 @@ class DeviceRuntime:
         return HostCopy(buffer, self._copy(self._to_host, [(buffer, value)]))
 
     def pinned(self, value: Tensor) -> Tensor:
-        """The same on the host, where the device copies from without anybody waiting. An expanded tensor has memory for
-        every element then: torch pins with the strides that there are, and cannot write to memory that is shared."""
+        """The same on the host, where the device copies from without anybody waiting. torch pins with the strides that
+        there are, and cannot write where elements share memory, as in an expanded tensor."""
         return value.contiguous().pin_memory() if self.capabilities.pinned_memory else value
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in the host's memory, page-locked where the device copies without anybody waiting.
 
-        Locked as it is: torch's own pinned memory comes in powers of two. Raises ``UserError`` where the host has no
-        more to lock.
+        Raises ``UserError`` where the host has no more to lock.
         """
         if not self.capabilities.pinned_memory:
             return torch.empty(size, dtype=dtype)
-        if not hasattr(self._module, "cudart"):
+        if not size or not hasattr(self._module, "cudart"):
             return torch.empty(size, dtype=dtype, pin_memory=True)
-        cudart = self._module.cudart()
-
-        def unlock(address: int) -> None:
-            self.synchronize()  # a copy may be under way
-            cudart.cudaHostUnregister(address)
-
-        return locked_buffer(size, dtype, cudart.cudaHostRegister, unlock)
+        values = locked_tensor(size, dtype, self._module.cudart())
+        if values is None:
+            raise UserError(CannotLock(None, size * dtype.itemsize / GIB))
+        return values
 
     def copy_in(self, target: Tensor, source: Tensor, after: Event | None = None) -> Event:
         """Start to fill ``target`` on the device from a host buffer, once the current stream has come here and

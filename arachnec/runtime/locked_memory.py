@@ -1,36 +1,23 @@
-"""Page-locked memory of the host, as much as is asked for and no more.
+"""Page-locked memory of the host, which a device copies from and to without anybody waiting.
 
-Every buffer has pages of its own: the driver locks whole pages, and may refuse one that another buffer has locked. They
-are unlocked before the memory goes back to the system; else the driver would take for locked what comes to lie there.
+torch's own comes in powers of two. What is locked here is as large as it has to be, and lies in pages of its own: a
+page can be locked once only, and small pieces of the heap share theirs.
 """
 
 from __future__ import annotations
 
-import math
 import mmap
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
-
-GIB = 2**30
-PORTABLE = 1  # cudaHostRegisterPortable: locked for all contexts
-
-
-@dataclass(frozen=True)
-class CannotLock(Diagnostic):
-    title: ClassVar[str] = "the host gives no {gib:.2f} GiB more of page-locked memory"
-    help: ClassVar[str] = "lower `host_memory` of the cluster to what this machine has to spare, and compile again"
-    gib: float
-
 
 class _Pages(mmap.mmap):
-    """Pages, unlocked when nobody has them any more and before they go."""
+    """Pages that are unlocked before they go back to the system: a weak reference would hear of it behind that, when
+    something else may lie there."""
 
     unlock: Callable[[], object] | None = None
 
@@ -39,19 +26,13 @@ class _Pages(mmap.mmap):
             self.unlock()
 
 
-def locked_buffer(
-    size: int, dtype: torch.dtype, lock: Callable[[int, int, int], object], unlock: Callable[[int], object]
-) -> Tensor:
-    """A flat tensor of ``size`` elements. ``lock`` is given address, bytes and flags, and returns 0 where it worked;
-    ``unlock`` the address, once nobody has the tensor. Raises ``UserError`` where the host has no more to lock."""
-    wanted = size * dtype.itemsize
-    if not wanted:
-        return torch.empty(0, dtype=dtype)
-    length = math.ceil(wanted / mmap.PAGESIZE) * mmap.PAGESIZE
-    pages = _Pages(-1, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    buffer = torch.frombuffer(pages, dtype=dtype, count=size)
-    address = buffer.data_ptr()
-    if int(lock(address, length, PORTABLE)):  # type: ignore[call-overload]
-        raise UserError(CannotLock(None, wanted / GIB))
-    pages.unlock = lambda: unlock(address)
-    return buffer
+def locked_tensor(size: int, dtype: torch.dtype, cudart: Any) -> Tensor | None:
+    """A flat tensor of ``size`` elements, not zero, unlocked when its memory is given back; None where the host has no
+    more to lock. ``cudart`` is torch's module of that name."""
+    pages = _Pages(-1, size * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # these may be huge
+    values = torch.frombuffer(pages, dtype=dtype, count=size)
+    address = values.data_ptr()
+    if int(cudart.cudaHostRegister(address, len(pages), 0)):
+        return None
+    pages.unlock = lambda: cudart.cudaHostUnregister(address)
+    return values

@@ -18,7 +18,7 @@ import torch
 from acceptance.machine import Machine, Row
 from acceptance.sparse_times import sizes, speed
 
-from arachnec.kernels.sparse.block_launch import launch_backward, launch_forward, lists_of, tile_of
+from arachnec.kernels.sparse.block_launch import launch_backward, launch_forward, lists_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.token_cubes import token_cubes
 
@@ -56,10 +56,10 @@ def compile_all(cases: tuple[Case, ...], drawn: list[Given]) -> None:
     def launched(case: Case, given: Given) -> None:
         query, key, value, grad = given.heads
         cubes, scale, lists = case.cubes, case.size**-0.5, given.lists
-        tile, order = tile_of(case.size, case.dtype), cubes.order.to(query.device)
-        every = lists_of(lists.indices, lists.counts, cubes.groups, cubes.blocks, query.shape[2], tile.queries)
-        out, lse = launch_forward(query, key, value, given.mask, every, order, cubes.blocks, scale)
-        launch_backward(grad, query, key, value, out, lse, given.mask, every, order, cubes.blocks, scale)
+        order = cubes.order.to(query.device)
+        every = lists_of(lists.indices, lists.counts, order, cubes.groups, cubes.blocks)
+        out, lse = launch_forward(query, key, value, given.mask, every, scale)
+        launch_backward(grad, query, key, value, out, lse, given.mask, every, scale)
 
     with ThreadPoolExecutor(len(cases)) as pool:
         for done in [pool.submit(launched, *both) for both in zip(cases, drawn, strict=True)]:

@@ -13,16 +13,20 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from acceptance.machine import Machine, Row
+from acceptance.sparse_sampled import sampled
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from arachnec.kernels.sparse.block_launch import Tile, launch_backward, launch_forward, lists_of, tile_of
+from arachnec.kernels.attention.divided_heads import HeadShare
+from arachnec.kernels.sparse.block_launch import Tile, Tiles, launch_backward, launch_forward, lists_of, tiles_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.predictor import Projections, cell_features, initial_projections, kept_blocks
 from arachnec.kernels.sparse.sparse_attention import sparse_attention
 from arachnec.kernels.sparse.token_cubes import KEYS, QUERIES, Grid, TokenCubes, order_on, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists
+from arachnec.spmd.sparse_block import Site
+from arachnec.spmd.sparse_layers import LayerState, SparseCascade
 
 HEAD, SCALE = 128, 128**-0.5
 CLIPS = (((21, 30, 52), 12, 5), ((33, 45, 80), 4, 3))  # grid in tokens, heads, repeats
@@ -32,11 +36,16 @@ DENSE = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
-TILES = (Tile(64, 32, 8), Tile(64, 64, 4), Tile(64, 64, 8), Tile(128, 64, 8), Tile(64, 32, 4))
+TILES = (
+    Tiles(Tile(64, 64, 4), Tile(32, 64, 4)),
+    Tiles(Tile(128, 64, 8), Tile(64, 64, 8)),
+    Tiles(Tile(64, 64, 4, 4), Tile(32, 64, 4, 4)),
+    Tiles(Tile(128, 64, 8, 4), Tile(64, 64, 8, 4)),
+    Tiles(Tile(64, 64, 8), Tile(32, 64, 8)),
+)
 CUBES = ((64, 64), (128, 64), (256, 128), (128, 128))  # tokens of a group and a block
-CHOICES = (*(((QUERIES, KEYS), tile) for tile in TILES), *((cubes, tile) for cubes in CUBES for tile in TILES[1:4:2]))
-SAMPLED = 64  # queries and keys that are checked where a table of all would not fit
-LIMIT, LEFT_S = 1.6e-2, 6.0
+CHOICES = (*(((QUERIES, KEYS), tile) for tile in TILES), *((cubes, tile) for cubes in CUBES for tile in TILES[:2]))
+LEFT_S = 6.0
 Times = dict[str, float]
 
 
@@ -49,6 +58,12 @@ class Clip:
     grid: Grid
     repeats: int
     projections: Projections
+
+    def kept(self, density: float) -> list[int]:
+        return kept_blocks([density] * self.heads[0].shape[1], len(self.cubes.blocks) - 1)
+
+    def lists(self, density: float) -> KeyLists:
+        return predicted_lists(*self.heads[:2], self.projections, self.cubes, self.kept(density))
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -70,7 +85,7 @@ def speed(machine: Machine) -> Iterator[Row]:
         if machine.left < LEFT_S:
             return
         clip = clip_of(machine, grid, heads, repeats)
-        yield sampled(clip, 0.3)
+        yield sampled(clip.heads, clip.cubes, clip.lists(0.3), SCALE)
         dense: dict[str, Times] = {}
         for name in ("math",) if machine.dry else ("torch's choice", *DENSE):
             row = dense_row(machine, clip, name)
@@ -102,34 +117,48 @@ def dense_row(machine: Machine, clip: Clip, name: str) -> Row:
 def sparse_row(machine: Machine, clip: Clip, density: float, dense: dict[str, Times]) -> Row:
     leaves, cubes = clip.leaves, clip.cubes
     query, key = clip.heads[:2]
-    kept = kept_blocks([density] * query.shape[1], len(cubes.blocks) - 1)
+    kept, lists = clip.kept(density), clip.lists(density)
     order = order_on(cubes, query.device)
     times: Times = {}
     in_order = query.index_select(2, order), key.index_select(2, order)
     of_query, of_key = clip.projections.query, clip.projections.key
     cells = cell_features(in_order[0], of_query, cubes), cell_features(in_order[1], of_key, cubes)
-    tile = tile_of(HEAD, query.dtype)
-    lists = predicted_lists(query, key, clip.projections, cubes, kept)
+    measures = measuring(clip, lists, density)
     parts: dict[str, Callable[[], Any]] = {
         "choice": lambda: predicted_lists(query, key, clip.projections, cubes, kept),
         "order": lambda: (query.index_select(2, order), key.index_select(2, order)),
         "features": lambda: (cell_features(in_order[0], of_query, cubes), cell_features(in_order[1], of_key, cubes)),
         "critical_keys": lambda: critical_keys(*cells, cubes, kept),
-        "lists": lambda: lists_of(
-            lists.indices, lists.counts, cubes.groups, cubes.blocks, query.shape[2], tile.queries
-        ),
+        "learning": measures,
+        "lists": lambda: lists_of(lists.indices, lists.counts, order, cubes.groups, cubes.blocks),
     }
     for name, run in parts.items():
         times[f"{name}_ms"], times[f"{name}_host_ms"] = milliseconds(machine, run, clip.repeats)
     times |= both(machine, clip, lambda: sparse_attention(*leaves, lists, cubes, scale=SCALE), leaves)
     row: Row = {"tokens": math.prod(clip.grid), "heads": query.shape[1], "density": density}
-    row |= {"pairs": share_of_pairs(lists, cubes), "group": QUERIES, "block": KEYS, "tile": described(tile), **times}
+    row |= {
+        "pairs": share_of_pairs(lists, cubes),
+        "group": QUERIES,
+        "block": KEYS,
+        "tile": described(tiles_of(HEAD, query.dtype)),
+    } | times
     row |= rates(times, clip, row["pairs"])
     fastest = {p: min((d[f"{p}_ms"] for d in dense.values()), default=math.nan) for p in ("forward", "backward")}
     row |= {f"{part}_over_dense": ms / times[f"{part}_ms"] for part, ms in fastest.items()}
     sum_of_all = times["forward_ms"] + times["backward_ms"] + times["choice_ms"]
     of_dense = min((d["forward_ms"] + d["backward_ms"] for d in dense.values()), default=math.nan)
     return {**row, "both_over_dense": of_dense / sum_of_all}
+
+
+def measuring(clip: Clip, lists: KeyLists, density: float) -> Callable[[], Any]:
+    """What a layer's predictor learns and is measured by in every step of a run, once its lists are there."""
+    query, key = clip.heads[:2]
+    heads, layer = query.shape[1], ("block", 0)
+    densities = (density,) * heads
+    state = LayerState(Site(0, heads, HEAD, None), clip.projections, (0.0,) * heads, densities, sparse=True)
+    block = SparseCascade({layer: state}, clip.grid, "0/0/0", weight=1.0, lists={layer: lists}).of_block("block")
+    shares = tuple(map(HeadShare, range(heads)))
+    return lambda: block._measured(state, layer, clip.projections, query, key, clip.cubes, SCALE, shares)
 
 
 def sizes(machine: Machine) -> Iterator[Row]:
@@ -154,14 +183,14 @@ def sizes(machine: Machine) -> Iterator[Row]:
             yield {**row, "problem": f"{type(problem).__name__}: {str(problem)[-300:]}"}
 
 
-def size_runs(clip: Clip, sides: tuple[int, int], tile: Tile) -> dict[str, Any]:
+def size_runs(clip: Clip, sides: tuple[int, int], tiles: Tiles) -> dict[str, Any]:
     """What is timed, and the share of pairs that it computes."""
     query, key, value, grad = clip.heads
     cubes = token_cubes(clip.grid, queries=sides[0], keys=sides[1])
     kept = kept_blocks([0.1] * query.shape[1], len(cubes.blocks) - 1)
     chosen = predicted_lists(query, key, clip.projections, cubes, kept)
-    every = lists_of(chosen.indices, chosen.counts, cubes.groups, cubes.blocks, query.shape[2], tile.queries)
-    how = (None, every, order_on(cubes, query.device), cubes.blocks, SCALE, tile)
+    every = lists_of(chosen.indices, chosen.counts, order_on(cubes, query.device), cubes.groups, cubes.blocks)
+    how = (None, every, SCALE, tiles)
 
     def backward() -> Any:
         return launch_backward(grad, query, key, value, *forward(), *how)
@@ -177,43 +206,6 @@ def size_row(machine: Machine, clip: Clip, run: dict[str, Any]) -> Row:
     whole, _ = milliseconds(machine, run["backward"], 3)
     times = {"forward_ms": forward, "forward_host_ms": forward_host, "backward_ms": whole - forward}
     return {"density": 0.1, "pairs": run["pairs"], **times, **rates(times, clip, run["pairs"])}
-
-
-def sampled(clip: Clip, density: float) -> Row:
-    """Rows of the output and of all gradients of the last head, in float64, from the kernels' own log-sum-exp."""
-    query, key, value = clip.leaves
-    cubes, device = clip.cubes, query.device
-    kept = kept_blocks([density] * query.shape[1], len(cubes.blocks) - 1)
-    lists = predicted_lists(query, key, clip.projections, cubes, kept)
-    where = (order_on(cubes, device), cubes.groups, cubes.blocks, SCALE)
-    run = torch.ops.arachnec.sparse_attention
-    out, lse = run(query, key, value, None, lists.indices, lists.counts, *where)
-    grads = torch.autograd.grad(out, (query, key, value), clip.heads[3], retain_graph=True)
-    again = torch.autograd.grad(out, (query, key, value), clip.heads[3])
-    second = run(query, key, value, None, lists.indices, lists.counts, *where)
-    same = all(map(torch.equal, (*grads, out, lse), (*again, *second)))
-    q, k, v, g, o, top = (x.detach()[0, -1].double() for x in (query, key, value, clip.heads[3], out, lse))
-    some = torch.linspace(0, len(q) - 1, min(SAMPLED, len(q)), device=device).long()
-    table = chosen_blocks(lists, len(cubes.blocks) - 1)[0, -1]
-    group_of, block_of = (cube_numbers(starts, cubes, device) for starts in (cubes.groups, cubes.blocks))
-    seen = table[group_of[some]][:, block_of]
-    scores = (q[some] @ k.T * SCALE).masked_fill(~seen, -math.inf)
-    weights, delta = scores.softmax(-1), (g * o).sum(-1)
-    slopes = weights * (g[some] @ v.T - delta[some, None])
-    pairs = [(out, weights @ v, some), (grads[0], slopes @ k * SCALE, some)]
-    reads = table[group_of][:, block_of[some]]
-    weights = ((q @ k[some].T * SCALE - top[:, None]).exp() * reads).T
-    slopes = weights * (g @ v[some].T - delta[:, None]).T
-    pairs += [(grads[1], slopes @ q * SCALE, some), (grads[2], weights @ g, some)]
-    off = [float((x.detach()[0, -1, at].double() - exact).norm() / exact.norm()) for x, exact, at in pairs]
-    row: Row = {"sampled_rows": len(some), "tokens": len(q), "heads": query.shape[1], "error": max(off)}
-    return {**row, "errors": off, "limit": LIMIT, "same_twice": same, "right": bool(max(off) <= LIMIT) and same}
-
-
-def cube_numbers(starts: Tensor, cubes: TokenCubes, device: torch.device) -> Tensor:
-    """[S]: of each token of the sequence, the number of its group or block."""
-    numbers = torch.repeat_interleave(torch.arange(len(starts) - 1), starts.diff().long())
-    return numbers[cubes.places].to(device)
 
 
 def share_of_pairs(lists: KeyLists, cubes: TokenCubes) -> float:
@@ -259,5 +251,6 @@ def milliseconds(machine: Machine, run: Callable[[], Any], repeats: int) -> tupl
     return statistics.median(device_ms[1:]), statistics.median(host_ms[1:])
 
 
-def described(tile: Tile) -> str:
-    return f"{tile.queries} x {tile.keys}, {tile.warps} warps"
+def described(tiles: Tiles) -> str:
+    """Queries x keys / warps / stages: forward and queries' gradients, then keys'."""
+    return ", ".join(f"{t.queries} x {t.keys} / {t.warps} / {t.stages}" for t in (tiles.queries, tiles.keys))

@@ -91,6 +91,7 @@ def estimate(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], c
     """Compiles a kernel for the dtypes and numbers of one launch; tensors may be on the meta device."""
     options = dict(options)
     warps = options.pop("num_warps", 4)
+    stages = options.pop("num_stages", 3)
     registers_limit = options.pop("maxnreg", None)
     values = {**dict(zip(kernel.arg_names, arguments, strict=False)), **options}
     generic = {parameter.name for parameter in kernel.params if parameter.do_not_specialize}
@@ -107,7 +108,14 @@ def estimate(kernel: Any, arguments: tuple[Any, ...], options: dict[str, Any], c
     source = ASTSource(kernel, signature, {name: values[name] for name in fixed}, attributes)
     target = GPUTarget("cuda", capability, 32)
     compiled = triton.compile(
-        source, target=target, options={"num_warps": warps, "maxnreg": registers_limit, "enable_fp_fusion": True}
+        source,
+        target=target,
+        options={
+            "num_warps": warps,
+            "num_stages": stages,
+            "maxnreg": registers_limit,
+            "enable_fp_fusion": True,
+        },
     )
     usage, code = (_objdump(compiled.asm["cubin"], option) for option in ("-res-usage", "-sass"))
     figures = dict(re.findall(r"(\w+):(\d+)", usage.split("Function", 1)[1]))

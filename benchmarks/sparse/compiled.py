@@ -19,45 +19,41 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from compile_estimate import estimate
 
-from arachnec.kernels.sparse.block_launch import launch_options
+from arachnec.kernels.sparse.block_launch import Tile, launch_options, tiles_of
 from arachnec.kernels.sparse.block_rows import attention_forward, key_gradients, query_gradients
 
-GROUP, BLOCK = 64, 64
+GROUP, BLOCK = 256, 64
 NUMBERS = {
     "tokens": 32760,
-    "group_count": 512,
-    "block_count": 512,
+    "listed": 512,
     "heads": 12,
     "mask_clip": 0,
     "mask_head": 0,
     "mask_row": 0,
     "scale": 0.125,
 }
-INDICES = ("tiles", "tile_groups", "groups", "blocks", "indices", "readers")
+INDICES = ("query_slots", "key_slots", "indices", "readers", "starts")
 
 
-def row(name: str, kernel: Any, products: int, size: int, dtype: torch.dtype) -> dict[str, Any]:
-    constants = launch_options(size, dtype, GROUP if name == "keys" else BLOCK, name == "keys")
+def row(name: str, kernel: Any, products: int, size: int, dtype: torch.dtype, tile: Tile) -> dict[str, Any]:
+    constants = launch_options(size, dtype, tile, -(-GROUP // tile.queries), -(-BLOCK // tile.keys))
 
     def given(argument: str) -> Any:
         if argument in NUMBERS:
             return NUMBERS[argument]
         if argument in ("lse", "delta"):
             return torch.empty(1, device="meta")
-        if argument in ("order", "starts"):
-            return torch.empty(1, dtype=torch.int64, device="meta")
         return torch.empty(1, dtype=torch.int32 if argument in INDICES else dtype, device="meta")
 
     arguments = tuple(given(argument) for argument in kernel.arg_names if argument not in constants)
     usage = estimate(kernel, arguments, constants)
-    queries, keys = constants["QUERIES"], constants["KEYS"]
-    pairs = queries * BLOCK if name != "keys" else GROUP * keys
+    pairs = tile.queries * BLOCK if name != "keys" else GROUP * tile.keys
     rows = BLOCK if name != "keys" else GROUP
     return {
         "kernel": name,
         "head": size,
         "dtype": str(dtype).removeprefix("torch."),
-        "tile": f"{queries} x {keys}",
+        "tile": f"{tile.queries} x {tile.keys}",
         "warps": usage.warps,
         "registers": usage.registers,
         "shared": usage.shared,
@@ -76,7 +72,9 @@ def main() -> None:
         for size in (64, 128, 256):
             kernels = (("forward", attention_forward, 2), ("queries", query_gradients, 3), ("keys", key_gradients, 4))
             for name, kernel, products in kernels:
-                rows.append(row(name, kernel, products, size, dtype))
+                tiles = tiles_of(size, dtype)
+                tile = tiles.keys if name == "keys" else tiles.queries
+                rows.append(row(name, kernel, products, size, dtype, tile))
                 print(rows[-1], flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")

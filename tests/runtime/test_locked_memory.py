@@ -1,63 +1,68 @@
-"""Page-locked buffers: whole pages of their own, unlocked once nobody has them."""
+"""Locked memory lies in pages of its own, whatever its size, and is unlocked when nobody has it any more."""
 
 from __future__ import annotations
 
 import gc
 import mmap
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 import torch
 
-from arachnec.ir.diagnostic import UserError
-from arachnec.runtime.locked_memory import locked_buffer
+from arachnec.runtime.locked_memory import locked_tensor
 
 
-class Driver:
-    """Refuses, as CUDA's may, to lock a page twice, and part of one."""
+@dataclass
+class Cudart:
+    """Refuses, as CUDA does, to lock a page twice, or more than it has."""
 
-    def __init__(self, most: int = 2**62) -> None:
-        self.locked: dict[int, int] = {}
-        self.most = most
+    most: int = 1 << 20
+    locked: dict[int, int] = field(default_factory=dict)
 
-    def lock(self, address: int, size: int, flags: int) -> int:
-        if address % mmap.PAGESIZE or size % mmap.PAGESIZE or sum(self.locked.values()) + size > self.most:
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+        pages = {page for first, length in self.locked.items() for page in pages_of(first, length)}
+        if pages & set(pages_of(address, size)) or sum(self.locked.values()) + size > self.most:
             return 1
-        if any(first < address + size and address < first + length for first, length in self.locked.items()):
-            return 712
         self.locked[address] = size
         return 0
 
-    def unlock(self, address: int) -> None:
+    def cudaHostUnregister(self, address: int) -> int:
+        assert mapped(address), "what is unlocked is there no more"
         del self.locked[address]
+        return 0
 
 
-def test_small_buffers_have_pages_of_their_own_and_all_their_elements() -> None:
-    driver = Driver()
-    buffers = [locked_buffer(size, torch.bfloat16, driver.lock, driver.unlock) for size in (1, 3, 2048, 2049, 5)]
-    assert [len(buffer) for buffer in buffers] == [1, 3, 2048, 2049, 5]
-    assert len(driver.locked) == 5
-    for number, buffer in enumerate(buffers):
-        buffer.fill_(number)
-    assert [buffer.float().mean().item() for buffer in buffers] == [0, 1, 2, 3, 4]
+def mapped(address: int) -> bool:
+    """Whether this process has memory there."""
+    rows = (line.split()[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    return any(int(first, 16) <= address < int(end, 16) for first, end in rows)
 
 
-def test_a_buffer_is_unlocked_when_the_last_view_of_it_has_gone() -> None:
-    driver = Driver()
-    view = locked_buffer(100, torch.float32, driver.lock, driver.unlock)[10:20].view(2, 5)
+def pages_of(address: int, size: int) -> range:
+    return range(address // mmap.PAGESIZE, (address + size - 1) // mmap.PAGESIZE + 1)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is mapped")
+def test_many_small_tensors_are_locked_each_in_pages_of_its_own_and_unlocked_with_their_last_view() -> None:
+    cudart = Cudart()
+    tensors = [locked_tensor(size, dtype, cudart) for size in (1, 3, 5000) for dtype in (torch.bfloat16, torch.float32)]
+    assert len(cudart.locked) == 6
+    for number, values in enumerate(tensors):
+        assert values is not None
+        values.fill_(number)
+    assert [float(values.float().mean()) for values in tensors if values is not None] == [0, 1, 2, 3, 4, 5]
+    view = tensors[-1].view(2, -1)[1]  # type: ignore[union-attr]
+    del tensors, values
     gc.collect()
-    assert driver.locked
-    view.zero_()
+    assert len(cudart.locked) == 1 and view.mean() == 5
     del view
     gc.collect()
-    assert not driver.locked
+    assert not cudart.locked
 
 
-def test_no_elements_lock_nothing() -> None:
-    assert len(locked_buffer(0, torch.float32, Driver(0).lock, Driver().unlock)) == 0
-
-
-def test_a_host_without_more_to_lock_says_how_much_was_asked_for() -> None:
-    driver = Driver(most=2**20)
-    with pytest.raises(UserError, match=r"gives no 0\.50 GiB more"):
-        locked_buffer(2**27, torch.float32, driver.lock, driver.unlock)
-    assert not driver.locked
+def test_there_is_none_where_the_host_has_no_more_to_lock() -> None:
+    cudart = Cudart(most=159)
+    assert locked_tensor(10, torch.float64, cudart) is not None
+    assert locked_tensor(10, torch.float64, cudart) is None

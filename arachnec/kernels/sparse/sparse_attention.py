@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.rowwise.row_launch import on_device_of
-from arachnec.kernels.sparse.block_launch import launch_backward, launch_forward, lists_of, tile_of
+from arachnec.kernels.sparse.block_launch import launch_backward, launch_forward, lists_of
 from arachnec.kernels.sparse.gathered_attention import gathered_backward, gathered_forward, groups_of
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.token_cubes import TokenCubes, order_on
@@ -39,6 +39,8 @@ def sparse_attention(
     if tuple(lists.counts.shape) != (*batch, groups):
         raise ValueError(f"lists of {groups} groups of {batch} are wanted, not {tuple(lists.counts.shape)}")
     scale = query.shape[3] ** -0.5 if scale is None else scale
+    if query.is_cuda and query.dtype == torch.float64:
+        raise ValueError("on a GPU heads have 16 or 32 bits a number, not 64")
     starts = (order_on(cubes, query.device), cubes.groups, cubes.blocks)  # where cubes start stays on the host
     out: Tensor = torch.ops.arachnec.sparse_attention(
         query, key, value, mask, lists.indices, lists.counts, *starts, scale
@@ -60,11 +62,9 @@ def _sparse_attention(
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """Output and log-sum-exp; the latter has no gradient."""
-    if query.is_cuda and value.shape[3] == query.shape[3]:
-        tile = tile_of(query.shape[3], query.dtype)
+    if query.is_cuda:
         with on_device_of(query):
-            every = lists_of(indices, counts, groups, blocks, query.shape[2], tile.queries)
-            return launch_forward(query, key, value, mask, every, order, blocks, scale)
+            return launch_forward(query, key, value, mask, lists_of(indices, counts, order, groups, blocks), scale)
     lists = groups_of(indices, counts, order, groups, blocks)
     return gathered_forward(query, key, value, mask, lists, scale)
 
@@ -85,11 +85,10 @@ def _sparse_attention_backward(
     blocks: Tensor,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    if query.is_cuda and value.shape[3] == query.shape[3]:
-        tile = tile_of(query.shape[3], query.dtype)
+    if query.is_cuda:
         with on_device_of(query):
-            every = lists_of(indices, counts, groups, blocks, query.shape[2], tile.queries)
-            return launch_backward(grad, query, key, value, out, lse, mask, every, order, blocks, scale)
+            every = lists_of(indices, counts, order, groups, blocks)
+            return launch_backward(grad, query, key, value, out, lse, mask, every, scale)
     lists = groups_of(indices, counts, order, groups, blocks)
     return gathered_backward(grad, query, key, value, out, lse, mask, lists, scale)
 

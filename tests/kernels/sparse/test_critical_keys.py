@@ -133,8 +133,9 @@ def test_no_host_waits_for_a_device_to_predict_choose_or_list(grid: tuple[int, i
     scores = true_scores(features[:, :, :5], features[:, :, : cubes.video], 0.5)
     video = cubes.blocks[: blocks - cubes.captions + 1]
     assert held_mass(scores, chosen, video)[0].shape == needed_blocks(scores, video).shape == (2,)
-    launch = lists_of(indices, counts, cubes.groups, cubes.blocks, total, 16)
-    assert len(launch.indices) == len(launch.readers) == len(indices) + 4 * blocks
+    launch = lists_of(indices, counts, cubes.order.to("meta"), cubes.groups, cubes.blocks)
+    assert launch.query_slots(8)[1] == launch.key_slots(2)[1] == 2
+    assert len(launch.indices) == len(launch.readers()[0]) == len(indices) + 4 * blocks
 
 
 def test_lists_of_some_groups_are_those_of_all_groups_there() -> None:
