@@ -64,5 +64,6 @@ def test_many_small_tensors_are_locked_each_in_pages_of_its_own_and_unlocked_wit
 
 def test_there_is_none_where_the_host_has_no_more_to_lock() -> None:
     cudart = Cudart(most=159)
-    assert locked_tensor(10, torch.float64, cudart) is not None
+    kept = locked_tensor(10, torch.float64, cudart)
+    assert kept is not None
     assert locked_tensor(10, torch.float64, cudart) is None

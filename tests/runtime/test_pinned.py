@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -17,7 +18,9 @@ def pinned_as_torch_does(value: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("strided", [lambda x: x, lambda x: x[:1].expand(5, 4), lambda x: x.t(), lambda x: x[::2, 1:]])
-def test_a_tensor_of_any_strides_can_be_pinned(strided, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tensor_of_any_strides_can_be_pinned(
+    strided: Callable[[Tensor], Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(Tensor, "pin_memory", pinned_as_torch_does)
     runtime = DeviceRuntime.of(torch.device("cpu"))
     runtime = replace(runtime, capabilities=replace(runtime.capabilities, pinned_memory=True))
