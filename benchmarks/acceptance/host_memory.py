@@ -1,6 +1,6 @@
 """A model that lies in pinned host memory, beside the same model held whole on the device.
 
-Three steps each, from one seed, in bf16 with fp32 masters, of Wan2.1 as wide as 1.3B with fewer blocks. The device's
+Four steps each, from one seed, in bf16 with fp32 masters, of Wan2.1 as wide as 1.3B with fewer blocks. The device's
 memory is said to be too small for the model, so that parameters, gradients, optimizer and inputs of blocks lie in the
 host. It is not made smaller: what a run takes beyond its plan is seen in its peak.
 """
@@ -17,13 +17,13 @@ from acceptance.runs import apart, compiled, jsonl, losses, median, ran, wan_fil
 
 from arachnec.cluster.detect import find_by_driver_name
 
-WAN = '"Wan2.1-T2V-1.3B", num_layers=16, dtype=torch.bfloat16'
+WAN = '"Wan2.1-T2V-1.3B", num_layers=12, dtype=torch.bfloat16'
 TINY = "num_layers=4, num_attention_heads=2, attention_head_dim=12, ffn_dim=32, in_channels=4, out_channels=4, "
 TINY += "text_dim=16, freq_dim=16"
 CLIP = {"frames": 33, "height": 480, "width": 832, "text_tokens": 512}
 SMALL = {"frames": 9, "height": 64, "width": 64, "text_tokens": 8}
-STEPS = 3
-SAID_GIB, HOST_GIB = 16, 64
+STEPS = 4  # the first warms up, and the last copies its gradients to be looked at
+SAID_GIB, HOST_GIB = 12, 64
 WHATS = ("inputs", "optimizer")  # everything that can lie there, and the least
 GRADIENTS = 5e-2  # bf16, of the same model and the same kernels: the host's AdamW is the device's to rounding
 TO_PLAN = 1.05
@@ -38,7 +38,7 @@ def rows(machine: Machine) -> Iterator[Row]:
     for what in WHATS:
         report, gradients = run_of(machine, what, model, data)
         error, worst = parity.compare(expected, gradients)
-        row = {"lies_in_host": what, **described(report), "whole_step_ms": median(whole["steps"][1:], "step_ms")}
+        row = {"lies_in_host": what, **described(report), "whole_step_ms": described(whole)["step_ms"]}
         row |= {"loss_error": apart(losses(report), losses(whole)), "worst": worst, "gradient_error": error}
         yield verdict(row, "gradient_error", GRADIENTS)
         if not machine.dry:
@@ -68,7 +68,7 @@ def cluster_file(machine: Machine, memory: int | None) -> str:
 
 
 def described(report: Row) -> Row:
-    steps, planned = report["steps"], report["planned"]
+    steps, planned = report["steps"][:-1], report["planned"]
     memory = max(step["peak_memory_gib"] for step in steps)
     row = {"device": report["device"], "step_ms": median(steps[1:], "step_ms")}
     row |= {"planned_step_ms": median(steps[1:], "planned_ms"), "memory_gib": memory}
