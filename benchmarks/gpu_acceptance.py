@@ -1,7 +1,8 @@
-"""Everything that has to be seen on a GPU, in one call of under ten minutes on one H100 or H200, or on several.
+"""Everything that has to be seen on a GPU, in two calls of ten minutes on one H100 or H200, or on several.
 
     python benchmarks/gpu_acceptance.py                   # writes benchmarks/results/gpu_acceptance_<device>.json
     python benchmarks/gpu_acceptance.py --dry -o dry.json # tiny sizes on the processor: that the script works, no more
+    python benchmarks/gpu_acceptance.py --sections profiled,host_memory,sampling,resumed  # whole runs: the second call
 
 | section         | what it shows                                                                                      |
 |-----------------|----------------------------------------------------------------------------------------------------|
@@ -14,6 +15,7 @@
 | blocks          | a Wan2.1 block, 1.3B and 14B wide: fused against eager, and how long the device waits for launches |
 | profiled        | a profile measured here, and what it predicts of steps of clips of other lengths                   |
 | host_memory     | a model that lies in pinned host memory: gradients, memory and step time beside it on the device   |
+| sampling        | latents of `generate` against Diffusers' own pipeline; a switch of models that comes when it comes |
 | resumed         | losses behind a checkpoint, its export, and runs with sparse attention and fused kernels           |
 
 Each section is a process of its own, with a share of the time; what one leaves, the next may use. Results are written
@@ -45,7 +47,7 @@ sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
 SHARES = {  # s
-    "parity": 80,
+    "parity": 100,
     "ranks": 150,
     "rowwise_kernels": 85,
     "attention": 25,
@@ -54,8 +56,10 @@ SHARES = {  # s
     "blocks": 70,
     "profiled": 120,
     "host_memory": 120,
+    "sampling": 90,
     "resumed": 120,
 }
+WHOLE_RUNS = frozenset({"profiled", "host_memory", "sampling", "resumed"})
 EXACT = frozenset({"parity", "sampling", "resumed"})  # without TF32, which is another precision than fp32
 DRY = 4  # times the share, of a processor that others use too
 GRACE_S = 5.0
@@ -136,7 +140,9 @@ def rows_of(name: str, section: dict[str, Any], given: float, head: dict[str, An
         command = [sys.executable, __file__, "--gpus", str(head["gpus"]), "--one", name, str(end), scratch]
         command += ["--dry", "--output", scratch] if head["dry"] else []
         # TF32 is another precision than fp32, and convolutions would use it.
-        environment = {**os.environ, "NVIDIA_TF32_OVERRIDE": "0"} if name in EXACT else None
+        environment = {**os.environ} | ({"NVIDIA_TF32_OVERRIDE": "0"} if name in EXACT else {})
+        if not head["dry"]:  # models are built, and an optimizer in host memory steps, on the processor
+            environment.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // head["gpus"])))
         process = subprocess.Popen(
             command, stdout=subprocess.PIPE, text=True, env=environment, start_new_session=True, cwd=ROOT
         )

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.runtime.locked_memory import locked_tensor
 
 GIB = 2**30
 
@@ -156,20 +157,18 @@ class DeviceRuntime:
         return value.pin_memory() if self.capabilities.pinned_memory else value
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor in the host's memory, page-locked for good where the device copies without anybody waiting.
+        """A flat tensor in the host's memory, page-locked where the device copies without anybody waiting.
 
-        Locked as it is: torch's own pinned memory comes in powers of two. Raises ``UserError`` where the host has no
-        more to lock.
+        Raises ``UserError`` where the host has no more to lock.
         """
         if not self.capabilities.pinned_memory:
             return torch.empty(size, dtype=dtype)
-        if not hasattr(self._module, "cudart"):
+        if not size or not hasattr(self._module, "cudart"):
             return torch.empty(size, dtype=dtype, pin_memory=True)
-        buffer = torch.empty(size, dtype=dtype)
-        bytes_locked = size * dtype.itemsize
-        if bytes_locked and int(self._module.cudart().cudaHostRegister(buffer.data_ptr(), bytes_locked, 0)):
-            raise UserError(CannotLock(None, bytes_locked / GIB))
-        return buffer
+        values = locked_tensor(size, dtype, self._module.cudart())
+        if values is None:
+            raise UserError(CannotLock(None, size * dtype.itemsize / GIB))
+        return values
 
     def copy_in(self, target: Tensor, source: Tensor, after: Event | None = None) -> Event:
         """Start to fill ``target`` on the device from a host buffer, once the current stream has come here and

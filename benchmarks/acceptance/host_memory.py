@@ -23,7 +23,7 @@ TINY += "text_dim=16, freq_dim=16"
 CLIP = {"frames": 33, "height": 480, "width": 832, "text_tokens": 512}
 SMALL = {"frames": 9, "height": 64, "width": 64, "text_tokens": 8}
 STEPS = 3
-HOST_GIB = 64
+SAID_GIB, HOST_GIB = 16, 64
 WHATS = ("inputs", "optimizer")  # everything that can lie there, and the least
 GRADIENTS = 5e-2  # bf16, of the same model and the same kernels: the host's AdamW is the device's to rounding
 TO_PLAN = 1.05
@@ -50,7 +50,7 @@ def rows(machine: Machine) -> Iterator[Row]:
 def run_of(machine: Machine, what: str, model: Path, data: Path) -> tuple[Row, Path]:
     """The report with what was planned, and the gradients of the last step."""
     cluster = machine.scratch / f"{what}.toml"
-    cluster.write_text(cluster_file(machine, memory=None if what == "none" else 12))
+    cluster.write_text(cluster_file(machine, memory=None if what == "none" else SAID_GIB))
     folder = compiled(machine, what, model, data, f"offload{{what={what}}},{END}", cluster=cluster)
     gradients = machine.scratch / f"{what}.safetensors"
     report = ran(folder, STEPS, "--save-gradients", gradients, *([] if machine.dry else ["--dtype", "bf16"]))

@@ -52,7 +52,7 @@ def resumed(machine: Machine, folder: Path, checkpoints: Path, whole: Row) -> It
     names = []
     for path in sorted(exported.rglob("*.safetensors")):
         with safe_open(path, "pt") as weights:
-            names += [name for name in weights.keys() if not weights.get_tensor(name).isfinite().all()]
+            names += [name for name in weights if not weights.get_tensor(name).isfinite().all()]
     yield {"exported": [path.name for path in sorted(exported.iterdir())], "not_finite": names, "right": not names}
 
 

@@ -202,8 +202,8 @@ def ours(case: Case, models: dict[str, nn.Module], file: SamplerFile) -> Tensor:
     return state.latents
 
 
-def theirs(case: Case, models: dict[str, nn.Module], file: SamplerFile) -> Tensor:
-    """The pipeline's latents, given our noise and embeddings."""
+def theirs(case: Case, models: dict[str, nn.Module], file: SamplerFile, device: str | torch.device = "cpu") -> Tensor:
+    """The pipeline's latents, given our noise and embeddings; on the device where the models are."""
     import diffusers
 
     logging.getLogger("diffusers").setLevel(logging.ERROR)
@@ -243,7 +243,8 @@ def theirs(case: Case, models: dict[str, nn.Module], file: SamplerFile) -> Tenso
     pipeline.set_progress_bar_config(disable=True)
     with torch.random.fork_rng():  # some pipelines hand no generator to a scheduler that draws
         torch.set_rng_state(generator.get_state())
-        result: Tensor = pipeline(**given)[0]
+        on_device = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in given.items()}
+        result: Tensor = pipeline(**on_device)[0]
     return result
 
 
