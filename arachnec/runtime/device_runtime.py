@@ -153,8 +153,9 @@ class DeviceRuntime:
         return HostCopy(buffer, self._copy(self._to_host, [(buffer, value)]))
 
     def pinned(self, value: Tensor) -> Tensor:
-        """The same on the host, where the device copies from without anybody waiting."""
-        return value.pin_memory() if self.capabilities.pinned_memory else value
+        """The same on the host, where the device copies from without anybody waiting. torch pins with the strides that
+        there are, and cannot write where elements share memory, as in an expanded tensor."""
+        return value.contiguous().pin_memory() if self.capabilities.pinned_memory else value
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in the host's memory, page-locked where the device copies without anybody waiting.
