@@ -20,6 +20,7 @@ RANK = 16
 COSINE, NORM = 0.95, 0.05  # weights of the loss
 MASS = 0.9  # of a query's attention, which its critical keys hold
 MOMENTUM = 0.9  # of a head's sparsity
+NUMBERS = 1 << 26  # of sources that are summed up in 32 bits at one time: 256 MiB
 LARGEST_LOSS, LEAST_HELD = 0.01, 0.97  # a layer is sparse below and above these
 
 
@@ -51,7 +52,8 @@ def cell_features(source: Tensor, projection: Tensor, cubes: TokenCubes) -> Tens
         cells = source.reshape(*source.shape[:2], len(sizes), -1, source.shape[3])
         means: Tensor = cells.mean(3, dtype=projection.dtype)
         return means @ projection
-    sums = _sums(source.to(projection.dtype), 2, cubes.cells)
+    heads = max(1, NUMBERS // (source.numel() // source.shape[1]))
+    sums = torch.cat([_sums(part.to(projection.dtype), 2, cubes.cells) for part in torch.split(source, heads, 1)], 1)
     features: Tensor = (sums / on_device(sizes, source.device)[:, None]) @ projection
     return features
 

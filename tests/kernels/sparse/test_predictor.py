@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from arachnec.kernels.sparse import predictor
 from arachnec.kernels.sparse.key_lists import chosen_blocks, full_lists
 from arachnec.kernels.sparse.predictor import (
     block_mass,
@@ -41,6 +42,14 @@ def test_features_of_a_cell_are_its_projected_mean(grid: tuple[int, int, int]) -
     features = cell_features(source, by.query, cubes)
     cells = source[:, :, : cubes.video].split(cubes.cells.diff().tolist(), 2)
     torch.testing.assert_close(features, torch.stack([cell.mean(2) for cell in cells], 2) @ by.query)
+
+
+def test_features_are_the_same_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    cubes = token_cubes((3, 5, 7))
+    source, by = torch.randn(2, 3, 105, 12, generator=rng()), initial_projections(3, 12, 12, 5, rng())
+    at_once = cell_features(source, by.query, cubes)
+    monkeypatch.setattr(predictor, "NUMBERS", 1)
+    assert torch.equal(cell_features(source, by.query, cubes), at_once)
 
 
 def test_sparsity_counts_the_keys_outside_the_fewest_that_hold_the_mass() -> None:
