@@ -78,7 +78,7 @@ class Agreement:
 def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
     """Raises ``UserError`` where the program computes something else, does not end, or cannot be executed here."""
     world = len(module.programs)
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         reason = "this process has used a GPU, and ranks that are forked from it could not compute"
         raise UserError(CannotExecute(module.span, module.name, reason))
     if world > MOST_RANKS:

@@ -27,6 +27,7 @@ from arachnec.kernels.sparse.predictor import (
     LARGEST_LOSS,
     MASS,
     Projections,
+    block_mass,
     held_mass,
     initial_projections,
     kept_blocks,
@@ -47,6 +48,7 @@ from arachnec.spmd.sparse_runtime import Shares
 
 Layer = tuple[str, int]
 ROWS = 64  # queries whose rows of scores a predictor learns from in a step
+SCORES = 1 << 26  # of some heads, that exist at one time while a layer is measured: 256 MiB
 
 
 @dataclass(frozen=True)
@@ -260,34 +262,75 @@ class OfBlock:
         tables = (torch.stack(here).bool(), drawn_in, drawn)
         own, counted, rows = (on_device(table, query.device) for table in tables)
         order = order_on(cubes, query.device)[: cubes.video]
-        keys = key.index_select(2, order)
-        with torch.enable_grad():
-            leaves = [x.detach().requires_grad_() for x in (by.query, by.key)]
-            queries = query.index_select(2, rows)
-            true = true_scores(queries, keys, scale)
-            by_row = score_loss(predicted_scores(queries, keys, Projections(leaves[0], leaves[1])), true)
-            loss = torch.where(own, by_row, 0.0).mean((0, 2))
-            of_query, of_key = torch.autograd.grad(loss.sum() / state.site.heads, leaves)
+        of_group = order[int(cubes.groups[group]) : int(cubes.groups[group + 1])]
         with torch.no_grad():
-            of_group = query.index_select(2, order[int(cubes.groups[group]) : int(cubes.groups[group + 1])])
             lists = self.cascade.lists[layer]
             if lists is None:
                 lists = self._chosen(state, by, query, key, cubes, heads)
             video = len(cubes.blocks) - 1 - cubes.captions
             table = chosen_blocks(lists, video + cubes.captions)[..., :video]
-            chosen, taken = table[:, :, group], table.any(2).float().mean((0, 2))
+            taken = table.any(2).float().mean((0, 2))
             spans = self._kept(state, cubes, heads)[1]
             by_itself = [independent(state.densities[s.head], b - a) for s, (a, b) in zip(heads, spans, strict=True)]
             alone = on_device(torch.tensor(by_itself), taken.device)
-            scores = true_scores(of_group, keys, scale)
-            held, of_best = held_mass(scores, chosen, cubes.blocks[: video + 1])
-            needed = needed_blocks(scores, cubes.blocks[: video + 1], self.cascade.mass)
-            needed, held, of_best = (torch.where(counted, x, 0.0) for x in (needed, held, of_best))
-            sparsity = torch.where(own, measured_sparsity(true, self.cascade.mass), 0.0).mean((0, 2))
+        scores = query.shape[0] * cubes.video * max(len(rows), len(of_group))
+        drawn_rows = DrawnRows(rows, of_group, order, cubes.blocks[: video + 1], scale, self.cascade.mass)
+        parts = [
+            _of_heads(
+                query[:, some],
+                key[:, some],
+                Projections(by.query[some], by.key[some]),
+                own[some],
+                table[:, some, group],
+                drawn_rows,
+            )
+            for some in _slices(len(heads), max(1, SCORES // scores))
+        ]
+        loss, sparsity, of_query, of_key, *of_drawn = (torch.cat(part) for part in zip(*parts, strict=True))
+        of_query, of_key = of_query / state.site.heads, of_key / state.site.heads
+        needed, held, of_best = (torch.where(counted, x, 0.0) for x in of_drawn)
         numbers = tuple(share.head for share in heads)
         return Measured(
-            counted.float(), loss.detach(), sparsity, needed, held, of_best, taken, alone, (of_query, of_key), numbers
+            counted.float(), loss, sparsity, needed, held, of_best, taken, alone, (of_query, of_key), numbers
         )
+
+
+@dataclass(frozen=True)
+class DrawnRows:
+    """What is measured on: the queries of some ``rows`` and those of one ``group``, tokens of the sequence, and all
+    keys of video in their ``order``; ``blocks`` are starts in it."""
+
+    rows: Tensor
+    group: Tensor
+    order: Tensor
+    blocks: Tensor
+    scale: float
+    mass: float
+
+
+def _of_heads(
+    query: Tensor, key: Tensor, by: Projections, own: Tensor, chosen: Tensor, drawn: DrawnRows
+) -> tuple[Tensor, ...]:
+    """Of some heads, [heads] each: the predictor's loss and the sparsity on ``own`` rows [heads, n], the gradients of
+    the projections, and of the group the blocks it needs, and what the ``chosen`` ones hold."""
+    keys = key.index_select(2, drawn.order)
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (by.query, by.key)]
+        queries = query.index_select(2, drawn.rows)
+        true = true_scores(queries, keys, drawn.scale)
+        by_row = score_loss(predicted_scores(queries, keys, Projections(leaves[0], leaves[1])), true)
+        loss = torch.where(own, by_row, 0.0).mean((0, 2))
+        of_query, of_key = torch.autograd.grad(loss.sum(), leaves)
+    with torch.no_grad():
+        sparsity = torch.where(own, measured_sparsity(true, drawn.mass), 0.0).mean((0, 2))
+        of_block = block_mass(true_scores(query.index_select(2, drawn.group), keys, drawn.scale), drawn.blocks)
+        held, of_best = held_mass(of_block, chosen)
+        needed = needed_blocks(of_block, drawn.mass)
+    return loss.detach(), sparsity, of_query, of_key, needed, held, of_best
+
+
+def _slices(count: int, at_once: int) -> list[slice]:
+    return [slice(first, first + at_once) for first in range(0, count, at_once)]
 
 
 @functools.lru_cache(maxsize=1024)

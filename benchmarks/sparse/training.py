@@ -50,6 +50,7 @@ from arachnec.kernels.sparse.predictor import (
     LARGEST_LOSS,
     MASS,
     Projections,
+    block_mass,
     held_mass,
     initial_projections,
     kept_blocks,
@@ -393,7 +394,7 @@ def sources(task: Task, model: nn.Module, steps: int = 150) -> list[dict[str, ob
             table = chosen_blocks(lists, blocks)
             scores = true_scores(query, key[:, :, cubes.order], (WIDTH // HEADS) ** -0.5)[:, :, cubes.order]
             shares = [
-                held_mass(part, table[:, :, group], cubes.blocks)
+                held_mass(block_mass(part, cubes.blocks), table[:, :, group])
                 for group, part in enumerate(scores.split(cubes.groups.diff().tolist(), 2))
             ]
             held, of_best = (torch.stack(part).mean().item() for part in zip(*shares, strict=True))

@@ -125,6 +125,7 @@ def fused_backward(
         return dq, dk, dv
     if backend == EFFICIENT:
         lse = F.pad(lse, (0, -lse.shape[2] % LSE_ALIGNMENT), value=math.inf).contiguous()
+        out = out.transpose(1, 2).contiguous().transpose(1, 2)  # in 16 bits it is read as the forward lays it
         seed = torch.zeros((), dtype=torch.int64, device=query.device)
         bias, wanted = _aligned(bias, query, key), [True, True, True, False]
         dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(

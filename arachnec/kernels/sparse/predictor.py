@@ -20,6 +20,7 @@ RANK = 16
 COSINE, NORM = 0.95, 0.05  # weights of the loss
 MASS = 0.9  # of a query's attention, which its critical keys hold
 MOMENTUM = 0.9  # of a head's sparsity
+NUMBERS = 1 << 26  # of sources that are summed up in 32 bits at one time: 256 MiB
 LARGEST_LOSS, LEAST_HELD = 0.01, 0.97  # a layer is sparse below and above these
 
 
@@ -51,7 +52,8 @@ def cell_features(source: Tensor, projection: Tensor, cubes: TokenCubes) -> Tens
         cells = source.reshape(*source.shape[:2], len(sizes), -1, source.shape[3])
         means: Tensor = cells.mean(3, dtype=projection.dtype)
         return means @ projection
-    sums = _sums(source.to(projection.dtype), 2, cubes.cells)
+    heads = max(1, NUMBERS // (source.numel() // source.shape[1]))
+    sums = torch.cat([_sums(part.to(projection.dtype), 2, cubes.cells) for part in torch.split(source, heads, 1)], 1)
     features: Tensor = (sums / on_device(sizes, source.device)[:, None]) @ projection
     return features
 
@@ -92,13 +94,18 @@ def measured_sparsity(scores: Tensor, mass: float = MASS) -> Tensor:
     return 1 - needed.clamp_max(scores.shape[-1]).float() / scores.shape[-1]
 
 
-def held_mass(scores: Tensor, chosen: Tensor, blocks: Tensor) -> tuple[Tensor, Tensor]:
+def block_mass(scores: Tensor, blocks: Tensor) -> Tensor:
+    """[B, H, N]: the share of one group's attention that each block holds, of the scores [B, H, n, video] of its
+    queries and the blocks' starts [N + 1]."""
+    return _sums(scores.softmax(-1).mean(2), 2, blocks)
+
+
+def held_mass(of_block: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     """[H] each, mean over clips: the attention of one group that its chosen blocks hold, and the share of that which
     the best choice of that size would hold.
 
-    ``scores`` [B, H, n, video] of the group's queries, ``chosen`` [B, H, N] bool, ``blocks`` [N + 1] starts.
+    ``of_block`` [B, H, N] as ``block_mass`` gives it, ``chosen`` [B, H, N] bool.
     """
-    of_block = _block_mass(scores, blocks)
     held = (of_block * chosen).sum(-1)
     order = of_block.sort(-1, descending=True).values.cumsum(-1)
     counts = chosen.sum(-1, keepdim=True)
@@ -107,19 +114,14 @@ def held_mass(scores: Tensor, chosen: Tensor, blocks: Tensor) -> tuple[Tensor, T
     return held.mean(0), ratio.mean(0)
 
 
-def needed_blocks(scores: Tensor, blocks: Tensor, mass: float = MASS) -> Tensor:
+def needed_blocks(of_block: Tensor, mass: float = MASS) -> Tensor:
     """[H], mean over clips: the fewest blocks that hold ``mass`` of one group's attention, as a share of all blocks.
 
-    Queries of a group share one list, so a group needs more than each of its queries does. Sizes as in ``held_mass``.
+    Queries of a group share one list, so a group needs more than each of its queries does.
     """
-    held = _block_mass(scores, blocks).sort(-1, descending=True).values.cumsum(-1)
+    held = of_block.sort(-1, descending=True).values.cumsum(-1)
     needed = (held < mass).sum(-1) + 1
     return needed.clamp_max(held.shape[-1]).float().mean(0) / held.shape[-1]
-
-
-def _block_mass(scores: Tensor, blocks: Tensor) -> Tensor:
-    """[B, H, N]: the share of a group's attention that each block holds."""
-    return _sums(scores.softmax(-1).mean(2), 2, blocks)
 
 
 def moved(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,32 +46,37 @@ def test_a_fused_block_on_a_gpu_is_as_near_to_float64_as_eager_is(name: str, dty
     model = MODELS[name].build()
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.1)
-    exact = capture_blocks(copy.deepcopy(model).double(), _double(name), verify=False).blocks[0]
-    captured = capture_blocks(model, MODELS[name].examples(), verify=False).blocks[0]
-    block = model.get_submodule(captured.instances[0]).cuda().to(dtype)
-    double = copy.deepcopy(block).double()
+    model = model.to("cuda", dtype)
+    double = copy.deepcopy(model).double()
+    # A rank captures its own model, so a graph has the device and the precision that it runs with.
+    captured = capture_blocks(model, examples(name, dtype), verify=False).blocks[0]
+    exact = capture_blocks(double, examples(name, torch.float64), verify=False).blocks[0]
+    block, double_block = (m.get_submodule(captured.instances[0]) for m in (model, double))
     sizes = {B: 2, S: 24, T: 7}
     values = [torch.randn([int(d.subs(sizes)) for d in dims]).cuda() for dims in captured.input_dims]
     kept = [
         x if n.meta["val"].is_floating_point() else x > 0 for x, n in zip(values, captured.input_nodes, strict=True)
     ]
-    inputs = [x.to(dtype) if x.is_floating_point() else x for x in kept]
+    inputs = [x.to(n.meta["val"].dtype) for x, n in zip(kept, captured.input_nodes, strict=True)]
     module = fuse_block(captured, fuse_graph(block_graph(captured)))
-    truth = gradients(lifted(exact, double), [x.double() if x.is_floating_point() else x for x in inputs])
+    wide = [x.to(n.meta["val"].dtype) for x, n in zip(inputs, exact.input_nodes, strict=True)]
+    truth = gradients(lifted(exact, double_block), wide)
     eager, fused = (gradients(lifted(captured, block, form), inputs) for form in (None, module))
     for t, e, f in zip(truth, eager, fused, strict=True):
         usual, error = (torch.linalg.vector_norm(x.double() - t) for x in (e, f))
         assert error <= 1.1 * usual + 1e-3 * torch.linalg.vector_norm(t)
 
 
-def _double(name: str) -> list[object]:
-    from dataclasses import replace
+def examples(name: str, dtype: torch.dtype) -> list[object]:
+    """The model's example calls, on the GPU in this precision."""
 
-    def doubled(value: object) -> object:
-        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+    def moved(value: object) -> object:
+        if not isinstance(value, Tensor):
+            return value
+        return value.to("cuda", dtype if value.is_floating_point() else value.dtype)
 
     return [
-        replace(example, arguments={k: doubled(v) for k, v in example.arguments.items()})
+        replace(example, arguments={k: moved(v) for k, v in example.arguments.items()})
         for example in MODELS[name].examples()
     ]
 
@@ -78,7 +84,7 @@ def _double(name: str) -> list[object]:
 @pytest.mark.parametrize("name", CASES)
 def test_generated_kernels_on_a_gpu_are_those_of_float64_to_rounding(name: str) -> None:
     function, shapes = CASES[name]
-    run = Generated(region(function, shapes, torch.float32))
+    run = Generated(region(function, shapes, torch.float32, "cuda"))
     values = [torch.randn(sized(shape, {"B": 3, "S": 70, "T": 6})).cuda().requires_grad_() for shape in shapes]
     results = [run(*values), function(*(v.double() for v in values))]
     results_of_kernel, truth = (list(r) if isinstance(r, tuple) else [r] for r in results)

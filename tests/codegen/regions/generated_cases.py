@@ -169,8 +169,10 @@ def sized(shape: Shape, sizes: dict[str, int]) -> list[int]:
     return [eval(dim, dict(sizes)) if isinstance(dim, str) else dim for dim in shape]
 
 
-def region(function: Callable[..., Any], shapes: tuple[Shape, ...], dtype: torch.dtype) -> torch.fx.GraphModule:
-    inputs = tuple(torch.randn(sized(shape, {"B": 3, "S": 7, "T": 4}), dtype=dtype) for shape in shapes)
+def region(
+    function: Callable[..., Any], shapes: tuple[Shape, ...], dtype: torch.dtype, device: str = "cpu"
+) -> torch.fx.GraphModule:
+    inputs = tuple(torch.randn(sized(shape, {"B": 3, "S": 7, "T": 4}), dtype=dtype, device=device) for shape in shapes)
     dims = tuple({k: DIMS for k, d in enumerate(shape) if isinstance(d, str)} for shape in shapes)
     exported = torch.export.export(Function(function), inputs, dynamic_shapes=(dims,), strict=False)
     return exported.graph_module

@@ -11,7 +11,14 @@ from arachnec.kernels.sparse.block_launch import lists_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.cube_sides import group_count
 from arachnec.kernels.sparse.key_lists import KeyLists, checked_lists, chosen_blocks
-from arachnec.kernels.sparse.predictor import Projections, cell_features, held_mass, needed_blocks, true_scores
+from arachnec.kernels.sparse.predictor import (
+    Projections,
+    block_mass,
+    cell_features,
+    held_mass,
+    needed_blocks,
+    true_scores,
+)
 from arachnec.kernels.sparse.token_cubes import cube_of, token_cubes
 
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 14), st.integers(1, 14))
@@ -132,7 +139,8 @@ def test_no_host_waits_for_a_device_to_predict_choose_or_list(grid: tuple[int, i
     chosen = chosen_blocks(lists, blocks)[:, :, 0, : blocks - cubes.captions]
     scores = true_scores(features[:, :, :5], features[:, :, : cubes.video], 0.5)
     video = cubes.blocks[: blocks - cubes.captions + 1]
-    assert held_mass(scores, chosen, video)[0].shape == needed_blocks(scores, video).shape == (2,)
+    of_block = block_mass(scores, video)
+    assert held_mass(of_block, chosen)[0].shape == needed_blocks(of_block).shape == (2,)
     launch = lists_of(indices, counts, cubes.order.to("meta"), cubes.groups, cubes.blocks)
     assert launch.query_slots(8)[1] == launch.key_slots(2)[1] == 2
     assert len(launch.indices) == len(launch.readers()[0]) == len(indices) + 4 * blocks

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from arachnec.kernels.sparse import predictor
 from arachnec.kernels.sparse.key_lists import chosen_blocks, full_lists
 from arachnec.kernels.sparse.predictor import (
+    block_mass,
     cell_features,
     held_mass,
     initial_projections,
@@ -42,6 +44,14 @@ def test_features_of_a_cell_are_its_projected_mean(grid: tuple[int, int, int]) -
     torch.testing.assert_close(features, torch.stack([cell.mean(2) for cell in cells], 2) @ by.query)
 
 
+def test_features_are_the_same_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    cubes = token_cubes((3, 5, 7))
+    source, by = torch.randn(2, 3, 105, 12, generator=rng()), initial_projections(3, 12, 12, 5, rng())
+    at_once = cell_features(source, by.query, cubes)
+    monkeypatch.setattr(predictor, "NUMBERS", 1)
+    assert torch.equal(cell_features(source, by.query, cubes), at_once)
+
+
 def test_sparsity_counts_the_keys_outside_the_fewest_that_hold_the_mass() -> None:
     mass = torch.tensor([0.5, 0.3, 0.15, 0.05])
     assert measured_sparsity(mass.log()[None, None, None]).item() == 0.25
@@ -53,12 +63,12 @@ def test_sparsity_counts_the_keys_outside_the_fewest_that_hold_the_mass() -> Non
 def test_the_mass_that_chosen_blocks_hold_is_compared_with_the_best_choice_of_that_size() -> None:
     scores = torch.tensor([0.4, 0.1, 0.2, 0.1, 0.1, 0.1]).log()[None, None, None]
     blocks = torch.tensor([0, 2, 4, 6])
-    held, ratio = held_mass(scores, torch.tensor([[[False, True, False]]]), blocks)
+    held, ratio = held_mass(block_mass(scores, blocks), torch.tensor([[[False, True, False]]]))
     assert (held.item(), ratio.item()) == (pytest.approx(0.3), pytest.approx(0.6))
-    held, ratio = held_mass(scores, torch.zeros(1, 1, 3, dtype=torch.bool), blocks)
+    held, ratio = held_mass(block_mass(scores, blocks), torch.zeros(1, 1, 3, dtype=torch.bool))
     assert (held.item(), ratio.item()) == (0.0, 1.0)
-    assert needed_blocks(scores, blocks).item() == 1.0
-    assert needed_blocks(scores, blocks, 0.75).item() == pytest.approx(2 / 3)
+    assert needed_blocks(block_mass(scores, blocks)).item() == 1.0
+    assert needed_blocks(block_mass(scores, blocks), 0.75).item() == pytest.approx(2 / 3)
     assert turns_sparse(0.009, 0.97) and not turns_sparse(0.01, 0.99) and not turns_sparse(0.001, 0.96)
 
 
@@ -84,7 +94,7 @@ def test_a_trained_predictor_of_low_rank_heads_finds_their_blocks() -> None:
     lists = predicted_lists(query, key, by, cubes, [4, 4])
     chosen = chosen_blocks(lists, 16)
     for group, rows in enumerate(cubes.order.split(cubes.groups.diff().tolist())):
-        _, ratio = held_mass(true[:, :, rows][..., cubes.order], chosen[:, :, group], cubes.blocks)
+        _, ratio = held_mass(block_mass(true[:, :, rows][..., cubes.order], cubes.blocks), chosen[:, :, group])
         assert ratio.min() >= 0.97
 
 

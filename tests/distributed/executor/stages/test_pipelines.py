@@ -13,6 +13,7 @@ from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from tests.distributed.executor_cases import assert_same_gradients, clip, plain_loop, train_on
 from tests.distributed.pipeline_cases import FROZEN, executable, pipeline_of
+from tests.distributed.rank_device import ROUNDING
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
 
@@ -21,7 +22,9 @@ def assert_exact(saved: Path, expected: dict[str, torch.Tensor]) -> None:
     gradients = load_file(saved)
     assert set(gradients) == set(expected)
     for name, value in expected.items():
-        torch.testing.assert_close(gradients[name], value, rtol=1e-9, atol=1e-14, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            gradients[name], value, rtol=1e3 * ROUNDING, atol=1e-2 * ROUNDING, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @pytest.mark.parametrize(
@@ -46,7 +49,7 @@ def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, world: int, stages
     folder = executable(tmp_path, world, [CLIPS], pipeline_of(stages, schedule), encoder=True)
     report = train_on(world, folder, save_gradients=tmp_path / "g.safetensors", steps=1)
     loss, expected = plain_loop(folder, CLIPS)
-    assert report["steps"][0]["loss"] == pytest.approx(loss, rel=1e-12)
+    assert report["steps"][0]["loss"] == pytest.approx(loss, rel=ROUNDING)
     assert_exact(tmp_path / "g.safetensors", expected)
 
 
@@ -71,7 +74,7 @@ def test_a_frozen_first_stage_has_no_backward(tmp_path: Path) -> None:
     folder = executable(tmp_path, 2, [CLIPS], pipeline_of("p=2", "schedule=1f1b"), more=FROZEN, trained=("second",))
     report = train_on(2, folder, save_gradients=tmp_path / "g.safetensors", steps=1)
     loss, expected = plain_loop(folder, CLIPS)
-    assert report["steps"][0]["loss"] == pytest.approx(loss, rel=1e-12)
+    assert report["steps"][0]["loss"] == pytest.approx(loss, rel=ROUNDING)
     assert_exact(tmp_path / "g.safetensors", {name: value for name, value in expected.items() if "second" in name})
 
 
@@ -130,6 +133,6 @@ def test_an_update_of_several_batches_has_the_gradients_of_all_their_clips(
     report = train_on(2, folder, save_gradients=tmp_path / "g.safetensors", steps=2)
     rows = [plain_loop(folder, CLIPS, step=number) for number in range(4)]
     for number, step in enumerate(report["steps"]):
-        assert step["loss"] == pytest.approx((rows[2 * number][0] + rows[2 * number + 1][0]) / 2, rel=1e-12)
+        assert step["loss"] == pytest.approx((rows[2 * number][0] + rows[2 * number + 1][0]) / 2, rel=ROUNDING)
     mean = {name: (value + rows[3][1][name]) / 2 for name, value in rows[2][1].items()}
     assert_exact(tmp_path / "g.safetensors", mean)
