@@ -44,7 +44,7 @@ class DeviceSpecs:
 # HunyuanVideo, 720p, 129 frames, 50 steps, one device: 1904 s (H100), 6639 s (H20), 6044 s (L20) in xDiT's table.
 _XDIT = "derived from xDiT's HunyuanVideo times on one device"
 # benchmarks/results/gpu_acceptance_nvidia_h200.json: forward and backward of 32,760 tokens, 28.3 TFLOP, in 67.7 ms; a
-# forward of 256 tokens in 2.1 ms, which is the host's time. That host was a virtual machine; a profile says it of others.
+# forward of 256 tokens in 2.1 ms, which is the host's time. That host was a virtual machine; profile others.
 _BLOCK = "measured: training of a block of Wan2.1-1.3B"
 _ASSUMED = "assumption"
 _NICS = "AABBCCDD"
