@@ -130,7 +130,8 @@ def test_a_killed_rank_gives_one_message_and_takes_the_others_down(
     assert cli.run(["run", str(folder)]) == 2
     said = capfd.readouterr().err  # of the ranks too
     assert said.count("error:") == 1
-    assert "rank 1 of 2 was killed by SIGKILL; the others were stopped" in said
+    assert "rank 1 of 2 was killed by SIGKILL; the others were stopped; it was in step 0: " in said
+    assert "(clip b)" in said
     assert "Traceback" not in said
 
 
