@@ -29,6 +29,7 @@ from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
 from arachnec.solver.budget import usable_cores
 
 EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
+CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
 WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
 POLL_S = 0.1
@@ -82,12 +83,14 @@ def launch(
     *,
     worker: str = WORKER,
     leave_s: float = LEAVE_S,
+    beside: Callable[[], None] | None = None,
 ) -> None:
     """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
 
-    ``on_event`` gets each line that rank 0 reports. Raises ``UserError`` for a user's mistake, for a rank that was
-    killed, and for one that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody
-    watches over it any more. ``RankCrashed`` with one traceback for a bug.
+    ``on_event`` gets each line that rank 0 reports. ``beside`` is done while ranks start; what it raises ends them
+    before they leave anything. Raises ``UserError`` for a user's mistake, for a rank that was killed, and for one
+    that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any
+    more. ``RankCrashed`` with one traceback for a bug.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -111,6 +114,7 @@ def launch(
                 place = new_memory()
                 open_files.callback(os.close, place)
                 environment = _environment(number, world, store.port, error_file.fileno()) | {PLACE_FD: str(place)}
+                environment |= {} if beside is None else {CHECKED: "1"}
                 passed = (error_file.fileno(), place, *((writing,) if number == 0 else ()))
                 if number == 0:
                     environment[EVENTS_FD] = str(writing)
@@ -123,6 +127,9 @@ def launch(
                     )
                 ranks.append(_Rank(number, process, error_file, place))
             os.close(writing)
+            if beside is not None:
+                beside()
+                store.set(CHECKED, "")
             first = _watch(ranks, reading, on_event, leave_s)
             if first is not None:
                 _stop(ranks)
