@@ -12,6 +12,7 @@ import click
 
 from arachnec.commands.groups import SuggestingGroup
 from arachnec.launch.environment import leave_gpus_to_ranks
+from arachnec.launch.start_times import note_launch
 from arachnec.version import __version__
 
 COMMANDS = {
@@ -92,6 +93,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 def main() -> None:
     leave_gpus_to_ranks(os.environ)
+    note_launch(os.environ)
     try:
         code = run()
         sys.stdout.flush()

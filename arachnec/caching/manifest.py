@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
+from arachnec.caching.divided import Divided, read_divided
 from arachnec.caching.files import EncodedFiles, identity_of
 from arachnec.caching.options import CacheOptions, words_of
 from arachnec.caching.rank import SET_ASIDE, SetAside
@@ -59,26 +60,33 @@ class NoneEncoded(Diagnostic):
 
 @dataclass(frozen=True)
 class Cached:
-    """What ``arachnec cache`` did: clips that were encoded now, that were there before, and that were set aside."""
+    """What ``arachnec cache`` did: clips that were encoded now, that were there before, and that were set aside;
+    and which encoders ranks ran together for it."""
 
     manifest: Path
     encoded: int
     before: int
     set_aside: Mapping[str | int, str]
+    divided: tuple[Divided, ...]
     seconds: float
 
     @property
     def report(self) -> dict[str, Any]:
         aside = [{"clip": clip, "reason": reason} for clip, reason in self.set_aside.items()]
-        counts = {"encoded": self.encoded, "before": self.before, "set_aside": aside}
+        divided = msgspec.to_builtins(self.divided)
+        counts = {"encoded": self.encoded, "before": self.before, "set_aside": aside, "divided": divided}
         return {"manifest": str(self.manifest), **counts, "seconds": round(self.seconds, 3)}
 
+    @property
+    def warnings(self) -> list[str]:
+        """Of every clip that is left out."""
+        return [f"clip {clip} is set aside: {reason}" for clip, reason in self.set_aside.items()]
+
     def lines(self, encoding: Encoding) -> list[str]:
-        """The report for people."""
-        aside = [f"clip {clip} is set aside: {reason}" for clip, reason in self.set_aside.items()]
+        """The report for people, but for the warnings."""
         names, now = ", ".join(encoding.names), counted(self.encoded, "clip")
         done = f"encoded {now} with {names} in {self.seconds:.1f} s; {self.before} were there before"
-        return [*aside, done, f"wrote {self.manifest}"]
+        return [*(row.text() for row in self.divided), done, f"wrote {self.manifest}"]
 
 
 @dataclass(frozen=True)
@@ -139,10 +147,12 @@ def cache(encoding: Encoding, manifest: Manifest, output: Path, *, batch: int | 
     clips = manifest.clips
     missing = files.missing(clips)
     aside: dict[tuple[Path, ...], str] = {}
+    divided: list[Divided] = []
     if missing:
         plan = encoding_plan(encoding, missing, output / PLAN, batch or CLIPS_OF_A_RANK * encoding.cluster.world)
         run(encoding, files, plan)
         aside = {tuple(files.of(missing[row.clip]).values()): row.reason for row in _set_aside(plan)}
+        divided = read_divided(plan)
         shutil.rmtree(plan)
     told = {clip.id: aside[key] for clip in clips if (key := tuple(files.of(clip).values())) in aside}
     if len(told) == len(clips):
@@ -151,7 +161,8 @@ def cache(encoding: Encoding, manifest: Manifest, output: Path, *, batch: int | 
     written = _listed(manifest, files, told, output / CLIPS, _left(encoding))
     new = {tuple(files.of(clip).values()) for clip in missing}
     encoded = sum(tuple(files.of(clip).values()) in new for clip in clips) - len(told)
-    return Cached(written, encoded, len(clips) - encoded - len(told), told, time.perf_counter() - started)
+    before, seconds = len(clips) - encoded - len(told), time.perf_counter() - started
+    return Cached(written, encoded, before, told, tuple(divided), seconds)
 
 
 def _left(encoding: Encoding) -> bool:

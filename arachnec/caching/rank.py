@@ -21,6 +21,7 @@ from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.run.training_run import Enter, unwatched
 from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
+from arachnec.caching.divided import divided_in, write_divided
 from arachnec.caching.files import EncodedFiles
 from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
@@ -87,6 +88,8 @@ def encode_batches(
             limits.took(planned, (time.perf_counter() - began) * 1e3)
             done += len(planned.clips)
             _note(executable.folder, aside, rank)
+            if rank == 0:
+                write_divided(executable.folder, divided_in(planned.module, planned.clips))
             events.emit(report.Note(f"{done} of {counted(len(executable.clips), 'clip')}"))
         enter("the manifest")
     finally:

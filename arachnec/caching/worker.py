@@ -67,7 +67,11 @@ def command(options: CacheOptions, cluster: str) -> None:
         for note in encoding.notes:
             print(note, file=sys.stderr, flush=True)
         cached = lead(encoding, manifest, options.output, options.batch, encode)
-        report = json.dumps(cached.report, indent=2) if options.as_json else "\n".join(cached.lines(encoding))
+        report = (
+            json.dumps(cached.report, indent=2)
+            if options.as_json
+            else "\n".join([*cached.warnings, *cached.lines(encoding)])
+        )
         print(report, flush=True)
 
 

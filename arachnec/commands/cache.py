@@ -36,11 +36,10 @@ def command(options: CacheOptions, cluster: str | None) -> None:
         json.dump(cached.report, sys.stdout, indent=2)
         print()
         return
-    *aside, done, written = cached.lines(encoding)
-    for line in aside:
+    for line in cached.warnings:
         click.echo(line, err=True)
-    click.echo(done)
-    click.echo(written)
+    for line in cached.lines(encoding):
+        click.echo(line)
 
 
 def _show(data: bytes) -> None:

@@ -44,12 +44,20 @@ class RequestProgress:
     ) -> None:
         self._given = rank, requests, clock, limit
         self._inside: _Inside | None = None
+        self._told: Callable[[Place], None] | None = None
         self.follow(module)
 
     def follow(self, module: Module) -> None:
         """From here on the rank carries out this program, which begins as the one before."""
         rank, requests, clock, limit = self._given
         self._instructions = StepProgress(module, rank, 0, dict(enumerate(requests)), clock, limit, "request")
+        if self._told is not None:
+            self._instructions.tell(self._told)
+
+    def tell(self, to: Callable[[Place], None]) -> None:
+        """From now on ``to`` is told of every instruction and denoising step that the host comes to."""
+        self._told = to
+        self._instructions.tell(to)
 
     def at(self, index: int) -> None:
         """The host has come to an instruction; behind the last it waits for what it has sent."""
@@ -58,18 +66,23 @@ class RequestProgress:
 
     def step(self, number: int, count: int) -> None:
         """Inside a ``denoise`` it begins this step, from 0, of so many that the request has."""
-        self._inside = _Inside(f"step {number + 1} of {count}", time.monotonic())
+        self._go_inside(_Inside(f"step {number + 1} of {count}", time.monotonic()))
 
     def result_of(self, request: Request) -> None:
         """It decodes and writes what a request has come to."""
-        self._inside = _Inside(f"the result of {named([request.id], 'request')}", time.monotonic())
+        self._go_inside(_Inside(f"the result of {named([request.id], 'request')}", time.monotonic()))
 
     @contextmanager
     def arriving(self) -> Iterator[None]:
         """Inside, it waits until its requests arrive, and for nobody."""
-        self._inside = _Inside("before they arrive", time.monotonic(), waits=True)
+        self._go_inside(_Inside("before they arrive", time.monotonic(), waits=True))
         yield
         self._inside = None
+
+    def _go_inside(self, inside: _Inside) -> None:
+        self._inside = inside
+        if self._told is not None:
+            self._told(self.place())
 
     def place(self) -> Place:
         place, inside = self._instructions.place(), self._inside

@@ -25,9 +25,11 @@ from typing import IO, ClassVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.environment import prepare_environment, show_gpus
 from arachnec.launch.failure import ERROR_FD, Failure, read_failure
+from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
 from arachnec.solver.budget import usable_cores
 
 EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
+CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
 WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
 POLL_S = 0.1
@@ -36,11 +38,12 @@ LEAVE_S = 60.0  # that a process may take to end after the first: ranks end when
 
 @dataclass(frozen=True)
 class RankDied(Diagnostic):
-    title: ClassVar[str] = "rank {rank} of {world} {what}; the others were stopped"
+    title: ClassVar[str] = "rank {rank} of {world} {what}; the others were stopped; {last}"
     help: ClassVar[str] = "{remedy}"
     rank: int
     world: int
     what: str
+    last: str
     remedy: str
 
 
@@ -70,6 +73,7 @@ class _Rank:
     number: int
     process: subprocess.Popen[bytes]
     error_file: IO[bytes]  # without a name, so that nothing is left where the launcher is killed
+    place: int  # of the memory of where it was last
 
 
 def launch(
@@ -79,12 +83,14 @@ def launch(
     *,
     worker: str = WORKER,
     leave_s: float = LEAVE_S,
+    beside: Callable[[], None] | None = None,
 ) -> None:
     """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
 
-    ``on_event`` gets each line that rank 0 reports. Raises ``UserError`` for a user's mistake, for a rank that was
-    killed, and for one that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody
-    watches over it any more. ``RankCrashed`` with one traceback for a bug.
+    ``on_event`` gets each line that rank 0 reports. ``beside`` is done while ranks start; what it raises ends them
+    before they leave anything. Raises ``UserError`` for a user's mistake, for a rank that was killed, and for one
+    that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any
+    more. ``RankCrashed`` with one traceback for a bug.
     """
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
@@ -105,8 +111,11 @@ def launch(
         try:
             for number in range(world):
                 error_file = open_files.enter_context(tempfile.TemporaryFile())
-                environment = _environment(number, world, store.port, error_file.fileno())
-                passed = (error_file.fileno(), *((writing,) if number == 0 else ()))
+                place = new_memory()
+                open_files.callback(os.close, place)
+                environment = _environment(number, world, store.port, error_file.fileno()) | {PLACE_FD: str(place)}
+                environment |= {} if beside is None else {CHECKED: "1"}
+                passed = (error_file.fileno(), place, *((writing,) if number == 0 else ()))
                 if number == 0:
                     environment[EVENTS_FD] = str(writing)
                 with _without_interrupts():
@@ -116,8 +125,11 @@ def launch(
                         pass_fds=passed,
                         stdin=subprocess.DEVNULL,
                     )
-                ranks.append(_Rank(number, process, error_file))
+                ranks.append(_Rank(number, process, error_file, place))
             os.close(writing)
+            if beside is not None:
+                beside()
+                store.set(CHECKED, "")
             first = _watch(ranks, reading, on_event, leave_s)
             if first is not None:
                 _stop(ranks)
@@ -199,7 +211,9 @@ def _explain(rank: _Rank, ranks: Sequence[_Rank]) -> Exception:
     code = rank.process.returncode
     what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     remedy = "its own output above says more; if the system was out of memory, use fewer ranks or smaller clips"
-    return UserError(RankDied(None, rank.number, len(ranks), what, remedy))
+    place = read_place(rank.place)
+    last = "it had not joined them yet" if place is None else f"it was in {place.text()}"
+    return UserError(RankDied(None, rank.number, len(ranks), what, last, remedy))
 
 
 def _stop(ranks: Sequence[_Rank]) -> None:

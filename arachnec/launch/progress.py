@@ -31,7 +31,7 @@ class Place(msgspec.Struct, frozen=True):
 
     def text(self) -> str:
         doing = f"{self.phase}: {self.doing}" if self.doing else self.phase
-        return f"{doing}, {self.line}"
+        return f"{doing}, {self.line}" if self.line else doing
 
 
 class Progress(Protocol):
@@ -39,6 +39,10 @@ class Progress(Protocol):
 
     def place(self) -> Place:
         """Its position, what it is doing, for how long, and how long that may take."""
+        ...
+
+    def tell(self, to: Callable[[Place], None]) -> None:
+        """From now on tell ``to`` of every instruction that the rank comes to, before it begins it."""
         ...
 
     def awaited(self, rank: int, position: Position) -> Mapping[int, Position]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from arachnec.ir.nodes import Cluster
 from arachnec.launch.environment import local_cache, prepare_environment
 from arachnec.launch.failure import Failure, failure_of, record_failure
 from arachnec.launch.kernel_cache import compile_once
+from arachnec.launch.local_ranks import CHECKED
 from arachnec.launch.starts import missing, store_of_this_start
 from arachnec.launch.timeouts import GROUP_TIMEOUT, START_S
 from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
@@ -32,6 +34,8 @@ from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store  # type: ignore[attr-defined]
+
+CHECK_POLL_S = 0.02
 
 
 class Ended(Exception):
@@ -83,6 +87,15 @@ class JoinedRank:
                 raise
             raise missing(absent, self.world, self.start_s) from error
         return [msgspec.json.decode(data, type=DeviceRecord) for data in self.store.multi_get(keys)]
+
+    def wait_for_launcher(self) -> None:
+        """Wait until the launcher has found nothing wrong with the program, where it looks while ranks start.
+
+        Before, a rank must leave nothing behind. If the launcher finds something, it ends its ranks."""
+        if os.environ.get(CHECKED):
+            self.watchdog.enter("the check on small tensors that the launcher makes")
+            while not self.store.check([CHECKED]):
+                time.sleep(CHECK_POLL_S)
 
     def make_process_group(self, device: torch.device) -> None:
         """The default process group. With a GPU its communicator is made now, not at its first use."""

@@ -16,7 +16,8 @@ the process from beside the main thread, which may be waiting for a collective t
   vain.
 - ``run``: a name that no other run has.
 
-That a rank of an agent has told the failure is a file of the host: the store may have ended by then.
+What a rank of this host was in last is in memory that it leaves (``last_place``). That a rank of an agent has told the
+failure is a file of the host: the store may have ended by then.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -50,7 +51,9 @@ from arachnec.launch.failure import (
     follows_from_another,
     record_failure,
 )
+from arachnec.launch.last_place import LastPlace, open_memory, read_place
 from arachnec.launch.progress import Place, Progress, behind, held_up_by
+from arachnec.launch.rank_faults import LoopLeft, RankGone, Stalled, StoreLost, TookTooLong
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -64,77 +67,6 @@ GONE = "was killed or crashed: its process is gone"
 STORE_S = 10.0  # that an answer of the store may take
 MARK_S = 3600.0  # s that a mark outlives its failure: all ranks of a run have ended long before
 PACKAGE = Path(__file__).parents[1]
-
-
-@dataclass(frozen=True)
-class RankGone(Diagnostic):
-    title: ClassVar[str] = "rank {rank} of {world} on host {host} {what}; the others were stopped{last}"
-    help: ClassVar[str] = (
-        "the output of that host says more; if the system was out of memory, use fewer ranks or smaller clips"
-    )
-    rank: int
-    world: int
-    host: str
-    what: str
-    last: str
-
-
-@dataclass(frozen=True)
-class TookTooLong(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} on host {host} has been in {phase} for {seconds:.1f} s; its limit is {limit:g} s{cause}"
-    )
-    help: ClassVar[str] = "if it was only slow, raise the limit with {option}; ranks stood at:\n{places}"
-    rank: int
-    host: str
-    phase: str
-    seconds: float
-    limit: float
-    option: str
-    cause: str
-    places: str
-
-
-@dataclass(frozen=True)
-class Stalled(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} on host {host} is silent: in {phase} it has been in {doing} for {seconds:.0f} s{others}"
-    )
-    help: ClassVar[str] = (
-        "its limit is {limit:g} s; if it was only slow, raise that with --stall-timeout; ranks stood at:\n{places}"
-    )
-    rank: int
-    host: str
-    phase: str
-    doing: str
-    seconds: float
-    others: str
-    limit: float
-    places: str
-
-
-@dataclass(frozen=True)
-class StoreLost(Diagnostic):
-    title: ClassVar[str] = "rank {rank} on host {host} cannot reach the rendezvous store any more ({reason})"
-    help: ClassVar[str] = (
-        "the first node keeps it: it has ended or the network between it and {host} is cut; its own output says more"
-    )
-    rank: int
-    host: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class LoopLeft(Diagnostic):
-    title: ClassVar[str] = "rank {rank} left its loop after {done}, and rank {other} is in step {step}"
-    help: ClassVar[str] = (
-        "a step needs all ranks: leave the loop on every rank behind the same step, by break, return, sys.exit or an "
-        "exception that you catch"
-    )
-    rank: int
-    done: str
-    other: int
-    step: int
 
 
 class Left(msgspec.Struct, frozen=True):
@@ -151,15 +83,16 @@ class Member(msgspec.Struct, frozen=True):
     host: str
     pid: int
     agent: str  # processes of one agent see each other's ids
+    place: int = -1  # the descriptor under which it notes where it is
 
     @classmethod
-    def here(cls, rank: int) -> Member:
+    def here(cls, rank: int, place: int = -1) -> Member:
         host = socket.gethostname()
         try:
             space = str(Path("/proc/self/ns/pid").readlink())
         except OSError:
             space = ""
-        return cls(rank, host, os.getpid(), f"{host}:{space}:{os.getppid()}")
+        return cls(rank, host, os.getpid(), f"{host}:{space}:{os.getppid()}", place)
 
     def alive(self) -> bool:
         """Whether the process exists; asked by its siblings only."""
@@ -215,8 +148,10 @@ class Watchdog:
         self._world = world
         self._limits = limits or Limits()
         self._end = end
-        self._me = Member.here(rank)
+        self._last = LastPlace()
+        self._me = Member.here(rank, self._last.descriptor)
         self._members: dict[int, Member] = {}
+        self._memories: dict[int, int] = {}  # of siblings' last places, by rank
         self._phase = _Phase("start", None, "", time.monotonic())
         self._beats = _Beats()
         self._next_beat = 0.0
@@ -237,6 +172,9 @@ class Watchdog:
         """From now on this rank is in ``phase``, for at most ``limit`` seconds; ``option`` is what sets the limit, and
         ``progress`` knows what the rank does in it."""
         self._phase = _Phase(phase, limit, option, time.monotonic(), progress)
+        self._last.note(Place(phase=phase))
+        if progress is not None:
+            progress.tell(lambda place: self._last.note(msgspec.structs.replace(place, phase=phase)))
 
     def begins(self, step: int) -> None:
         """This rank begins a step, which all ranks are to take."""
@@ -273,6 +211,9 @@ class Watchdog:
         self._restore()
         os.close(self._wake_read)
         os.close(self._wake_write)
+        for descriptor in self._memories.values():
+            os.close(descriptor)
+        self._last.close()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self._me.rank}", "")
             if self._me.rank == 0:  # it may keep the store, which the others still ask
@@ -317,7 +258,7 @@ class Watchdog:
         me, known = self._me, self._members.values()
         gone = [member for member in known if member.agent == me.agent and member != me and not member.alive()]
         return (
-            RankGone(None, gone[0].rank, self._world, me.host, GONE, "")
+            RankGone(None, gone[0].rank, self._world, me.host, GONE, self._last_of(gone[0].rank))
             if gone
             else StoreLost(None, me.rank, me.host, reason)
         )
@@ -420,12 +361,23 @@ class Watchdog:
                 return []
             members = [msgspec.json.decode(data, type=Member) for data in self._store.multi_get(keys)]
             self._members.update((member.rank, member) for member in members)
+            self._memories = _memories(self._of_this_agent())
+        return self._of_this_agent()
+
+    def _of_this_agent(self) -> list[Member]:
         return [member for member in self._members.values() if member.agent == self._me.agent and member != self._me]
 
     def _rank_gone(self, member: Member, what: str) -> RankGone:
-        place = self._places([member.rank]).get(member.rank)
-        last = "" if place is None else f"; it was last seen in {place.text()}{self._since(member.rank, place)}"
+        last = self._last_of(member.rank)
+        if not last and (place := self._places([member.rank]).get(member.rank)) is not None:
+            last = f"; it was last seen in {place.text()}{self._since(member.rank, place)}"
         return RankGone(None, member.rank, self._world, member.host, what, last)
+
+    def _last_of(self, rank: int) -> str:
+        """What a rank of this host was in last, to the instruction; empty for one of another host."""
+        memory = self._memories.get(rank)
+        place = None if memory is None else read_place(memory)
+        return "" if place is None else f"; it was in {place.text()}"
 
     def _since(self, rank: int, seen: Place) -> str:
         """What is known of a rank that went on for some steps after it was last seen: what they do in this one."""
@@ -504,6 +456,12 @@ class Watchdog:
             signal.signal(signal.SIGTERM, handler)
 
         return restore
+
+
+def _memories(members: Iterable[Member]) -> dict[int, int]:
+    """The memories of these ranks' last places that can be opened, by rank."""
+    opened = {member.rank: open_memory(member.pid, member.place) for member in members if member.place >= 0}
+    return {rank: memory for rank, memory in opened.items() if memory is not None}
 
 
 def _failure(diagnostic: Diagnostic) -> Failure:

@@ -1,7 +1,8 @@
 """What a rank is doing in a step: its instruction, the clips of it, and the ranks that it waits for.
 
-The thread that trains only writes down the number of its instruction. The watchdog's thread asks for the rest. On a
-device the host is ahead of what runs: the first instruction that the device has not passed counts.
+The thread that trains writes down its instruction, and leaves word of it for the case that its process is killed. The
+watchdog's thread asks for the rest. On a device the host is ahead of what runs: the first instruction that the device
+has not passed counts.
 """
 
 from __future__ import annotations
@@ -53,16 +54,26 @@ class StepProgress:
         self._at = (-1, time.monotonic())
         self._device_at = self._at
         self._ahead: tuple[str, float] | None = None
+        self._told: Callable[[Place], None] | None = None
+
+    def tell(self, to: Callable[[Place], None]) -> None:
+        """From now on ``to`` is told of every instruction that the host comes to."""
+        self._told = to
 
     def at(self, index: int) -> None:
         """The host has come to an instruction; behind the last it waits for the other ranks."""
         self._at = (index, time.monotonic())
+        if self._told is not None:
+            self._told(Place(position=Position(self._step, index), doing=self._doing(index)))
 
     @contextmanager
     def encoding_ahead(self, cascade: Cascade, clips: Sequence[VideoClip], step: int) -> Iterator[None]:
         """Inside, the host does something of a later step, with that step's clips, and waits for nobody."""
         names = named([clip.id for clip in clips])
-        self._ahead = f"encode %{cascade.name} of step {step} ({names})", time.monotonic()
+        doing = f"encode %{cascade.name} of step {step} ({names})"
+        self._ahead = doing, time.monotonic()
+        if self._told is not None:
+            self._told(Place(position=Position(self._step, self._at[0]), doing=doing))
         yield
         self._ahead = None
 
@@ -75,20 +86,10 @@ class StepProgress:
             )
         index, since = self._of_device() or self._at
         seconds = time.monotonic() - since
-        position = Position(self._step, index)
         instructions = self._program(self._rank).instructions
-        if index < 0:
-            return Place(position=position, doing="its preparation", seconds=seconds)
-        if index >= len(instructions):
-            limit = self._limit(Instruction("step", ""))
-            return Place(position=position, doing="the end of the step", seconds=seconds, limit=limit)
-        instruction = instructions[index]
-        return Place(
-            position=position,
-            doing=described(instruction, self._module, self._clips, self._noun),
-            seconds=seconds,
-            limit=self._limit(instruction),
-        )
+        last = Instruction("step", "")
+        within = None if index < 0 else self._limit(instructions[index] if index < len(instructions) else last)
+        return Place(position=Position(self._step, index), doing=self._doing(index), seconds=seconds, limit=within)
 
     def awaited(self, rank: int, position: Position) -> dict[int, Position]:
         """The positions that other ranks must have come to for ``rank`` to leave ``position``."""
@@ -105,7 +106,16 @@ class StepProgress:
         """The instructions with clips that ``rank`` has up to a position, or all of them, in words."""
         instructions = self._program(rank).instructions[: None if until is None else until.instruction + 1]
         own = [step for step in instructions if step.op in ("encode", *COMPUTES)] or list(instructions)
-        return listed([described(step, self._module, self._clips, self._noun) for step in own]) or "nothing"
+        return listed([described(step, self._cascades, self._clips, self._noun) for step in own]) or "nothing"
+
+    def _doing(self, index: int) -> str:
+        """What the rank does at this place in its program, in words."""
+        instructions = self._program(self._rank).instructions
+        if index < 0:
+            return "its preparation"
+        if index >= len(instructions):
+            return "the end of the step"
+        return described(instructions[index], self._cascades, self._clips, self._noun)
 
     def _of_device(self) -> tuple[int, float] | None:
         """The instruction that the device is in, and since when it was seen there; None where it is not behind."""
@@ -168,10 +178,16 @@ class StepProgress:
     def _programs(self) -> dict[int, Program]:
         return {program.rank: program for program in self._module.programs}
 
+    @cached_property
+    def _cascades(self) -> dict[str, Cascade]:
+        return {cascade.name: cascade for cascade in self._module.cascades}
 
-def described(instruction: Instruction, module: Module, clips: Mapping[int, Named], noun: str = "clip") -> str:
+
+def described(
+    instruction: Instruction, cascades: Mapping[str, Cascade], clips: Mapping[int, Named], noun: str = "clip"
+) -> str:
     """An instruction in words, with the clips of its cascade by their names."""
-    cascade = next((c for c in module.cascades if c.name == instruction.target), None)
+    cascade = cascades.get(instruction.target)
     if cascade is None:
         return f"{instruction.op} @{instruction.target}"
     peer = {"send": " to rank {}", "receive": " from rank {}"}.get(instruction.op, "").format(*instruction.peers[:1])

@@ -15,8 +15,9 @@ from safetensors.torch import load_file
 from arachnec.backends.cascade_step import encode_loaded
 from arachnec.caching import manifest as planning
 from arachnec.caching import rank as caching_rank
+from arachnec.caching.divided import Divided, read_divided, together
 from arachnec.caching.files import EncodedFiles, identity_of
-from arachnec.caching.manifest import CLIPS, Encoding, NoneEncoded, Run, cache, encoding_plan
+from arachnec.caching.manifest import CLIPS, Cached, Encoding, NoneEncoded, Run, cache, encoding_plan
 from arachnec.caching.rank import SET_ASIDE, encode_batches
 from arachnec.caching.worker import follow, lead
 from arachnec.cluster.file import parse_cluster
@@ -105,6 +106,9 @@ def test_ranks_that_divide_an_encoder_by_width_write_what_one_rank_writes(
     pipeline = planning.PIPELINE.replace("divide-encoders", "divide-encoders{ranks=2}")
     monkeypatch.setattr(planning, "PIPELINE", pipeline)
     plan = encoded_on_ranks(given, divided, CLIPS_OF_A_STEP)
+    assert sum(row.clips for row in read_divided(plan)) == len(CLIPS_OF_A_STEP)
+    assert {(row.encoder, row.ranks) for row in read_divided(plan)} == {("vae", 2)}
+    assert not read_divided(whole.folder / "plan")
     assert all(cascade.ranks == (0, 1) for cascade in read_executable(plan).program.cascades)
     for one in CLIPS_OF_A_STEP:
         torch.testing.assert_close(load_file(divided.path("vae", one)), load_file(whole.path("vae", one)))
@@ -143,6 +147,22 @@ def test_ranks_of_several_hosts_encode_what_rank_0_plans_into_the_folder_that_th
     assert (seen, again, follower) == (4, 0, ["vae"])
     clips = read_manifest(tmp_path / "latents" / CLIPS).clips
     assert all(torch.equal(read_encoded(c)["vae"], _plain(given, c)) for c in clips if c.id in "ac")
+
+
+def test_what_was_divided_is_told_once_for_each_encoder_degree_and_shape() -> None:
+    rows = [Divided("vae", 2, 81, 480, 832, 1), Divided("vae", 4, 81, 480, 832, 1), Divided("vae", 2, 81, 480, 832, 2)]
+    told = together(rows)
+    assert [(row.ranks, row.clips) for row in told] == [(2, 3), (4, 1)]
+    assert told[0].text() == "vae was divided over 2 ranks for 3 clips of 81x480x832"
+    cached = Cached(Path("clips.jsonl"), 4, 0, {}, tuple(told), 1.0)
+    assert cached.report["divided"][1] == {
+        "encoder": "vae",
+        "ranks": 4,
+        "frames": 81,
+        "height": 480,
+        "width": 832,
+        "clips": 1,
+    }
 
 
 def _on_hosts(folder: Path) -> tuple[int, int] | list[str]:

@@ -119,4 +119,4 @@ def test_many_clips_are_counted() -> None:
 def test_an_instruction_without_a_cascade_is_of_its_stage(module: Module) -> None:
     from arachnec.runtime.step_progress import described
 
-    assert described(Instruction("reduce", "dit", (0, 1)), module, {}) == "reduce @dit"
+    assert described(Instruction("reduce", "dit", (0, 1)), {}, {}) == "reduce @dit"

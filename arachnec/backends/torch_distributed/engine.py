@@ -45,6 +45,7 @@ from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.launch.own_script import OwnScript, before_joining
+from arachnec.launch.start_times import StartClock, StartTimes
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
 from arachnec.optimizers.own_schedule import advance, own_schedule, step_schedule
@@ -130,12 +131,14 @@ class Engine:
         **options: Any,
     ) -> None:
         self._looked_at = True  # between steps, by the loop that this is in
+        clock = StartClock()
         with before_joining():
             _demand_count("batch", batch)
             own = run_options(options)
             machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
         own = _resuming(own, self._script.restarted)
+        clock.done("group")
         self._folder = tempfile.TemporaryDirectory(prefix="arachnec-")
         enter = self._script.enter
         file = load_model_file(model) if isinstance(model, str | Path) else given_module(model, sample, loss, encoders)
@@ -148,7 +151,9 @@ class Engine:
         machine = cluster_for(machine, dist.get_world_size())
         position = None if resumed is None else resumed.position
         compiling = Compiling(file, machine, passes, training)
+        clock.done("reading")
         executable, drawn = own_executable(Path(self._folder.name), compiling, source, position)
+        clock.done("plan")
         self._begin(
             own,
             device=self._script.device,
@@ -158,6 +163,7 @@ class Engine:
             resumed=resumed,
             model_file=file,
             scheduler=scheduler,
+            clock=clock,
         )
         if training.schedule == Schedule():
             self._trainer.leave_rates()  # to the scheduler, or to the loop that this is in
@@ -174,14 +180,16 @@ class Engine:
         enter: Enter = unwatched,
         *,
         restarted: bool = False,
+        clock: StartClock | None = None,
     ) -> Engine:
         """The engine of an executable, whose batches come again and again. Every rank of the default process group
         makes it. One that its launcher has ``restarted`` goes on from the newest whole checkpoint to where it was to
-        end."""
+        end. ``clock`` knows what this rank's start took before."""
         engine = cls.__new__(cls)
         engine._looked_at = False
         engine._script = OwnScript(device, restarted=restarted)
-        engine._begin(_resuming(options, restarted), device=device, executable=executable, enter=enter)
+        given = _resuming(options, restarted)
+        engine._begin(given, device=device, executable=executable, enter=enter, clock=clock)
         return engine
 
     def _begin(
@@ -195,11 +203,12 @@ class Engine:
         resumed: checkpoint.Whole | None = None,
         model_file: ModelFile | None = None,
         scheduler: Scheduler | None = None,
+        clock: StartClock | None = None,
     ) -> None:
         self._executable, self._options, self._enter = executable, options, enter
         program = executable.program
         with explained_memory(DeviceRuntime.of(device), program, program_of(program, dist.get_rank())):
-            self._trainer = Trainer(executable, options, device, enter, batches, resumed, model_file)
+            self._trainer = Trainer(executable, options, device, enter, batches, resumed, model_file, clock)
         self.done = self.first = self._trainer.done  # optimizer steps
         self.steps: list[report.StepReport] = []  # of this run
         endless = batches is None
@@ -238,6 +247,11 @@ class Engine:
     @property
     def trainer(self) -> Trainer:
         return self._trainer
+
+    @property
+    def start_times(self) -> StartTimes:
+        """What this rank's start took, part by part; known behind the first step."""
+        return self._trainer.clock.times()
 
     @property
     def plans_reused(self) -> int:
@@ -368,12 +382,13 @@ def train(
     notes: Sequence[str] = (),
     *,
     restarted: bool = False,
+    clock: StartClock | None = None,
 ) -> None:
     """What ``arachnec run`` does on a rank: every step of an engine is reported, and the last to be looked at.
 
     Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
     """
-    engine = Engine.of(executable, options, device, enter, restarted=restarted)
+    engine = Engine.of(executable, options, device, enter, restarted=restarted, clock=clock)
     trainer = engine.trainer
     assert engine.end is not None, "an executable's batches never end"
     events.emit(report.Start(dist.get_world_size(), described(device), engine.done, engine.end - engine.done))
@@ -384,6 +399,8 @@ def train(
         events.emit(report.Note(note))
     for step in engine:
         events.emit(step.report)
+        if len(engine.steps) == 1:
+            events.emit(report.Note(engine.start_times.text()))
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
     if not engine.steps:
         events.emit(report.Note(f"all {engine.end} steps were done before"))
@@ -396,7 +413,13 @@ def train(
         ranks, reused = dist.get_world_size(), engine.plans_reused
         layers = trainer.sparse_layers
         summary = report.run_report(
-            ranks, described(device), engine.steps, attention, plans_reused=reused, sparse_layers=layers
+            ranks,
+            described(device),
+            engine.steps,
+            attention,
+            plans_reused=reused,
+            sparse_layers=layers,
+            start=engine.start_times,
         )
         report.write_json(options.report or executable.folder / "run.json", summary)
     trainer.close_groups()

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
+from rich.console import Console
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.reporting.audit_log import losses
@@ -31,7 +33,7 @@ def run_here(
     folder: Path, ranks: int | None, options: RunOptions, before: Callable[[Module], str] | None = None
 ) -> None:
     """Start the ranks, show how they fare, and say what was written. ``before`` sees the program that is about to run,
-    where none is to be planned anew for other ranks.
+    where none is to be planned anew for other ranks, while the ranks start: none trains before it has come back.
 
     Raises ``UserError`` before anything starts for a folder that is no executable, options out of range, or a number of
     ranks that the cluster cannot be divided into.
@@ -57,12 +59,11 @@ def run_here(
     for name in executable.changed_since():
         told = f"note: {name} has changed since it was compiled; its copy in {folder} runs; compile again"
         console.print(told, highlight=False, soft_wrap=True)
-    if before is not None and world == cluster.world:
-        console.print(before(executable.program), highlight=False, soft_wrap=True)
+    beside = partial(_tell_before, before, executable.program, console) if before and world == cluster.world else None
     crashed = None
     with Display(console) as display:
         try:
-            launch(world, [str(folder), *options.arguments()], display.show)
+            launch(world, [str(folder), *options.arguments()], display.show, beside=beside)
         except RankCrashed as crash:
             crashed = str(crash)
     if crashed is not None:
@@ -71,6 +72,10 @@ def run_here(
         sys.exit(1)
     for text in written(folder, options, training.accumulate):
         console.print(text, highlight=False, soft_wrap=True)
+
+
+def _tell_before(before: Callable[[Module], str], program: Module, console: Console) -> None:
+    console.print(before(program), highlight=False, soft_wrap=True)
 
 
 def written(folder: Path, options: RunOptions, batches: int) -> list[str]:

@@ -11,6 +11,7 @@ import click
 
 from arachnec.backends.torch_distributed.options import RunOptions, run_options
 from arachnec.launch.ranks import exit_with, joined_rank
+from arachnec.launch.start_times import StartClock
 from arachnec.launch.timeouts import START_S
 
 
@@ -19,15 +20,21 @@ from arachnec.launch.timeouts import START_S
 @run_options
 def command(folder: Path, options: RunOptions) -> None:
     """Run this rank's part of the executable FOLDER. Rank and world size come from torchrun's environment."""
+    clock = StartClock.of_process()
     with joined_rank(START_S if options.start_timeout is None else options.start_timeout) as joined:
         from arachnec.backends.torch_distributed.engine import train
         from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
         from arachnec.executable.folder import read_executable
 
+        clock.done("imports")
         executable = read_executable(folder)
+        clock.done("reading")
         device, notes = joined.agree_on_devices(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
         joined.make_process_group(device)
-        train(executable, options, device, joined.watchdog.enter, notes, restarted=joined.restarted)
+        clock.done("group")
+        joined.wait_for_launcher()
+        clock.done("check")
+        train(executable, options, device, joined.watchdog.enter, notes, restarted=joined.restarted, clock=clock)
 
 
 if __name__ == "__main__":

@@ -13,11 +13,13 @@ import msgspec
 from arachnec.analysis.uses import COMPUTE
 from arachnec.ir.diagnostic import writing
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
+from arachnec.launch.start_times import StartTimes
 from arachnec.model_state.sparse_predictors import LayerSummary
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.device_runtime import DeviceRuntime
 
 GIB = 2**30
+NO_START = StartTimes()
 
 
 class ClipNote(msgspec.Struct, frozen=True):
@@ -84,6 +86,7 @@ class RunReport(msgspec.Struct, frozen=True):
     attention: dict[str, str]  # the kernel family of each grid of the last step
     plans_reused: int = 0  # batches that ran the plan of an earlier one of the same shapes
     sparse_layers: list[LayerSummary] = []  # those that can attend to chosen keys, after the last step
+    start: StartTimes = NO_START  # seconds of each part of rank 0's start
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -104,6 +107,7 @@ def run_report(
     attention: Mapping[str, str],
     plans_reused: int = 0,
     sparse_layers: Sequence[LayerSummary] = (),
+    start: StartTimes = NO_START,
 ) -> RunReport:
     """Raises ValueError without steps."""
     warm = steps[1:] or steps
@@ -121,6 +125,7 @@ def run_report(
         attention=dict(attention),
         plans_reused=plans_reused,
         sparse_layers=list(sparse_layers),
+        start=start,
     )
 
 

@@ -59,6 +59,7 @@ from arachnec.executable.folder import MODEL, Executable, planning_ms
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.progress import Progress
+from arachnec.launch.start_times import StartClock
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.sparse_predictors import LayerSummary
@@ -98,9 +99,11 @@ class Trainer:
         batches: Batches | None = None,
         resumed: checkpoint.Whole | None = None,
         model_file: ModelFile | None = None,
+        clock: StartClock | None = None,
     ) -> None:
         """``batches`` and ``model_file`` are the executable's own where none are given; ``resumed`` is the checkpoint
-        that ``batches`` go on from."""
+        that ``batches`` go on from; ``clock`` knows what this rank's start took before."""
+        self.clock = clock or StartClock()
         self.timeouts = options.timeouts()
         self._keeps_lists = options.save_lists is not None or options.replay_lists is not None
         self._enter = enter
@@ -130,7 +133,9 @@ class Trainer:
         self._waited = 0.0  # ms for plans since the last report
         self._each = training.accumulate  # batches of an optimizer step
         self._validation = Validation.of(executable, training, rank, world, more_state)
+        self.clock.done("reading")
         self._planned = self._plan(self.done * self._each)
+        self.clock.done("plan")
         assert self._planned is not None, "a run has a first batch"
         first = self._planned.module
         enter("start", self.timeouts.of_start(first), "--start-timeout")
@@ -143,6 +148,7 @@ class Trainer:
             init=options.init,
             follows_links=self._plans.follows_links,
         )
+        self.clock.done("weights")
         self._samples = Samples.of(training, self._context, (options.checkpoint or executable.folder) / "samples")
         self._slowed: Mapping[int, float] = {}
         self._densities = FollowedDensities(self._plans, self._each)
@@ -158,12 +164,14 @@ class Trainer:
             executable.fused_graphs(),
         )
         self._context = with_predictors(self._context, first, self._sequences, training, options)
+        self.clock.done("blocks")
         folder, keep = options.checkpoint, options.keep
         self._frozen = "" if folder is None else frozen_fingerprint(options.init, self._context)
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         if resumed is not None:
             demand_average_goes_on(resumed, training, options)
         self._resume(resumed)
+        self.clock.done("weights")
         log = options.checkpoint or executable.folder
         audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
         self._account = StepAccount(options.max_skipped, audit, self._each)
@@ -230,6 +238,7 @@ class Trainer:
         """
         begin = number * self._each
         plans = [self._plan(begin + place) for place in range(self._each)]
+        self.clock.done("plan")
         batches = [planned for planned in plans if planned is not None]
         counts = [len(planned.module.clips) for planned in batches]
         self.clips = tuple(clip for planned in batches for _, clip in sorted(planned.clips.items()))
@@ -249,6 +258,7 @@ class Trainer:
         self._follow_ranks(number)
         if not reports:
             return None
+        self.clock.done("first_step")
         took = report.accumulated(number, reports, sum(counts))
         if self._samples is not None and self._samples.due(number + 1):
             self._enter(f"the samples behind step {number}")
@@ -479,7 +489,9 @@ class Trainer:
         context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
         context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
         context.connections.ensure(handoff_pairs(module.programs))
+        self.clock.done("connections")
         self._context = replace(context, sequence=self._sequences.for_program(module))
+        self.clock.done("blocks")
 
     def _state(self) -> State:
         """Everything that the next step depends on, as tensors, and parts of tensors."""

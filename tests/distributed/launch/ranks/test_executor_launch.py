@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from arachnec import cli
+from arachnec.backends.torch_distributed.local_run import run_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import step_plans
 from arachnec.backends.torch_distributed.plans.background_planner import BackgroundPlanner, Question
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_file
+from arachnec.launch.local_ranks import RankTold
 from arachnec.runtime.agreement import agree
 from tests.distributed.executor_cases import (
     RUNS,
@@ -130,8 +134,36 @@ def test_a_killed_rank_gives_one_message_and_takes_the_others_down(
     assert cli.run(["run", str(folder)]) == 2
     said = capfd.readouterr().err  # of the ranks too
     assert said.count("error:") == 1
-    assert "rank 1 of 2 was killed by SIGKILL; the others were stopped" in said
+    assert "rank 1 of 2 was killed by SIGKILL; the others were stopped; it was in step 0: " in said
+    assert "(clip b)" in said
     assert "Traceback" not in said
+
+
+def test_the_check_of_the_launcher_is_made_while_ranks_start_and_what_it_finds_leaves_nothing_behind(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = executable(tmp_path / "build", [CLIPS], WORKS, 2)
+    monkeypatch.setattr(sys, "executable", warm_python(RUNS))
+    kept = tmp_path / "kept"
+    options = RunOptions(steps=1, checkpoint=kept)
+
+    def finds_something(program: Module) -> str:
+        raise UserError(RankTold(None, "the program computes something else"))
+
+    before = sorted(folder.iterdir())
+    with pytest.raises(UserError, match="the program computes something else"):
+        run_here(folder, 2, options, finds_something)
+    assert sorted(folder.iterdir()) == before
+    assert not kept.exists()
+    assert "error" not in capfd.readouterr().err
+
+    run_here(folder, 2, options, lambda program: f"{len(program.clips)} clips computed on small tensors")
+    told = capfd.readouterr().out
+    assert told.index("2 clips computed on small tensors") < told.index("1 step from step 0 on")
+    start = msgspec.json.decode((folder / "run.json").read_bytes())["start"]
+    assert f"{sum(start.values()):.1f} s from the launch to the end of the first step: " in told
+    assert min(start[part] for part in ("imports", "group", "reading", "weights", "first_step")) > 0
+    assert start["launcher"] == 0  # no command began: this process is a test
 
 
 @pytest.mark.parametrize(

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ import torch.distributed as dist
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.launch.failure import Failure, follows_from_another
+from arachnec.launch.last_place import new_memory
 from arachnec.launch.progress import START, Place, Position, held_up_by
 from arachnec.launch.starts import store_of_this_start
 from arachnec.launch.watchdog import Limits, Member, Watchdog
@@ -121,6 +123,27 @@ def test_a_sibling_whose_process_is_gone_is_named_before_it_lapses(run: Run, cap
     assert "rank 1 of 2 on host here was killed or crashed: its process is gone" in capfd.readouterr().err
 
 
+def test_of_a_killed_sibling_the_instruction_is_told_that_it_was_in_to_the_last(
+    run: Run, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """What it told in the store is some steps old; what it noted in its memory is not, and outlives it."""
+    memory = new_memory()
+    os.set_inheritable(memory, True)
+    sibling = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], pass_fds=[memory])
+    os.pwrite(memory, msgspec.json.encode(msgspec.structs.replace(LAST, phase="step 9", line="")), 0)
+    os.close(memory)
+    run.pretend(Member(1, "here", sibling.pid, Member.here(0).agent, memory), LAST)
+    dog = run.watch(0, 2, Limits(poll=0.05, lapse=60.0))
+    while not dog._memories:
+        time.sleep(0.01)
+    sibling.kill()
+    sibling.wait()
+    assert run.ended() == 2
+    assert "its process is gone; the others were stopped; it was in step 9: backward %c1 (clip b)" in " ".join(
+        capfd.readouterr().err.split()
+    )
+
+
 def test_one_that_is_done_may_go(run: Run) -> None:
     run.pretend(Member(1, "here", dead_process(), Member.here(0).agent), Place(3, "start", "elsewhere"))
     run.master.set("done/1", "")
@@ -207,6 +230,9 @@ class Stands:
 
     def place(self) -> Place:
         return Place(position=Position(5, 3), doing="forward %c0 (clip a)", seconds=self.seconds, limit=60.0)
+
+    def tell(self, to: Callable[[Place], None]) -> None:
+        to(self.place())
 
     def awaited(self, rank: int, position: Position) -> dict[int, Position]:
         return dict.fromkeys(self.others, position) if rank == 0 else {}
