@@ -48,12 +48,12 @@ sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 SCHEMA = 1
 SHARES = {  # s
     "parity": 100,
-    "ranks": 150,
-    "rowwise_kernels": 85,
+    "ranks": 120,
+    "rowwise_kernels": 40,
     "attention": 25,
-    "sparse": 70,
-    "training": 110,
-    "blocks": 70,
+    "sparse": 45,
+    "training": 170,
+    "blocks": 90,
     "profiled": 120,
     "host_memory": 120,
     "sampling": 90,

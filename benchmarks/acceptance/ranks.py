@@ -35,15 +35,20 @@ def rows(machine: Machine) -> Iterator[Row]:
             continue
         report = machine.scratch / "report.xml"
         report.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", "-q", "-n", "0" if machine.dry else str(WORKERS), str(TESTS / part)]
-        command += ["-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider", f"--timeout={EACH_S}"]
-        command += [f"--junitxml={report}", *(f"--ignore-glob=*/{name}" for name in CPU_ALONE)]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"} | ({} if machine.dry else {"ARACHNEC_TEST_DEVICE": "cuda"})
+        device = {} if machine.dry else {"ARACHNEC_TEST_DEVICE": "cuda"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **device}
+        command = tested(TESTS / part, report, "0" if machine.dry else str(WORKERS))
         subprocess.run(command, env=environment, cwd=ROOT, timeout=machine.left, check=False)
         if not report.exists():
             yield {"part": part, "failures": ["pytest wrote no report"], "right": False}
             continue
         yield from rows_of(report)
+
+
+def tested(part: Path, report: Path, workers: str) -> list[str]:
+    command = [sys.executable, "-m", "pytest", "-q", "-n", workers, f"--timeout={EACH_S}", "-p", "no:cacheprovider"]
+    command += ["-o", "addopts=--import-mode=importlib", "-o", "filterwarnings=", f"--junitxml={report}", str(part)]
+    return [*command, *(f"--ignore-glob=*/{name}" for name in CPU_ALONE)]
 
 
 def rows_of(report: Path) -> Iterator[Row]:

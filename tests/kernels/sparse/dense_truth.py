@@ -97,12 +97,12 @@ def visible(lists: KeyLists, cubes: TokenCubes) -> Tensor:
 def errors(case: Case, given: Given) -> tuple[float, float, bool]:
     """Of output and gradients the largest relative error by norm; of the log-sum-exp that of its finite values, NaN
     where the wrong queries see nothing; and whether a second call gives the same bits."""
-    found, truth, again = sparse(case, given), dense(case, given), sparse(case, given)
-    same = all(torch.equal(found[name], again[name]) for name in found)
-    lse, exact = found.pop("lse"), truth.pop("lse")
+    computed, truth, again = sparse(case, given), dense(case, given), sparse(case, given)
+    same = all(torch.equal(computed[name], again[name]) for name in computed)
+    lse, exact = computed.pop("lse"), truth.pop("lse")
     sees = exact > -math.inf
     of_lse = relative(lse[sees], exact[sees]) if torch.equal(lse > -math.inf, sees) else math.nan
-    return max(relative(found[name], truth[name]) for name in found), of_lse, same
+    return max(relative(computed[name], truth[name]) for name in computed), of_lse, same
 
 
 def relative(value: Tensor, exact: Tensor) -> float:
