@@ -1,8 +1,8 @@
-"""Everything that has to be seen on a GPU, in two calls of ten minutes on one H100 or H200, or on several.
+"""Everything that has to be seen on a GPU, in twenty minutes on one H100 or H200, or on several.
 
     python benchmarks/gpu_acceptance.py                   # writes benchmarks/results/gpu_acceptance_<device>.json
     python benchmarks/gpu_acceptance.py --dry -o dry.json # tiny sizes on the processor: that the script works, no more
-    python benchmarks/gpu_acceptance.py --sections profiled,host_memory,sampling,resumed  # whole runs: the second call
+    python benchmarks/gpu_acceptance.py --sections profiled,host_memory,sampling,resumed  # whole runs, as a call of their own
 
 | section         | what it shows                                                                                      |
 |-----------------|----------------------------------------------------------------------------------------------------|
@@ -59,7 +59,6 @@ SHARES = {  # s
     "sampling": 90,
     "resumed": 120,
 }
-WHOLE_RUNS = frozenset({"profiled", "host_memory", "sampling", "resumed"})
 EXACT = frozenset({"parity", "sampling", "resumed"})  # without TF32, which is another precision than fp32
 DRY = 4  # times the share, of a processor that others use too
 GRACE_S = 5.0

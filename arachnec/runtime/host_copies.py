@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -32,9 +32,7 @@ class HostCopies:
     from_host: int = 0
     to_host: int = 0
     _leaving: tuple[Tensor, Event] | None = None  # one at a time: more would hold memory that no plan counts
-    _free: dict[tuple[int, torch.dtype], list[tuple[Tensor, Event | None]]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
+    _free: list[tuple[Tensor, Event]] = field(default_factory=list)  # bytes to lend, the fewest first
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in the host's memory that the device copies from and to, for good."""
@@ -66,13 +64,21 @@ class HostCopies:
             self._leaving = None
 
     def lend(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Event | None]:
-        """A buffer of the host for a while, and what has to have passed before it is written."""
-        size = math.prod(shape)
-        free = self._free[size, dtype]
-        buffer, event = free.pop() if free else (self.buffer(size, dtype), None)
-        return buffer.view(tuple(shape)), event
+        """A buffer of the host for a while, and what has to have passed before it is written.
 
-    def give_back(self, buffer: Tensor, event: Event) -> None:
+        It is the smallest free one that is large enough. Where all are too small a new one takes the place of the
+        largest: what clips of many lengths need does not add up.
+        """
+        size = math.prod(shape) * dtype.itemsize
+        place = next((n for n, (buffer, _) in enumerate(self._free) if buffer.numel() >= size), None)
+        if place is not None:
+            buffer, event = self._free.pop(place)
+            return buffer[:size].view(dtype).view(tuple(shape)), event
+        if self._free:
+            self._free.pop()[1].synchronize()
+        return self.buffer(size, torch.uint8).view(dtype).view(tuple(shape)), None
+
+    def give_back(self, lent: Tensor, event: Event) -> None:
         """Once ``event`` has passed nobody reads it."""
-        flat = buffer.view(-1)
-        self._free[flat.numel(), flat.dtype].append((flat, event))
+        buffer = torch.empty(0, dtype=torch.uint8).set_(lent.untyped_storage())
+        insort(self._free, (buffer, event), key=lambda pair: pair[0].numel())

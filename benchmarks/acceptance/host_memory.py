@@ -53,7 +53,7 @@ def run_of(machine: Machine, what: str, model: Path, data: Path) -> tuple[Row, P
     cluster.write_text(cluster_file(machine, memory=None if what == "none" else SAID_GIB))
     folder = compiled(machine, what, model, data, f"offload{{what={what}}},{END}", cluster=cluster)
     gradients = machine.scratch / f"{what}.safetensors"
-    report = ran(folder, STEPS, "--save-gradients", gradients, *([] if machine.dry else ["--dtype", "bf16"]))
+    report = ran(machine, folder, STEPS, save_gradients=gradients, dtype="fp32" if machine.dry else "bf16")
     return {**report, "planned": json.loads((folder / "report.json").read_text())}, gradients
 
 
@@ -69,8 +69,9 @@ def cluster_file(machine: Machine, memory: int | None) -> str:
 
 def described(report: Row) -> Row:
     steps, planned = report["steps"][:-1], report["planned"]
-    memory = max(step["peak_memory_gib"] for step in steps)
+    memory = max(step["peak_memory_gib"] for step in steps) - report["held_gib"]
     row = {"device": report["device"], "step_ms": median(steps[1:], "step_ms")}
     row |= {"planned_step_ms": median(steps[1:], "planned_ms"), "memory_gib": memory}
     row |= {"planned_memory_gib": planned["peak_memory_gib"], "memory_of_plan": memory / planned["peak_memory_gib"]}
+    row["held_before_gib"] = report["held_gib"]
     return row | {"from_host": steps[-1]["from_host"], "to_host": steps[-1]["to_host"]}

@@ -10,9 +10,10 @@ import json
 import time
 from collections.abc import Iterator
 
-import gradient_parity as parity
 from acceptance.machine import Machine, Row
 from acceptance.runs import compiled, jsonl, median, ran, wan_file
+
+from arachnec.profiling.local import profile_here
 
 WAN = '"Wan2.1-T2V-1.3B", num_layers=8, dtype=torch.bfloat16'
 TINY = "num_layers=1, num_attention_heads=2, attention_head_dim=12, ffn_dim=32, in_channels=4, out_channels=4, "
@@ -30,10 +31,10 @@ def rows(machine: Machine) -> Iterator[Row]:
     others = [{"frames": n, "iteration": i, **size} for i, n in enumerate(OTHERS)]
     data, profile = jsonl(machine.scratch / "others.jsonl", others), machine.scratch / "profile.json"
     started = time.monotonic()
-    parity.command("profile", model, "--data", known, "--cluster", machine.cluster(1), "-o", profile)
+    profile_here(model, known, machine.cluster(1), profile)
     yield {"profile_s": time.monotonic() - started, **held_out(json.loads(profile.read_text()))}
     folder = compiled(machine, "profiled", model, data, profile=profile)
-    report = ran(folder, ROUNDS * len(OTHERS))
+    report = ran(machine, folder, ROUNDS * len(OTHERS))
     for number, frames in enumerate(OTHERS):
         yield row_of(frames, [step for step in report["steps"] if step["iteration"] == number][1:], report["device"])
 

@@ -11,10 +11,12 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-import gradient_parity as parity
 from acceptance.machine import Machine, Row, verdict
-from acceptance.runs import apart, compiled, jsonl, losses, median, ran, wan_file
+from acceptance.runs import apart, compiled, jsonl, losses, median, ran, ran_by_command, wan_file
 from safetensors.torch import load_file
+
+from arachnec.executable.folder import read_executable
+from arachnec.export.folder import export
 
 TINY = "num_layers=2, num_attention_heads=2, attention_head_dim={head}, ffn_dim={ffn}, in_channels=4, out_channels=4, "
 TINY += "text_dim=16, freq_dim=32"
@@ -29,10 +31,10 @@ def rows(machine: Machine) -> Iterator[Row]:
     data = jsonl(machine.scratch / "resumed.jsonl", clips)
     plain = compiled(machine, "plain", model, data)
     checkpoints = machine.scratch / "checkpoints"
-    whole = ran(plain, STEPS, "--checkpoint", checkpoints, "--every", EVERY)
+    whole = ran_by_command(plain, STEPS, "--checkpoint", checkpoints, "--every", EVERY)
     yield from resumed(machine, plain, checkpoints, whole)
     for name in ("fused", "sparse"):
-        report = ran(compiled(machine, name, model, data, name), STEPS)
+        report = ran(machine, compiled(machine, name, model, data, name), STEPS)
         row = {"pipeline": name, "device": report["device"], "losses": losses(report)}
         row |= {"error": apart(losses(report), losses(whole)), "step_ms": median(report["steps"][2:], "step_ms")}
         row |= {"plain_step_ms": median(whole["steps"][2:], "step_ms"), "sparse_layers": report["sparse_layers"]}
@@ -43,12 +45,12 @@ def resumed(machine: Machine, folder: Path, checkpoints: Path, whole: Row) -> It
     """From step 2, the later checkpoints being gone; and the exported weights of the last one."""
     for later in later_than(checkpoints, EVERY):
         shutil.rmtree(later)
-    report = ran(folder, STEPS - EVERY, "--checkpoint", checkpoints, "--resume")
+    report = ran(machine, folder, STEPS - EVERY, checkpoint=checkpoints, resume=True)
     row = {"device": report["device"], "losses": losses(whole), "resumed": losses(report)}
     row |= {"first_step": report["steps"][0]["step"], "error": apart(losses(report), losses(whole)[EVERY:])}
     yield verdict(row, "error", SAME)
     exported = machine.scratch / "exported"
-    parity.command("export", folder, "--checkpoint", checkpoints, "-o", exported)
+    export(read_executable(folder), checkpoints, exported)
     names = []
     for path in sorted(exported.rglob("*.safetensors")):
         names += [name for name, value in load_file(path).items() if not value.isfinite().all()]

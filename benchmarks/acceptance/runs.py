@@ -1,7 +1,12 @@
-"""A manifest, an executable and a run of it by the command line: what the sections of whole runs share."""
+"""A manifest, an executable and a run of it: what the sections of whole runs share.
+
+Most runs have the section's own process as their rank: to start one and load every kernel takes longer than these
+steps do. Each section has one at least that a command starts.
+"""
 
 from __future__ import annotations
 
+import gc
 import json
 import statistics
 from collections.abc import Mapping, Sequence
@@ -9,10 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import gradient_parity as parity
+import torch
+import torch.distributed as dist
 from acceptance.machine import Machine, Row
 
+from arachnec.backends.torch_distributed.engine import train
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.commands.pass_options import PassOptions
 from arachnec.driver import compile
+from arachnec.executable.folder import read_executable
 from arachnec.passes.infra.registry import installed
 
 HEAD = "import torch\nfrom arachnec.models.diffusers import wan\n\n"
@@ -46,11 +56,34 @@ def compiled(
     return compile(model, data, cluster, passes=options.pipeline(passes, profile), **more).write(machine.scratch / name)
 
 
-def ran(folder: Path, steps: int, *options: object) -> Row:
-    """The report of a run."""
+def ran(machine: Machine, folder: Path, steps: int, **options: Any) -> Row:
+    """The report of a run in this process, and what the device held before it, GiB."""
+    device = only_rank(machine)
+    gc.collect()  # an engine before
+    machine.empty_cache()
+    held = 0.0 if machine.dry else torch.cuda.memory_allocated() / 2**30
+    train(read_executable(folder), RunOptions(steps=steps, **options), device)
+    return {**report_of(folder), "held_gib": held}
+
+
+def ran_by_command(folder: Path, steps: int, *options: object) -> Row:
+    """The report of ``arachnec run``."""
     parity.command("run", folder, "--steps", steps, "--no-equivalence", *options)
+    return report_of(folder)
+
+
+def report_of(folder: Path) -> Row:
     read: Row = json.loads((folder / "run.json").read_text())
     return read
+
+
+def only_rank(machine: Machine) -> torch.device:
+    """This process as the one rank of a run; its device."""
+    device = torch.device("cpu") if machine.dry else torch.device("cuda", 0)
+    if not dist.is_initialized():
+        backend, own = ("gloo", None) if machine.dry else ("cpu:gloo,cuda:nccl", device)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=own)
+    return device
 
 
 def losses(report: Row) -> list[float | None]:

@@ -12,16 +12,20 @@ from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
 
+import msgspec
 from acceptance.machine import Machine, Row, verdict
-from acceptance.runs import jsonl
+from acceptance.runs import jsonl, only_rank
 from safetensors.torch import load_file
 from torch import Tensor
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import ONE_MODEL, Switch, parse_switch
-from arachnec.generation.run import prepare, run_here
+from arachnec.generation.compiled import asked
+from arachnec.generation.rank import GenerationRank
+from arachnec.generation.results import Outcome
+from arachnec.generation.run import Generation, prepare, run_here
 from arachnec.sampling.forward import all_branches, branches_of
-from arachnec.sampling.loop import run
+from arachnec.sampling.loop import Sampling, run
 from benchmarks.sampling import pipelines
 
 LIMIT, ACROSS = 1e-4, 1e-3
@@ -71,7 +75,7 @@ def beside_diffusers(machine: Machine, name: str, case: pipelines.Case) -> Row:
 def adaptive(machine: Machine) -> Row:
     """K is 5: the curve is at 0.226 behind step 4 and at 0.210 behind step 5, so that rounding does not decide."""
     switch, request = parse_switch("adaptive=0.218,least=4,most=9"), replace(ADAPTS.request, steps=10)
-    latents, outcome = generated(machine, "adaptive", ADAPTS, request, switch)
+    latents, outcome = generated(machine, "adaptive", ADAPTS, request, switch, by_command=True)
     file = pipelines.sampler_file(pipelines.video_sampler(ADAPTS))
     models = pipelines.build(file)
     state = pipelines.loop(file, models, request, switch)
@@ -83,17 +87,31 @@ def adaptive(machine: Machine) -> Row:
 
 
 def generated(
-    machine: Machine, name: str, case: pipelines.Case, request: Request, switch: Switch
+    machine: Machine, name: str, case: pipelines.Case, request: Request, switch: Switch, *, by_command: bool = False
 ) -> tuple[Tensor, Row]:
-    """The latents of the request from ranks of their own, and what the report says of it."""
+    """The latents of the request, and what became of it; ``by_command``: from a rank of its own."""
     sampler = machine.scratch / f"{name}.py"
     sampler.write_text(FILE.format(case=repr(case)))
-    data = jsonl(machine.scratch / f"{name}.jsonl", [row_of(request)])
-    folder = machine.scratch / name
-    report = run_here(
-        prepare(sampler, data, machine.cluster(1), folder, switch=None if switch == ONE_MODEL else str(switch))
-    )
-    return load_file(folder / f"{request.id}.safetensors")["latents"], report["requests"][0]
+    data, folder = jsonl(machine.scratch / f"{name}.jsonl", [row_of(request)]), machine.scratch / name
+    rule = None if switch == ONE_MODEL else str(switch)
+    generation = prepare(sampler, data, machine.cluster(1), folder, switch=rule)
+    if by_command:
+        outcome = run_here(generation)["requests"][0]
+    else:
+        outcome = in_this_process(machine, generation, asked(sampler, rule, None, "carry")[0])
+    return load_file(folder / f"{request.id}.safetensors")["latents"], outcome
+
+
+def in_this_process(machine: Machine, generation: Generation, sampling: Sampling) -> Row:
+    """What ``generation.worker`` does, as the one rank."""
+    assert generation.program is not None
+    generation.results.folder.mkdir(exist_ok=True)
+    told: list[Outcome] = []
+    device = only_rank(machine)
+    rank = GenerationRank(0, sampling, generation.program, generation.requests, generation.results, device, told.append)
+    rank.connect()
+    rank.run()
+    return msgspec.to_builtins(told[0])
 
 
 def row_of(request: Request) -> dict[str, Any]:

@@ -27,3 +27,29 @@ def test_inputs_of_a_block_come_back_in_the_order_it_saved_them(inputs: int) -> 
         assert copies.counted() == (BLOCKS * inputs * BYTES,) * 2  # each went once and came once
     with pytest.raises(AssertionError):
         away.get(kept[0][0])  # its buffer may hold another one
+
+
+class Counted(HostCopies):
+    """Notes the bytes of every buffer that was made."""
+
+    made: list[int]
+
+    def buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        self.made.append(size * dtype.itemsize)
+        return super().buffer(size, dtype)
+
+
+def test_clips_of_many_lengths_need_no_more_of_the_host_than_the_longest() -> None:
+    copies = Counted(DeviceRuntime.of(torch.device("cpu")))
+    copies.made = []
+    away = HostInputs(copies)
+    for tokens, dtype in ((8, torch.float32), (64, torch.bfloat16), (16, torch.float32), (64, torch.float32)):
+        away.begin()
+        values = [torch.full((tokens, 2), float(block), dtype=dtype) for block in range(BLOCKS)]
+        kept = [away.put(value) for value in values]
+        assert len({buffer.data_ptr() for buffer, _ in copies._free}) == len(copies._free)
+        for handle, value in reversed(list(zip(kept, values, strict=True))):
+            back = away.get(handle)
+            assert back.dtype == dtype and torch.equal(back, value)
+    assert sorted(buffer.numel() for buffer, _ in copies._free) == [64 * 2 * 4] * BLOCKS
+    assert copies.made == [8 * 2 * 4] * BLOCKS + [64 * 2 * 2] * BLOCKS + [64 * 2 * 4] * BLOCKS
