@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_acceptance.py                   # writes benchmarks/results/gpu_acceptance_<device>.json
     python benchmarks/gpu_acceptance.py --dry -o dry.json # tiny sizes on the processor: that the script works, no more
-    python benchmarks/gpu_acceptance.py --sections profiled,host_memory,sampling,resumed  # whole runs: another call
+    python benchmarks/gpu_acceptance.py --sections profiled,host_memory,sampling,resumed  # whole runs alone
 
 | section         | what it shows                                                                                      |
 |-----------------|----------------------------------------------------------------------------------------------------|

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 
 import gradient_parity as parity
 from acceptance.machine import Machine, Row, verdict
+from acceptance.runs import ran
 
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.device_specs import find_device_specs
@@ -35,8 +36,7 @@ def rows(machine: Machine) -> Iterator[Row]:
     folder = compiled.write(machine.scratch / "training")
     plans = [plan_iteration(compiled.model, compiled.pipeline, number)[0] for number in range(len(frames))]
     dtype = "fp32" if machine.dry else "bf16"
-    parity.command("run", folder, "--steps", ROUNDS * len(frames), "--dtype", dtype)
-    report = json.loads((folder / "run.json").read_text())
+    report = ran(machine, folder, ROUNDS * len(frames), dtype=dtype)
     for number, plan in enumerate(plans):
         yield row_of(plan, report["device"], [step for step in report["steps"] if step["iteration"] == number])
 
