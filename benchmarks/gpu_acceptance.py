@@ -6,6 +6,7 @@
 
 | section         | what it shows                                                                                      |
 |-----------------|----------------------------------------------------------------------------------------------------|
+| waits           | which calls of the host wait for a kernel that runs, as a pending collective does                  |
 | parity          | gradients over NCCL in fp32 and bf16, against a plain loop; with several GPUs all ways of sharing  |
 | ranks           | every schedule, cells, host memory, encoders: the tests of several ranks, all on one GPU over NCCL |
 | rowwise_kernels | every kernel's outputs and gradients against float64; times beside eager and a copy                |
@@ -47,6 +48,7 @@ sys.path.insert(0, str(ROOT))  # also where arachnec is not installed
 
 SCHEMA = 1
 SHARES = {  # s
+    "waits": 20,
     "parity": 100,
     "ranks": 120,
     "rowwise_kernels": 40,

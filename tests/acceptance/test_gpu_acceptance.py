@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu_acceptance.py"
 HEAD = {"schema", "dry", "device", "gpus", "torch", "cuda", "triton", "started", "seconds", "right", "sections"}
 KEYS = {  # of some row in each section
+    "waits": {"call", "ms", "waits", "in_step", "right"},
     "parity": {"plan", "ranks", "dtype", "error", "limit", "right"},
     "ranks": {"tests", "passed", "skipped", "failures", "seconds", "right"},
     "rowwise_kernels": {"kernel", "layout", "tokens", "hidden", "copy_ms", "fused", "eager", "right"},
