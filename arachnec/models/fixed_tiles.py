@@ -51,7 +51,7 @@ class FixedTiles:
         """Raises ``UserError`` for a clip that whole tiles do not cover."""
         fitting = tuple(_fitting(n, tile, step) for n, tile, step in zip(size, self.tile, self.stride, strict=True))
         if fitting != size:
-            words = (_told(each) for each in (self.tile, self.stride, size, fitting))
+            words = (_told(lengths) for lengths in (self.tile, self.stride, size, fitting))
             raise UserError(NotInTiles(None, clip.id, self.vae, *words))
 
 
@@ -61,7 +61,7 @@ def _fitting(size: int, tile: int, stride: int) -> int:
 
 
 def _is_size(value: Any) -> TypeGuard[Size]:
-    return isinstance(value, tuple) and len(value) == 3 and all(isinstance(each, int) for each in value)
+    return isinstance(value, tuple) and len(value) == 3 and all(isinstance(length, int) for length in value)
 
 
 def _told(size: tuple[int, ...]) -> str:
