@@ -37,13 +37,13 @@ def divided_in(module: Module, clips: Mapping[int, VideoClip]) -> list[Divided]:
     ranks_of = {
         step.target: len(step.peers) for program in module.programs for step in program.instructions if step.peers
     }
-    found = [
+    rows = [
         Divided(cascade.stage, ranks, clip.frames, clip.height, clip.width, 1)
         for cascade in module.cascades
         if (ranks := ranks_of.get(cascade.name, 1)) > 1 and is_divided(cascade, stages[cascade.stage], ranks)
         for clip in (clips[number] for number in cascade.clips)
     ]
-    return together(found)
+    return together(rows)
 
 
 def together(rows: Iterable[Divided]) -> list[Divided]:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from arachnec.backends.torch_distributed.options import RunOptions, run_options
+
+if TYPE_CHECKING:
+    from arachnec.ir.nodes import Module
 
 RESULTS = "results"
 OF_NOBODY = vars(RunOptions())
@@ -40,9 +44,15 @@ def command(folder: Path, ranks: int | None, output: Path | None, no_equivalence
     if output is not None:
         raise click.UsageError(f"--output is of an executable that samples; {folder} trains")
     from arachnec.backends.torch_distributed.local_run import run_here
+
+    run_here(folder, ranks, options, None if no_equivalence else check)
+
+
+def check(program: Module) -> str:
+    """What is seen when the program is executed on small tensors. Its imports wait until the ranks are started."""
     from arachnec.equivalence.before_run import executed_first
 
-    run_here(folder, ranks, options, None if no_equivalence else executed_first)
+    return executed_first(program)
 
 
 def sample(folder: Path, ranks: int | None, output: Path, options: RunOptions) -> None:

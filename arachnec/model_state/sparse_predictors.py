@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -37,6 +36,7 @@ from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.predictor import MASS
 from arachnec.kernels.sparse.token_cubes import CELL
 from arachnec.model_state.key_list_files import Key, ListsUnreadable, layer_key, read_lists, together, write_lists
+from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.planning.sparse_summary import Forecast, forecasts
 from arachnec.sparsity.key_fetch import MEASURED_EVERY
 from arachnec.sparsity.token_grid import token_grid
@@ -64,32 +64,6 @@ class CannotBeSparse(Diagnostic):
     help: ClassVar[str] = "compile without `sparsify`, or give it a file of densities without this layer"
     layer: int
     path: str
-
-
-class LayerSummary(msgspec.Struct, frozen=True):
-    """Of one layer after the last step: means over heads and, by head, what is measured with momentum. ``loss``,
-    ``mass`` (of a group's attention, that its chosen blocks hold) and ``of_best`` (the share of what the best choice of
-    that size would hold) are of the last step that measured it. ``imbalance`` is the heaviest rank's heads over the
-    mean by the densities that are measured now, in the cascade where that is most; ``planned_imbalance`` by those that
-    the plan was made with, ``known_imbalance`` what it would be, had they been known. ``sparse_lengths`` are the tokens
-    of that step's clips in which the layer, if it is sparse, is so: in others dense is faster by what its heads need.
-    ``history`` are the sparsities of heads after each of ``steps``; of a long run every second, fourth and so on."""
-
-    layer: int
-    path: str
-    sparse: bool
-    sparsity: list[float]
-    density: list[float]
-    loss: float | None = None
-    mass: float | None = None
-    of_best: float | None = None
-    planned_density: list[float] = []
-    planned_imbalance: float = 1.0
-    imbalance: float = 1.0
-    known_imbalance: float = 1.0
-    sparse_lengths: list[int] = []
-    steps: list[int] = []
-    history: list[list[float]] = []
 
 
 class CanBeSparse(Protocol):

@@ -19,6 +19,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.video import TooFewFrames, UnreadableVideo, count_frames, probe, read_frames
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.file import ModelFile
+from arachnec.models.fixed_tiles import FixedTiles
 
 
 @dataclass(frozen=True)
@@ -119,17 +120,19 @@ class VideoEncoder(nn.Module):
     """A frozen Diffusers video VAE.
 
     ``multiple`` is what heights and widths are rounded up to before decoding: the VAE's spatial stride times the
-    transformer's patch (an adapter's ``geometry.multiple``).
+    transformer's patch (an adapter's ``geometry.multiple``). A VAE that encodes in tiles of one size alone takes clips
+    that whole tiles cover.
     """
 
     def __init__(self, vae: nn.Module, multiple: int = 16) -> None:
         super().__init__()
         self.vae = vae.requires_grad_(False).eval()
         self.multiple = multiple
+        self._tiles = FixedTiles.of(vae)
 
     def load(self, clip: VideoClip, device: torch.device | str) -> Tensor:
         """uint8 ``[1, 3, frames, height, width]``, sizes rounded up. Raises ``UserError`` for an unreadable video."""
-        height, width = (-(-size // self.multiple) * self.multiple for size in (clip.height, clip.width))
+        height, width = self._sizes(clip)
         if torch.device(device).type == "meta":
             return torch.empty((1, 3, clip.frames, height, width), dtype=torch.uint8, device=device)
         if clip.path is None:
@@ -139,15 +142,23 @@ class VideoEncoder(nn.Module):
             return read_frames(clip.path, clip.start, clip.frames, height, width)[None].to(device)
 
     def check(self, clip: VideoClip) -> None:
-        """Hold a clip against its video's header, without decoding. Raises ``UserError`` where they disagree."""
+        """Hold a clip against the VAE's tiles and its video's header, without decoding. Raises ``UserError`` where they
+        disagree."""
+        if self._tiles is not None:
+            self._tiles.demand(clip, (clip.frames, *self._sizes(clip)))
         hold_against_header(clip, self.multiple)
+
+    def _sizes(self, clip: VideoClip) -> tuple[int, int]:
+        """Height and width, rounded up."""
+        return -(-clip.height // self.multiple) * self.multiple, -(-clip.width // self.multiple) * self.multiple
 
     @torch.no_grad()
     def forward(self, loaded: Tensor) -> Tensor:
         """Latents ``[B, channels, frames, height, width]``: the posterior's mode, scaled as the VAE's config says."""
         vae: Any = self.vae
         pixels = loaded.to(next(vae.parameters()).dtype) / 127.5 - 1
-        mode: Tensor = vae.encode(pixels).latent_dist.mode()
+        parts = [pixels] if self._tiles is None else torch.split(pixels, 1)
+        mode: Tensor = torch.cat([vae.encode(part).latent_dist.mode() for part in parts])
         config = vae.config
         if getattr(config, "latents_mean", None) is not None and getattr(config, "latents_std", None) is not None:
             mean, std = (mode.new_tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))

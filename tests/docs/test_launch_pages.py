@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import shlex
+import socket
+import subprocess
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -13,10 +17,14 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from arachnec.backends.torch_distributed.worker import command
+from arachnec.cluster.file import parse_cluster
+from tests.distributed.executor_cases import RUNS, Work, clip, executable
+from tests.warm_python import warm_python
 
 yaml: Any = pytest.importorskip("yaml")
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "examples" / "launch"
+BLOCK = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 WORKER = "arachnec.backends.torch_distributed.worker"
 
 # Fields of a kind, as its schema has them: `!` marks those that are required, [x] a list of x, a set what is allowed.
@@ -142,8 +150,79 @@ def test_the_pytorchjob_runs_torchrun_in_containers_that_its_operator_knows() ->
         assert manifest["spec"]["nprocPerNode"] == str(container["resources"]["limits"]["nvidia.com/gpu"])
 
 
+PAGE = ROOT / "docs" / "launch_kubernetes.md"
+
+
+def lines_of(page: Path) -> list[list[str]]:
+    """The commands of a page's blocks, in words."""
+    text = "\n".join(BLOCK.findall(page.read_text(encoding="utf-8"))).replace("\\\n", " ")
+    return [shlex.split(line, comments=True) for line in text.splitlines() if line.strip()]
+
+
+def test_every_line_of_the_kubernetes_page_is_of_its_manifests_and_options() -> None:
+    manifest, lines = read("jobset.yaml"), lines_of(PAGE)
+    assert {words[0] for words in lines} == {"kubectl", "torchrun"}  # another command is to be held to something here
+    apply, logs, torchrun = lines
+    assert apply == ["kubectl", "apply", "-f", "examples/launch/jobset.yaml"] and (ROOT / apply[-1]).is_file()
+    assert logs == ["kubectl", "logs", "-f", "-l", f"jobset.sigs.k8s.io/jobset-name={manifest['metadata']['name']}"]
+    plain, (job,) = demand_options(torchrun), manifest["spec"]["replicatedJobs"]
+    (container,) = pods(manifest)[0]["containers"]
+    typed = shlex.split(container["args"][0].replace("$JOB_COMPLETION_INDEX", "0"))
+    held = demand_options(typed[typed.index("torchrun") :])
+    assert plain.training_script_args == held.training_script_args
+    assert (plain.nnodes, plain.nproc_per_node) == (held.nnodes, held.nproc_per_node)
+    (planned,) = re.findall(r"`--cluster ([^`]+)` at compile", PAGE.read_text(encoding="utf-8"))
+    assert parse_cluster(planned).world == int(plain.nnodes) * int(plain.nproc_per_node)
+    assert job["template"]["spec"]["completions"] == int(plain.nnodes)
+
+
+def started(name: str, here: Path, port: int) -> Iterator[tuple[list[str], dict[str, str]]]:
+    """What the pods of a manifest start, and with which variables: here, with one rank a pod and two steps."""
+    manifest = read(name)
+    for index, pod in enumerate(pods(manifest)):
+        (container,) = pod["containers"]
+        text = json.dumps([*container["command"], *container["args"]]).replace("/data/", f"{here}/")
+        text = (
+            text.replace("--steps 1000", "--steps 2")
+            .replace('"1000"', '"2"')
+            .replace("nproc-per-node=8", "nproc-per-node=1")
+        )
+        text = re.sub(r"--master-addr=\S+ --master-port=\d+", f"--master-addr=127.0.0.1 --master-port={port}", text)
+        operator = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        of_operator = {f"PET_{name}": value for name, value in (operator | {"NODE_RANK": str(index)}).items()}
+        if manifest["kind"] == "JobSet":
+            for completion in range(2):
+                yield json.loads(text), {"JOB_COMPLETION_INDEX": str(completion)}
+        else:
+            yield json.loads(text), of_operator
+
+
+@pytest.mark.parametrize("name", ["jobset.yaml", "pytorchjob.yaml"])
+def test_what_the_pods_start_trains_and_leaves_a_checkpoint(name: str, tmp_path: Path) -> None:
+    executable(tmp_path / "build", [(clip("a", 3), clip("b", 5))], [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)], 2)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    (tmp_path / "bin").mkdir()
+    torchrun = tmp_path / "bin" / "torchrun"
+    torchrun.write_text(f'#!/bin/sh\nexec {warm_python(RUNS)} -m torch.distributed.run "$@"\n')
+    torchrun.chmod(0o755)
+    path = {"PATH": f"{torchrun.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    running = [
+        subprocess.Popen(words, env={**os.environ, **path, **variables}, stderr=subprocess.PIPE, text=True)
+        for words, variables in started(name, tmp_path, port)
+    ]
+    try:
+        told = [process.communicate(timeout=200)[1] for process in running]
+    finally:
+        for process in running:
+            process.kill()
+    assert [process.returncode for process in running] == [0, 0], told
+    assert any((tmp_path / "ckpt").iterdir())
+    assert len(json.loads((tmp_path / "build" / "run.json").read_text())["steps"]) == 2
+
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BLOCK = re.compile(r"```\w*\n(.*?)```", re.DOTALL)
 TYPED = re.compile(r"torchrun((?:[^\n\\]|\\\n)*?-m " + re.escape(WORKER) + r"(?:[^\n\\#']|\\\n)*)")
 
 

@@ -14,7 +14,7 @@ from arachnec.analysis.uses import COMPUTE
 from arachnec.ir.diagnostic import writing
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.launch.start_times import StartTimes
-from arachnec.model_state.sparse_predictors import LayerSummary
+from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.device_runtime import DeviceRuntime
 

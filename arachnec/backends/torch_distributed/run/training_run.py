@@ -62,7 +62,7 @@ from arachnec.launch.progress import Progress
 from arachnec.launch.start_times import StartClock
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import LayerSummary
+from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
