@@ -16,6 +16,7 @@ from arachnec.ir.head_density import learned_densities
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.ir.sampling import models_of
 from arachnec.ir.stage_sizes import count_in
+from arachnec.kernels.sparse.cube_sides import CELL
 from arachnec.passes.infra.base import Duration, Pass, Scope
 from arachnec.planning.sparse_stages import Choice, sparse_stage
 from arachnec.sparsity.density_file import read_densities
@@ -23,7 +24,6 @@ from arachnec.sparsity.kernel_speeds import KernelSpeeds, kernel_speeds
 
 DENSITY = 0.1  # that is taken before a run has measured
 RANK = 16  # features of a predictor, of heads that have as many
-CELL = 8  # neighbouring tokens that are scored as one
 
 
 @dataclass(frozen=True)
