@@ -101,7 +101,7 @@ def _best_first(grid: Grid, large: int, small: int, doubled: GridCut) -> list[tu
     Those that fill less than the doubled cut in one of the two sizes are none of them.
     """
     most_small, most_large = (places_in(axes, small) for axes in (doubled.small, doubled.large))
-    found = []
+    ranked = []
     for inner in _boxes(grid, small, small):
         counts = tuple(-(-length // side) for length, side in zip(grid, inner, strict=True))
         volume = math.prod(inner)
@@ -115,8 +115,8 @@ def _best_first(grid: Grid, large: int, small: int, doubled: GridCut) -> list[tu
             if of_large <= most_large:
                 worth = 1.0 / (of_small * of_large)
                 worth = worth * worth * worth * _compact(inner, grid) * _compact(sides, grid)
-                found.append((-worth, max(inner), max(sides), inner, runs))
-    return [(inner, runs) for *_, inner, runs in sorted(found)]
+                ranked.append((-worth, max(inner), max(sides), inner, runs))
+    return [(inner, runs) for *_, inner, runs in sorted(ranked)]
 
 
 def _boxes(lengths: Sequence[int], most: int, asked: float) -> Iterator[tuple[int, ...]]:
@@ -155,12 +155,12 @@ def _cells(parts: Axes, cell: int) -> Axes:
         [sum(-(-(b - a) // side) for a, b in itertools.pairwise(starts)) for side in range(1, min(cell, most) + 1)]
         for starts, most in zip(parts, longest, strict=True)
     ]
-    found = []
+    choices = []
     for sides in itertools.product(*(range(1, len(of_axis) + 1) for of_axis in counts)):
         if math.prod(sides) <= cell:
             number = math.prod(of_axis[side - 1] for of_axis, side in zip(counts, sides, strict=True))
-            found.append((number * number * number / _compact(sides, longest), max(sides), sides))
-    return tuple(map(_within, parts, min(found)[2]))
+            choices.append((number * number * number / _compact(sides, longest), max(sides), sides))
+    return tuple(map(_within, parts, min(choices)[2]))
 
 
 def _places(cubes: int, tokens: int, tile: int) -> int:
