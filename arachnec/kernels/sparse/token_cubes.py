@@ -16,7 +16,7 @@ from torch import Tensor
 from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.cube_sides import CELL as CELL
 from arachnec.kernels.sparse.cube_sides import Grid as Grid
-from arachnec.kernels.sparse.cube_sides import Starts, cut, cut_grid
+from arachnec.kernels.sparse.cube_sides import GridCut, Starts, cut, cut_grid
 
 QUERIES, KEYS = 256, 64  # tokens of a cube on a CPU; measured by benchmarks/sparse/cpu_speed.py
 
@@ -75,7 +75,14 @@ def token_cubes(
         raise ValueError(f"a grid of {' x '.join(map(str, grid))} tokens and {captions} of captions has no order")
     if not 1 <= cell <= min(queries, keys):
         raise ValueError(f"cells of {cell} tokens do not lie within groups of {queries} and blocks of {keys}")
-    cubes = cut_grid(grid, queries, keys, cell)
+    cut_up = cut_grid(grid, queries, keys, cell)
+    return arranged(grid, cut_up, queries >= keys, keys, captions=captions, captions_first=captions_first)
+
+
+def arranged(
+    grid: Grid, cubes: GridCut, groups_are_large: bool, keys: int, *, captions: int = 0, captions_first: bool = False
+) -> TokenCubes:
+    """The order for a grid that is cut somehow; captions are in blocks of ``keys``."""
     key = torch.zeros(math.prod(grid), dtype=torch.int64)
     starts = []
     for axes in (cubes.large, cubes.small, cubes.cells, tuple(tuple(range(length + 1)) for length in grid)):
@@ -85,7 +92,7 @@ def token_cubes(
             key = key * grid[axis] + _numbers(of_axis).view(shape).expand(grid).reshape(-1)
         _, key, counts = torch.unique(key, return_inverse=True, return_counts=True)
         starts.append(_starts(counts))
-    groups, blocks = starts[:2] if queries >= keys else (starts[1], starts[0])
+    groups, blocks = starts[:2] if groups_are_large else (starts[1], starts[0])
     video = key.argsort()
     caption = torch.arange(captions) + (0 if captions_first else len(video))
     extra = torch.tensor([end - first for first, end in cut(0, captions, keys)], dtype=torch.int64)
