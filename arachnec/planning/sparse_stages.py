@@ -129,12 +129,13 @@ def choice_flops(attention: ClassAttention, choice: Choice) -> Formula:
 def learning_flops(attention: ClassAttention, choice: Choice) -> Formula | None:
     """TFLOP of dense attention in the time in which one layer's predictor learns and is measured; None for none."""
     of_pair, of_feature, _ = choice.learning
-    terms = (
-        Term(attention.heads * of_pair / TERA, (("B", 1), ("S", 2))),
-        Term(attention.heads * attention.size * of_feature / TERA, (("B", 1), ("S", 1))),
-    )
-    terms = tuple(term for term in terms if term.coefficient)
-    return Formula(terms, "TFLOP") if terms else None
+    heads, size = attention.heads, attention.size
+    terms = [
+        Term(heads * of_pair / TERA, (("B", 1), ("S", 2))),
+        Term(heads * size * of_feature / TERA, (("B", 1), ("S", 1))),
+    ]
+    counted = tuple(term for term in terms if term.coefficient)
+    return Formula(counted, "TFLOP") if counted else None
 
 
 def block_names(stage: Stage) -> tuple[str, ...]:
