@@ -15,7 +15,13 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from arachnec.cost.recomputation import share_recomputed
-from arachnec.cost.sparse_attention import SparseLoads, choice_overhead, choice_time
+from arachnec.cost.sparse_attention import (
+    SparseLoads,
+    choice_overhead,
+    choice_time,
+    learning_overhead,
+    learning_time,
+)
 from arachnec.cost.strategy import Attention
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase, Stage
@@ -100,7 +106,8 @@ class Compute:
         first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
         times = forward if cascade.phase is Phase.DENOISE else first  # every step of sampling has keys of its own
         chosen = self._choice(as_forward(cascade), degree) * slowdown * times
-        return first * once + chosen, (forward - first) * once + max(backward, float(bool(backs))) * back
+        learned = self._learning(as_forward(cascade), degree) * slowdown * first
+        return first * once + chosen + learned, (forward - first) * once + max(backward, float(bool(backs))) * back
 
     def _one_pass(
         self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float, slowed: float
@@ -130,6 +137,15 @@ class Compute:
         load = self.sparse.of(cascade, degree)
         one = choice_time(self.stages[cascade.stage], cascade.tokens, cascade.text)
         return cascade.batch * one * load.choice + choice_overhead(self.stages[cascade.stage]) * load.layers
+
+    def _learning(self, cascade: Cascade, degree: int) -> float:
+        """ms in which the predictors of layers that may be sparse learn and are measured."""
+        stage = self.stages[cascade.stage]
+        if not stage.trained or not sparse_layers(cascade):
+            return 0.0
+        load = self.sparse.of(cascade, degree)
+        one = learning_time(stage, cascade.tokens, cascade.text)
+        return cascade.batch * one * load.learning + learning_overhead(stage) * load.learners
 
     def _backward_sizes(self, cascade: Cascade) -> Sizes:
         """Of a whole backward, or of one part of a split one: as measured, or half of the products in each."""

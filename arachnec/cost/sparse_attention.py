@@ -2,14 +2,15 @@
 
 Of a sparse layer the terms in S^2 are split by head and scaled by its density. The terms in S*T stay: captions are
 always kept, and their own queries are dense. Prediction and choice are work of their own, once: a recomputed forward
-and the backward use the lists of the first forward. A layer waits for the rank that has most of its heads.
+and the backward use the lists of the first forward. So is what its predictor learns in a step. A layer waits for the
+rank that has most of its heads.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from arachnec.ir.head_density import (
     LayerDensity,
@@ -23,7 +24,7 @@ from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import count_in, formula_in, squared
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
-from arachnec.sparsity.key_fetch import keys_sent, share_inside
+from arachnec.sparsity.key_fetch import MEASURED_EVERY, keys_sent, share_inside
 
 GIB = 2**30
 LIST_ENTRY = 4  # bytes of a key block's number in a list, and of a list's length
@@ -42,6 +43,8 @@ class SparseLoad:
     choice: float  # layers, each counted by its heaviest rank
     received: float  # attentions' traffic: layers, each counted by the rank that gets most
     layers: int
+    learning: float = 0.0  # layers whose predictors learn, sparse by now or not, each by its heaviest rank
+    learners: float = 0.0  # layers whose predictors learn; a part of one learns in a part of the steps
 
 
 NO_LOAD = SparseLoad(0.0, 0.0, 0.0, 0.0, 0.0, 0)
@@ -61,6 +64,22 @@ class SparseLoads:
     def of(self, cascade: Cascade, degree: int) -> SparseLoad:
         """Of a clip of the cascade on ``degree`` ranks: as its ``heads`` say, or as they would be divided."""
         layers = self._running(cascade)
+        dense = len(sparse_layers(cascade)) - len(layers)  # they learn until they turn sparse
+        return self._learning_too(self._of_layers(cascade, degree, layers), cascade.stage, degree, dense)
+
+    def _learning_too(self, load: SparseLoad, name: str, degree: int, dense: int) -> SparseLoad:
+        """Those that run sparse learn in some steps only where ranks get only chosen keys."""
+        share = 1 / MEASURED_EVERY if self._apart(name) else 1.0
+        learning = load.choice * share + dense / degree
+        return replace(load, learning=learning, learners=load.layers * share + dense)
+
+    def _apart(self, name: str) -> int:
+        """Ranks of a machine, where ranks of another get only chosen keys; 0 where all keys travel: of stages of a
+        cut model, and of models that sample."""
+        stage = self.stages[name]
+        return self.node if stage.trained and "part_of" not in stage.attrs else 0
+
+    def _of_layers(self, cascade: Cascade, degree: int, layers: tuple[int, ...]) -> SparseLoad:
         if not layers:
             return NO_LOAD
         heads = cascade.attrs.get("heads") if cascade.attrs.get("degree") == degree else None
@@ -79,9 +98,7 @@ class SparseLoads:
         stage, table = self.stages[name], self.densities(name)
         ahead, back, _ = speeds(stage)
         pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
-        fetches = stage.trained and "part_of" not in stage.attrs
-        apart = self.node if fetches else 0  # stages of a cut model, and models that sample, get all keys
-        inside = share_inside(degree, apart or degree)
+        inside = share_inside(degree, self._apart(name) or degree)
         for layer in layers:
             density = table[layer]
             weights = head_weights(stage, density)
@@ -212,6 +229,20 @@ def choice_time(stage: Stage, tokens: int, text: int) -> float:
 def choice_overhead(stage: Stage) -> float:
     """ms that prediction and choice of one sparse layer take for any clips: launches."""
     value = stage.attrs.get("choice_overhead")
+    return 0.0 if value is None else quantity(value)
+
+
+def learning_time(stage: Stage, tokens: int, text: int) -> float:
+    """ms in which the predictor of one layer learns and is measured by one clip on one rank, but for launches."""
+    learning, flops = formula_in(stage, "learning"), squared(formula_in(stage, "flops"))
+    if learning is None or not flops:
+        return 0.0
+    return learning(B=1, S=tokens, T=text) * squared(formula_in(stage, "forward")) / flops
+
+
+def learning_overhead(stage: Stage) -> float:
+    """The same for any clip: launches."""
+    value = stage.attrs.get("learning_overhead")
     return 0.0 if value is None else quantity(value)
 
 

@@ -160,6 +160,8 @@ STAGE = table("""
     choice          | TFLOP formula  | traced | optional | predicting and choosing keys, one layer forward
     choice_overhead | ms             | traced | optional | of that, what no size of the clip changes
     sparse_speed    | [float]        | traced | optional | over dense kernels: attention forward, backward, and choice
+    learning        | TFLOP formula  | traced | optional | predictors, one layer: dense attention that takes as long
+    learning_overhead | ms           | traced | optional | beside that, what no size of the clip changes
     predictors      | int            | traced | optional | parameters that predict which keys matter
     forward         | ms formula     | costed | optional | time at degree 1; the constant is not divided by the degree
     backward        | ms formula     | costed | optional | the same, of a trained stage
@@ -366,7 +368,10 @@ FIGURES = (
     "block_traffic", "block_attentions", "block_heads", "end_params", "end_flops", "end_saved", "cuts",
 )  # fmt: skip
 # How a sparse stage chooses keys. Its parts choose alike.
-CHOICE = ("query_group", "key_block", "mass", "predictor_rank", "division", "choice", "choice_overhead", "sparse_speed")
+CHOICE = (
+    "query_group", "key_block", "mass", "predictor_rank", "division", "choice", "choice_overhead", "sparse_speed",
+    "learning", "learning_overhead",
+)  # fmt: skip
 TIED = "tied_layers"  # where layers share parameters, one more
 BETWEEN = "between_params"  # and where parameters in no block are read by neither the first nor the last
 BETWEEN_COSTS = ("between_flops", "between_saved")  # and where something runs between blocks

@@ -2,7 +2,8 @@
 
 A folder has ``step-N/rank-R.safetensors`` with what rank R computed in step N. By clip and layer: ``indices`` and
 ``counts`` as ``arachnec.kernels.sparse.key_lists`` has them, of one clip, and ``shares`` [n, 3] int32: a head, its
-first group and the group behind its last. A layer that ran dense has no lists, and is dense again.
+first group and the group behind its last. A layer that ran dense has no lists, and is dense again. Lists name blocks by
+number, so a file says by which rule the grid was cut into them; those of another rule are refused.
 """
 
 from __future__ import annotations
@@ -13,16 +14,18 @@ from pathlib import Path
 from typing import ClassVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.kernels.sparse.cube_sides import VERSION
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.spmd.sparse_layers import Layer, SparseCascade
 
 Key = tuple[str, str]  # a clip's id and a layer's path and number
 PARTS = ("indices", "counts", "shares")
+RULE = "cubes"  # of the file's metadata
 
 
 @dataclass(frozen=True)
@@ -55,21 +58,27 @@ def write_lists(folder: Path, step: int, rank: int, cascades: Iterable[tuple[Seq
                 tensors |= {f"{clip}|{layer_key(layer)}|{n}": x.contiguous() for n, x in zip(PARTS, parts, strict=True)}
     place = folder / f"step-{step}"
     place.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, place / f"rank-{rank}.safetensors")
+    save_file(tensors, place / f"rank-{rank}.safetensors", metadata={RULE: str(VERSION)})
 
 
 def read_lists(folder: Path, step: int) -> dict[Key, KeyLists]:
     """The lists of all heads by clip and layer, each of one clip. Raises ``UserError`` for a step that was not saved,
-    for files that are damaged, and for heads of which a group is there twice or not at all."""
+    for files that are damaged or of cubes that are cut otherwise, and for heads of which a group is there twice or not
+    at all."""
     files = sorted((folder / f"step-{step}").glob("rank-*.safetensors"))
     if not files:
         raise UserError(ListsUnreadable(None, str(folder), step, "there are none"))
     pieces: dict[Key, dict[tuple[int, int], tuple[int, Tensor, Tensor]]] = {}
     for file in files:
         try:
+            with safe_open(file, framework="pt") as opened:
+                rule = (opened.metadata() or {}).get(RULE, "1")
             tensors = load_file(file)
         except (SafetensorError, OSError) as error:
             raise UserError(ListsUnreadable(None, str(folder), step, f"{file.name}: {error}")) from None
+        if rule != str(VERSION):
+            told = f"{file.name} is of another version, whose blocks have other tokens"
+            raise UserError(ListsUnreadable(None, str(folder), step, told))
         for name in [name for name in tensors if name.endswith("|shares")]:
             of_layer = name.removesuffix("|shares")
             clip, _, layer = of_layer.rpartition("|")

@@ -16,18 +16,14 @@ from arachnec.ir.head_density import learned_densities
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.ir.sampling import models_of
 from arachnec.ir.stage_sizes import count_in
+from arachnec.kernels.sparse.cube_sides import CELL
 from arachnec.passes.infra.base import Duration, Pass, Scope
 from arachnec.planning.sparse_stages import Choice, sparse_stage
 from arachnec.sparsity.density_file import read_densities
+from arachnec.sparsity.kernel_speeds import KernelSpeeds, kernel_speeds
 
-CPU_GROUP, GPU_GROUP = 256, 64  # queries whose keys are chosen together: measured on a CPU, assumed for GPUs
-# ms of prediction and choice of a layer for any clip: a head on a CPU, measured (benchmarks/sparse/cpu_speed.py), and
-# the launches of a layer on a GPU, assumed.
-CPU_OVERHEAD, GPU_OVERHEAD = 0.72, 0.05
 DENSITY = 0.1  # that is taken before a run has measured
 RANK = 16  # features of a predictor, of heads that have as many
-CPU_MOVED = 410.0  # FLOPs of attention in the time of moving a token's feature there; GPU kernels read what they need
-CELL = 8  # neighbouring tokens that are scored as one
 
 
 @dataclass(frozen=True)
@@ -72,7 +68,8 @@ class Sparsify(Pass):
     ``block``, by a predictor of ``rank`` (by default 16, or a head's size where that is less), until they hold ``mass``
     of the attention, which takes ``overhead`` a layer for any clip. ``division`` is "groups" where heads may be cut
     between ranks, "heads" where they stay whole. The speeds are those of sparse kernels over dense ones, in FLOPs a
-    second.
+    second; by default, as the overhead, those of ``arachnec.sparsity.kernel_speeds`` for the device. ``learning_speed``
+    is how much faster than there a predictor learns.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -87,30 +84,42 @@ class Sparsify(Pass):
     mass: float = 0.9
     division: Literal["groups", "heads"] = "groups"
     overhead: Duration | None = None
-    forward_speed: float = 0.8
-    backward_speed: float = 0.8
-    choice_speed: float = 0.1
+    forward_speed: float | None = None
+    backward_speed: float | None = None
+    choice_speed: float | None = None
+    learning_speed: float = 1.0
 
     def run(self, module: Module) -> Module:
         self._demand(module)
-        device = str(module.cluster.attrs.get("device")) if module.cluster else "cpu"
-        group = self.group or (CPU_GROUP if device == "cpu" else GPU_GROUP)
-        speed = self.forward_speed, self.backward_speed, self.choice_speed
-        rank = self.rank or min(RANK, self._head_size(module))
-        choice = Choice(group, self.block, CELL, rank, self.mass, self.division, 0.0, GPU_OVERHEAD, speed)
-        stages = tuple(self._marked(stage, module, choice, device) for stage in module.stages)
+        known = kernel_speeds(str(module.cluster.attrs.get("device")) if module.cluster else "cpu")
+        stages = tuple(self._marked(stage, module, known) for stage in module.stages)
         return replace(module, stages=stages)
 
-    def _marked(self, stage: Stage, module: Module, choice: Choice, device: str) -> Stage:
+    def _choice(self, stage: Stage, module: Module, known: KernelSpeeds) -> Choice:
+        """As the options say, and by default as is ``known`` of the device."""
+        overhead = known.overhead + known.head_overhead * count_in(stage, "heads")
+        return Choice(
+            self.group or known.group,
+            self.block,
+            CELL,
+            self.rank or min(RANK, self._head_size(module)),
+            self.mass,
+            self.division,
+            known.moved,
+            overhead if self.overhead is None else self.overhead,
+            (
+                self.forward_speed or known.forward,
+                self.backward_speed or known.backward,
+                self.choice_speed or known.choice,
+            ),
+            tuple(x / self.learning_speed for x in known.learning),
+        )
+
+    def _marked(self, stage: Stage, module: Module, known: KernelSpeeds) -> Stage:
         samples = stage.name in models_of(module)
         if not (stage.trained or samples) or not count_in(stage, "attentions"):
             return stage
-        if device == "cpu":
-            choice = replace(choice, moved=CPU_MOVED)
-        if self.overhead is not None:
-            choice = replace(choice, overhead=self.overhead)
-        elif device == "cpu":
-            choice = replace(choice, overhead=CPU_OVERHEAD * count_in(stage, "heads"))
+        choice = self._choice(stage, module, known)
         if samples:
             return self._of_sampling(stage, module, choice)
         if self.file is None:
@@ -144,6 +153,8 @@ class Sparsify(Pass):
     def _demand(self, module: Module) -> None:
         """Raises UserError for an option that says nothing."""
         size, (rank, group) = self._head_size(module), (1 if n is None else n for n in (self.rank, self.group))
+        speeds = ("forward_speed", "backward_speed", "choice_speed", "learning_speed")
+        of_kernels = ((name, getattr(self, name)) for name in speeds)
         density = DENSITY if self.density is None else self.density
         checks = (
             ("density", density, 0 < density <= 1, "above 0, to 1", "share of keys that a query attends to"),
@@ -151,9 +162,7 @@ class Sparsify(Pass):
             ("rank", rank, 1 <= rank <= size, f"1 to {size}", "features of the predictor, at most a head's"),
             ("group", group, group >= 1, "1 or more", "queries whose keys are chosen together"),
             ("block", self.block, self.block >= 1, "1 or more", "keys that are chosen together"),
-            ("forward_speed", self.forward_speed, self.forward_speed > 0, "above 0", "1 for as fast as dense"),
-            ("backward_speed", self.backward_speed, self.backward_speed > 0, "above 0", "1 for as fast as dense"),
-            ("choice_speed", self.choice_speed, self.choice_speed > 0, "above 0", "1 for as fast as dense"),
+            *((name, x, x > 0, "above 0", "1 for as fast as dense") for name, x in of_kernels if x is not None),
         )
         for option, value, right, expected, meaning in checks:
             if not right:

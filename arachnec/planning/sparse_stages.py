@@ -37,6 +37,8 @@ class Choice:
     moved: float  # FLOPs that take as long as putting a feature of a token in its place, forward and backward
     overhead: float  # ms of prediction and choice of one layer that no size of the clip changes
     speed: tuple[float, float, float]
+    # Of learning: FLOPs of dense attention in that time, for a pair of tokens and a token's feature of a head, and ms.
+    learning: tuple[float, ...] = (0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ def sparse_stage(
             choice=choice_flops(attention, choice),
             choice_overhead=Quantity(choice.overhead, "ms"),
             sparse_speed=choice.speed,
+            learning=learning_flops(attention, choice) if stage.trained else None,
+            learning_overhead=Quantity(choice.learning[2], "ms") if stage.trained and choice.learning[2] else None,
         ),
     )
 
@@ -120,6 +124,18 @@ def choice_flops(attention: ClassAttention, choice: Choice) -> Formula:
     square = 2 * heads * rank / cell**2
     pairs = Term(square / TERA, (("B", 1), ("S", 2)))
     return Formula((pairs, Term(linear / TERA, (("B", 1), ("S", 1)))), "TFLOP")
+
+
+def learning_flops(attention: ClassAttention, choice: Choice) -> Formula | None:
+    """TFLOP of dense attention in the time in which one layer's predictor learns and is measured; None for none."""
+    of_pair, of_feature, _ = choice.learning
+    heads, size = attention.heads, attention.size
+    terms = [
+        Term(heads * of_pair / TERA, (("B", 1), ("S", 2))),
+        Term(heads * size * of_feature / TERA, (("B", 1), ("S", 1))),
+    ]
+    counted = tuple(term for term in terms if term.coefficient)
+    return Formula(counted, "TFLOP") if counted else None
 
 
 def block_names(stage: Stage) -> tuple[str, ...]:

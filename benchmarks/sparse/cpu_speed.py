@@ -34,8 +34,9 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.kernels.sparse.predictor import RANK, Projections, initial_projections, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL, Grid, TokenCubes, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
-from arachnec.passes.sparsify import CPU_MOVED, CPU_OVERHEAD, Sparsify
+from arachnec.passes.sparsify import Sparsify
 from arachnec.planning.sparse_stages import Choice, ClassAttention, choice_flops
+from arachnec.sparsity.kernel_speeds import CPU
 
 HEAD = 64
 UNEVEN = (0.30, 0.22, 0.16, 0.10, 0.07, 0.05, 0.04, 0.02)  # densities: 70 to 98 % sparse, 88 % in the mean
@@ -76,9 +77,8 @@ class PathSpeed:
 def taken(case: Case, dense_pair: float) -> str:
     """What the planner takes on a CPU for one layer of these heads, whose dense pair takes so many nanoseconds."""
     heads, options = len(case.densities), Sparsify()
-    speed = options.forward_speed, options.backward_speed, options.choice_speed
-    overhead = CPU_OVERHEAD * heads
-    choice = Choice(256, options.block, CELL, RANK, options.mass, options.division, CPU_MOVED, overhead, speed)
+    speed, overhead = (CPU.forward, CPU.backward, CPU.choice), CPU.head_overhead * heads
+    choice = Choice(CPU.group, options.block, CELL, RANK, options.mass, options.division, CPU.moved, overhead, speed)
 
     def pairs(per_head: float, unit: str) -> Formula:
         return Formula((Term(per_head * heads, (("B", 1), ("S", 2))),), unit)

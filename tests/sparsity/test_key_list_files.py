@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.model_state.key_list_files import read_lists
+from arachnec.kernels.sparse.cube_sides import VERSION
+from arachnec.model_state.key_list_files import RULE, read_lists
 
 # One clip and layer: a head of two groups, whose lists have two blocks and one.
 RIGHT = {
@@ -34,10 +35,11 @@ DAMAGED = {
 }
 
 
-def written(folder: Path, tensors: dict[str, Tensor], key: str) -> Path:
+def written(folder: Path, tensors: dict[str, Tensor], key: str, rule: str | None = str(VERSION)) -> Path:
     (folder / "step-0").mkdir()
     file = folder / "step-0" / "rank-0.safetensors"
-    save_file({f"{key}|{name}": value.contiguous() for name, value in tensors.items()}, file)
+    named = {f"{key}|{name}": value.contiguous() for name, value in tensors.items()}
+    save_file(named, file, metadata=None if rule is None else {RULE: rule})
     return folder
 
 
@@ -56,3 +58,9 @@ def test_damaged_lists_are_one_message(case: str, tmp_path: Path) -> None:
 def test_a_key_without_its_parts_is_one_message(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="cannot be replayed"):
         read_lists(written(tmp_path, {"shares": RIGHT["shares"]}, ""), 0)
+
+
+@pytest.mark.parametrize("rule", [None, "1", "of nothing"])
+def test_lists_of_blocks_that_were_cut_otherwise_are_one_message(rule: str | None, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"cannot be replayed.*of another version"):
+        read_lists(written(tmp_path, RIGHT, "a|blocks.0.0", rule), 0)

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.attention.host_tables import on_device
+from arachnec.kernels.sparse.cube_sides import CELL as CELL
 from arachnec.kernels.sparse.cube_sides import Grid as Grid
-from arachnec.kernels.sparse.cube_sides import cube_of as cube_of
-from arachnec.kernels.sparse.cube_sides import cut
+from arachnec.kernels.sparse.cube_sides import GridCut, Starts, cut, cut_grid
 
-QUERIES, KEYS, CELL = 256, 64, 8  # tokens of a cube on a CPU; measured by benchmarks/sparse/cpu_speed.py
+QUERIES, KEYS = 256, 64  # tokens of a cube on a CPU; measured by benchmarks/sparse/cpu_speed.py
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,23 +75,30 @@ def token_cubes(
         raise ValueError(f"a grid of {' x '.join(map(str, grid))} tokens and {captions} of captions has no order")
     if not 1 <= cell <= min(queries, keys):
         raise ValueError(f"cells of {cell} tokens do not lie within groups of {queries} and blocks of {keys}")
-    sides = {size: cube_of(size, grid) for size in sorted({queries, keys, cell}, reverse=True)}
-    axes = [_parts(length, [cube[axis] for cube in sides.values()]) for axis, length in enumerate(grid)]
+    cut_up = cut_grid(grid, queries, keys, cell)
+    return arranged(grid, cut_up, queries >= keys, keys, captions=captions, captions_first=captions_first)
+
+
+def arranged(
+    grid: Grid, cubes: GridCut, groups_are_large: bool, keys: int, *, captions: int = 0, captions_first: bool = False
+) -> TokenCubes:
+    """The order for a grid that is cut somehow; captions are in blocks of ``keys``."""
     key = torch.zeros(math.prod(grid), dtype=torch.int64)
-    starts = {}
-    for level, size in enumerate([*sides, 1]):
-        for axis, parts in enumerate(axes):
+    starts = []
+    for axes in (cubes.large, cubes.small, cubes.cells, tuple(tuple(range(length + 1)) for length in grid)):
+        for axis, of_axis in enumerate(axes):
             shape = [1, 1, 1]
             shape[axis] = -1
-            key = key * grid[axis] + parts[level].view(shape).expand(grid).reshape(-1)
+            key = key * grid[axis] + _numbers(of_axis).view(shape).expand(grid).reshape(-1)
         _, key, counts = torch.unique(key, return_inverse=True, return_counts=True)
-        starts[size] = _starts(counts)
+        starts.append(_starts(counts))
+    groups, blocks = starts[:2] if groups_are_large else (starts[1], starts[0])
     video = key.argsort()
     caption = torch.arange(captions) + (0 if captions_first else len(video))
     extra = torch.tensor([end - first for first, end in cut(0, captions, keys)], dtype=torch.int64)
-    blocks = torch.cat([starts[keys], starts[keys][-1] + _starts(extra)[1:]])
+    blocks = torch.cat([blocks, blocks[-1] + _starts(extra)[1:]])
     order = torch.cat([video + (captions if captions_first else 0), caption])
-    return TokenCubes(order, starts[queries].int(), blocks.int(), starts[cell].int(), len(extra))
+    return TokenCubes(order, groups.int(), blocks.int(), starts[2].int(), len(extra))
 
 
 @functools.lru_cache(maxsize=64)
@@ -100,15 +107,9 @@ def order_on(cubes: TokenCubes, device: torch.device) -> Tensor:
     return on_device(cubes.order, device)
 
 
-def _parts(length: int, sides: list[int]) -> list[Tensor]:
-    """For each place on an axis the number of its part, at every level and at last by itself."""
-    parts = [(0, length)]
-    numbers = []
-    for side in sides:
-        parts = [inner for first, end in parts for inner in cut(first, end, side)]
-        lengths = torch.tensor([end - first for first, end in parts])
-        numbers.append(torch.repeat_interleave(torch.arange(len(parts)), lengths))
-    return [*numbers, torch.arange(length)]
+def _numbers(starts: Starts) -> Tensor:
+    """For each place on an axis the number of its part."""
+    return torch.repeat_interleave(torch.arange(len(starts) - 1), torch.tensor(starts).diff())
 
 
 def _starts(counts: Tensor) -> Tensor:
