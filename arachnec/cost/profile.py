@@ -275,7 +275,8 @@ def fit_links(
     took = np.array([max(0.0, excess) / run.ms for run, excess in shared])
     solution, _ = nnls(rows / scale, took)
     alpha, beta = (float(value) for value in solution / scale)  # ms a message, ms a byte
-    if plain is not None and (beta <= 0 or np.linalg.matrix_rank(rows / scale, tol=ONE_SIZE) < 2):
+    unseen = beta <= 1e-6 / MOST_GBS  # not 0 to the bit on every processor
+    if plain is not None and (unseen or np.linalg.matrix_rank(rows / scale, tol=ONE_SIZE) < 2):
         beta = 1e-6 / plain.intra
         alpha = float(nnls(rows[:, :1], np.maximum(0.0, took - rows[:, 1] * beta))[0][0])
     return LinkProfile(max(alpha * 1e3, LEAST_LATENCY), min(1e-6 / beta if beta > 0 else MOST_GBS, MOST_GBS))

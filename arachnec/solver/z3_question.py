@@ -7,6 +7,7 @@ Making the question counts as much as answering it: ``late`` says while it is ma
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from enum import Enum
@@ -103,7 +104,8 @@ class Question:
         """From another thread: nobody waits for the answer any more."""
         self.stopped = True
         if self._context is not None:
-            self._context.interrupt()
+            with contextlib.suppress(z3.Z3Exception):  # it tells the error of the call that it interrupts, if any
+                self._context.interrupt()
 
 
 def _counted(solver: z3.Solver) -> int:

@@ -16,7 +16,8 @@ from arachnec.checkpoint.files import stored_runs
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import TENSOR, read_encoded
 from arachnec.data.manifest import read_manifest
-from arachnec.model_state.key_list_files import read_lists
+from arachnec.kernels.sparse.cube_sides import VERSION
+from arachnec.model_state.key_list_files import RULE, read_lists
 from arachnec.models.weight_files import weight_files
 
 WEIRD = (None, True, -1, 0, 1e308, 2**63, "", "\x1b[2J", "a" * 5000, [], {}, [[]] * 50, "../../x", "F4", [0, 2**62])
@@ -30,7 +31,8 @@ def _tensors(path: Path) -> None:
 
 def _lists(path: Path) -> None:
     parts = {"indices": [0, 1, 0], "counts": [[2, 1]], "shares": [[0, 0, 2]]}
-    save_file({f"a|0|{name}": torch.tensor(x, dtype=torch.int32) for name, x in parts.items()}, path)
+    tensors = {f"a|0|{name}": torch.tensor(x, dtype=torch.int32) for name, x in parts.items()}
+    save_file(tensors, path, metadata={RULE: str(VERSION)})
 
 
 def _read_lists(path: Path) -> object:
