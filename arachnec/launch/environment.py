@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-MASK = "CUDA_VISIBLE_DEVICES"
+from arachnec.cluster.device_selection import MASK
+
 OF_RANKS = "ARACHNEC_GPUS_OF_RANKS"  # the mask that ranks get, where their launcher has another
 UNMASKED = "all"
 
