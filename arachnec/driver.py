@@ -16,7 +16,7 @@ import msgspec
 
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
-from arachnec.cluster.topology import machines, node_of
+from arachnec.cluster.topology import has_gpus, machines, node_of
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.long_manifest import LongManifest, is_long, read_long_manifest
 from arachnec.data.manifest import Manifest, read_manifest
@@ -96,11 +96,15 @@ def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: in
     """
     model_file = load_model_file(Path(model))
     manifest = read_manifest(Path(data), batch=batch)
-    return front_end(trace_file(model_file, manifest), manifest, parse_cluster(cluster))
+    machine = parse_cluster(cluster)
+    return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
 
 
-def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | None = None) -> Trace:
-    """The model as the options train it: in their precision, with the state of their optimizer.
+def trace_file(
+    model_file: ModelFile, manifest: Manifest, training: Training | None = None, *, gpu: bool = False
+) -> Trace:
+    """The model as the options train it: in their precision, with the state of their optimizer; its memory that of a
+    processor's kernels, or of a ``gpu``'s.
 
     Of each clip shape one clip's file is held against what the manifest says, where the file is here. Raises
     ``UserError``.
@@ -108,7 +112,7 @@ def trace_file(model_file: ModelFile, manifest: Manifest, training: Training | N
     from arachnec.backends.training_trace import training_trace
 
     clips = [clip for clips in manifest.iterations for clip in clips]
-    return training_trace(model_file, clips, training or Training())
+    return training_trace(model_file, clips, training or Training(), gpu=gpu)
 
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
@@ -165,7 +169,7 @@ def compile(
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(manifest.clips, training)
     started = time.perf_counter()
-    trace = trace_file(model_file, shapes, training)
+    trace = trace_file(model_file, shapes, training, gpu=has_gpus(machine))
     if long is not None:
         tokens = [(*clip.shape, trace.tokens(clip)) for clip in shapes.iterations[-1]]
         long = msgspec.structs.replace(long, shapes=tuple(tokens))
@@ -269,7 +273,8 @@ def compare(
     machine = parse_cluster(cluster)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    return compared(front_end(trace_file(model_file, manifest), manifest, machine), pipelines, instruments)
+    traced = front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
+    return compared(traced, pipelines, instruments)
 
 
 def compare_requests(

@@ -20,12 +20,15 @@ from arachnec.tracing.sample import meta_encoders
 from arachnec.tracing.timesteps_read import demand_timesteps_read
 
 
-def training_trace(model_file: ModelFile, clips: Sequence[VideoClip], training: Training) -> Trace:
-    """Of each clip shape one clip's file is held against what the manifest says, where the file is here.
+def training_trace(
+    model_file: ModelFile, clips: Sequence[VideoClip], training: Training, *, gpu: bool = False
+) -> Trace:
+    """``gpu``: memory is that of a GPU's kernels. Of each clip shape one clip's file is held against what the manifest
+    says, where the file is here.
 
     Raises ``UserError``.
     """
-    traced = trace_model(in_training_precision(model_file, training), clips)
+    traced = trace_model(in_training_precision(model_file, training), clips, gpu=gpu)
     _hold_against_headers(traced, clips)
     encoders = meta_encoders(model_file)
     demand_timesteps_read(model_file, training.timesteps, clips[0], encoders, model_file.span("sample"))

@@ -49,6 +49,11 @@ def node_of(cluster: Cluster, rank: int) -> int:
     return rank // cluster.gpus
 
 
+def has_gpus(cluster: Cluster) -> bool:
+    """Whether its ranks compute on GPUs, all of them: no cluster has both."""
+    return cluster.attrs["device"] != "cpu"
+
+
 def moves_by_cores(cluster: Cluster, ranks: Sequence[int]) -> bool:
     """Whether these ranks' messages are copied by the cores that compute: CPU ranks of one node."""
     return cluster.attrs["device"] == "cpu" and len({node_of(cluster, rank) for rank in ranks}) == 1

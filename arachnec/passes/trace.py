@@ -139,34 +139,36 @@ class TokenCounter:
         return counted[0]
 
 
-def trace_model(source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True, gradients: bool = True) -> Trace:
+def trace_model(
+    source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True, gradients: bool = True, gpu: bool = False
+) -> Trace:
     """Trace a model file's transformer and its encoders for these clips.
 
     ``meta`` builds on the meta device; without it, or where the model's forward cannot run there, the model is built
-    where its ``build`` puts it. Without ``gradients`` it only runs forward, and none are verified. Raises ``UserError``
-    for a model that cannot be traced.
+    where its ``build`` puts it. Without ``gradients`` it only runs forward, and none are verified. ``gpu``: memory is
+    that of a GPU's kernels. Raises ``UserError`` for a model that cannot be traced.
     """
     if not meta:
-        return _trace(source, source.build(), clips, gradients)
+        return _trace(source, source.build(), clips, gradients, gpu)
     with torch.device("meta"):
         model = source.build()
     try:
-        return _trace(source, model, clips, gradients)
+        return _trace(source, model, clips, gradients, gpu)
     except UserError as refusal:
         if not cannot_on_meta(refusal):
             raise
     return _trace(
-        source, source.build(), clips, gradients
+        source, source.build(), clips, gradients, gpu
     )  # it reads numbers, or asks torch what the meta device does not answer
 
 
-def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip], gradients: bool) -> Trace:
+def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip], gradients: bool, gpu: bool) -> Trace:
     encoders = meta_encoders(source)
     special = specialise(model, source, clips, encoders, gradients=gradients)
     captured, calls = special.captured, special.calls
     counter = TokenCounter(model, captured, source, encoders)
     if special.step.graphs is Graphs.ONE and not captured.folded:
-        trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__)
+        trained = trained_stage(TRAINED, model, captured, calls, source=type(model).__name__, gpu=gpu)
     else:
         calls = (*calls, *_own_calls(model, source, clips, encoders, counter))
         trained = measured_stage(TRAINED, model, captured, calls, source=type(model).__name__)

@@ -29,12 +29,18 @@ MASTER = 8  # of parameters below fp32: the fp32 copy that is updated, and the g
 
 
 def trained_stage(
-    name: str, model: nn.Module, captured: CapturedModel, calls: Sequence[ExampleCall], *, source: str
+    name: str,
+    model: nn.Module,
+    captured: CapturedModel,
+    calls: Sequence[ExampleCall],
+    *,
+    source: str,
+    gpu: bool = False,
 ) -> Stage:
     """The transformer: blocks from their graphs, the rest from running the model around them."""
     counts = [sum(call.block == i for call in captured.calls) for i in range(len(captured.blocks))]
     attentions = [token_attentions(block) for block in captured.blocks]
-    memories = [block_memory(block, chained_inputs(captured, i)) for i, block in enumerate(captured.blocks)]
+    memories = [block_memory(block, chained_inputs(captured, i), gpu=gpu) for i, block in enumerate(captured.blocks)]
     numbers = _numbers(captured)
     shell = [measure_shell(model, captured, call) for call in calls]
     points = [size.values for size in captured.sizes]

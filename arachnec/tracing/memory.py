@@ -24,6 +24,7 @@ from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.flops import SDPA
 
 ONE = sympy.Integer(1)
+RMS_NORM = torch.ops.aten.rms_norm.default
 # Tried in this order: most costs are per clip; tables of positions are not; attention written out is quadratic.
 BASES = (
     (B * S, B * T, B, ONE),
@@ -50,16 +51,17 @@ class BlockMemory:
     workspace: sympy.Expr
 
 
-def block_memory(captured: CapturedBlock, chained: Sequence[bool]) -> BlockMemory:
-    """``chained[i]``: input i is a block's output. Fused attention keeps no scores (arXiv 2205.14135)."""
+def block_memory(captured: CapturedBlock, chained: Sequence[bool], *, gpu: bool = False) -> BlockMemory:
+    """``chained[i]``: input i is a block's output. Fused attention keeps no scores (arXiv 2205.14135), and a GPU's RMS
+    norm is one kernel, which keeps its input in its own precision, where a CPU's keeps two copies in fp32."""
     points = _points(captured)
     try:
-        rows = [_saved(captured, point, chained) for point in points]
+        rows = [_saved(captured, point, chained, gpu) for point in points]
     except RuntimeError:  # as long as that it cannot be: it has a table of positions, say
         points = list(captured.examples)
-        rows = [_saved(captured, point, chained) for point in points]
+        rows = [_saved(captured, point, chained, gpu) for point in points]
     saved, shared = (fit_polynomial([row[i] for row in rows], points) for i in (0, 1))
-    workspace = fit_polynomial([_peak(captured, point) for point in points], points)
+    workspace = fit_polynomial([_peak(captured, point, gpu) for point in points], points)
     inputs = zip(captured.input_dims, captured.input_nodes, chained, strict=True)
     kept = (sympy.prod(dims) * node.meta["val"].dtype.itemsize for dims, node, link in inputs if link)
     return BlockMemory(saved, sympy.expand(sum(kept, sympy.Integer(0))), shared, workspace)
@@ -147,12 +149,26 @@ class Flash(torch.autograd.Function):
         raise NotImplementedError("only what is saved is measured")
 
 
+class FusedRmsNorm(torch.autograd.Function):
+    """The shape and the saved tensors of a GPU's RMS norm; computes nothing."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dims: int, weight: Tensor | None) -> Tensor:
+        rows = value.new_empty((*value.shape[: value.dim() - dims], *[1] * dims), dtype=torch.float32)
+        ctx.save_for_backward(value, rows, weight)
+        return torch.empty_like(value)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        raise NotImplementedError("only what is saved is measured")
+
+
 class _Meta(fx.Interpreter):
     """Runs a graph on meta tensors, attention without the quadratic fallback that the meta device would take."""
 
-    def __init__(self, module: fx.GraphModule, seen: Callable[[fx.Node, Any], None] | None = None) -> None:
+    def __init__(self, module: fx.GraphModule, gpu: bool, seen: Callable[[fx.Node, Any], None] | None = None) -> None:
         super().__init__(module, garbage_collect_values=seen is None)
-        self.seen = seen
+        self.gpu, self.seen = gpu, seen
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         with torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
@@ -163,6 +179,8 @@ class _Meta(fx.Interpreter):
             args, kwargs = self.fetch_args_kwargs_from_env(n)
             given = [*args, *[None] * 4][3]
             result = Flash.apply(*args[:3], kwargs.get("attn_mask", given))  # type: ignore[no-untyped-call]
+        elif self.gpu and n.op == "call_function" and n.target is RMS_NORM and _is_fused(*self._norm(n)):
+            result = FusedRmsNorm.apply(*self._norm(n))  # type: ignore[no-untyped-call]
         else:
             if "device" in n.kwargs:
                 n.update_kwarg("device", torch.device("meta"))
@@ -170,6 +188,15 @@ class _Meta(fx.Interpreter):
         if self.seen:
             self.seen(n, result)
         return result
+
+    def _norm(self, n: fx.Node) -> tuple[Tensor, int, Tensor | None]:
+        args, kwargs = self.fetch_args_kwargs_from_env(n)
+        return args[0], len(args[1]), kwargs.get("weight", [*args, None][2])
+
+
+def _is_fused(value: Tensor, dims: int, weight: Tensor | None) -> bool:
+    """torch has no kernel for a weight of another precision."""
+    return weight is None or weight.dtype == value.dtype
 
 
 def _arguments(captured: CapturedBlock, point: Point, *, grad: bool) -> list[Tensor]:
@@ -189,7 +216,7 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _saved(captured: CapturedBlock, point: Point, chained: Sequence[bool]) -> tuple[int, int]:
+def _saved(captured: CapturedBlock, point: Point, chained: Sequence[bool], gpu: bool) -> tuple[int, int]:
     """Bytes of distinct storages that autograd keeps: made in the block or by the one before; given to all blocks."""
     arguments = _arguments(captured, point, grad=True)
     links = iter(chained)
@@ -204,7 +231,7 @@ def _saved(captured: CapturedBlock, point: Point, chained: Sequence[bool]) -> tu
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
-        outputs = _Meta(_on_meta(captured)).run(*arguments)
+        outputs = _Meta(_on_meta(captured), gpu).run(*arguments)
     assert outputs is not None  # alive until here, and with it all that was packed
     own = sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key, "chained") == "chained")
     return own, sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key) == "shared")
@@ -222,7 +249,7 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _peak(captured: CapturedBlock, point: Point) -> int:
+def _peak(captured: CapturedBlock, point: Point, gpu: bool) -> int:
     """The most bytes of intermediates alive at once, each freed after its last use; views keep what they view."""
     order: list[fx.Node] = []
     storages: list[dict[int, int]] = []
@@ -235,7 +262,7 @@ def _peak(captured: CapturedBlock, point: Point) -> int:
         alive.append(tensors)
 
     with torch.no_grad():
-        _Meta(_on_meta(captured), seen).run(*_arguments(captured, point, grad=False))
+        _Meta(_on_meta(captured), gpu, seen).run(*_arguments(captured, point, grad=False))
     position = {node: i for i, node in enumerate(order)}
     given = {key for node, held in zip(order, storages, strict=True) if node.op == "placeholder" for key in held}
     birth: dict[int, int] = {}

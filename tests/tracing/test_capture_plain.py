@@ -198,6 +198,49 @@ def test_fused_attention_keeps_no_scores_and_the_saved_bytes_are_autograd_s(plai
     assert S**2 not in (memory.saved + memory.workspace).expand().atoms()
 
 
+@pytest.mark.parametrize(("dtype", "weight"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_the_rms_norm_of_a_gpu_keeps_its_input_as_it_is(dtype, weight):
+    """A CPU's keeps it in fp32, and before the weight once more; of a GPU 2 bytes an element in bf16, and 4 a row."""
+
+    class Normed(Block):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.RMSNorm(WIDTH, elementwise_affine=weight)
+
+        def forward(self, text, *, video):
+            return {"text": text, "video": self.norm(video * 2.0)}
+
+    model = Model().to(dtype)
+    model.stages = nn.ModuleList([Normed().to(dtype) for _ in range(2)])
+    model.forward = lambda video, text: _run(model, video, text)
+    calls = examples()
+    for call in calls:
+        call.arguments.update({name: value.to(dtype) for name, value in call.arguments.items()})
+    (block,) = capture_blocks(model, calls, verify=False).blocks
+    of_gpu, of_cpu = (block_memory(block, (False, True), gpu=gpu).saved for gpu in (True, False))
+    own = dtype.itemsize * WIDTH  # the doubled video
+    assert (of_gpu - B * S * (own + 4)).expand() == 0
+    copies = 2 if weight else 1
+    assert (of_cpu - B * S * (4 * WIDTH * copies + 4)).expand() == 0
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+def test_a_gpu_has_no_kernel_of_an_rms_norm_whose_weight_is_of_another_precision():
+    class Mixed(Block):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.RMSNorm(WIDTH)
+
+        def forward(self, text, *, video):
+            return {"text": text, "video": self.norm(video.bfloat16()).float()}
+
+    model = Model()
+    model.stages = nn.ModuleList([Mixed() for _ in range(2)])
+    model.forward = lambda video, text: _run(model, video, text)
+    (block,) = capture_blocks(model, examples(), verify=False).blocks
+    assert block_memory(block, (False, True), gpu=True).saved == block_memory(block, (False, True)).saved
+
+
 def test_attention_written_out_is_found_and_its_scores_are_paid_for():
     class Written(Block):
         def forward(self, text, *, video):

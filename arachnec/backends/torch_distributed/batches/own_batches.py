@@ -19,6 +19,7 @@ from arachnec.backends.training_trace import (
     validation_of,
 )
 from arachnec.checkpoint.folder import Position
+from arachnec.cluster.topology import has_gpus
 from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Mark
 from arachnec.executable.folder import Executable, iteration_of, read_executable, write_executable
@@ -100,7 +101,7 @@ def _compiled(
     pipeline = Pipeline.parse(compiling.passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(clips, training)
-    trace = training_trace(model_file, clips, training)
+    trace = training_trace(model_file, clips, training, gpu=has_gpus(compiling.cluster))
     trace.counter.try_all(clips)  # later batches are counted, and so tried, while steps run
     traced = traced_module(trace, [clips], compiling.cluster)
     model = pipeline.run_model_part(traced)
