@@ -8,7 +8,9 @@ from arachnec.cluster.device_specs import PCIE4
 from arachnec.ir.nodes import Cluster, quantity
 
 FREE = 0.1  # of a host's memory that stays free: the system, loaders, encoders' outputs
-UPDATE_BANDWIDTH = 100.0  # GB/s of a node's memory to its processors, for the optimizer there: assumed
+# GB/s of a node's memory to its processors, for the optimizer there. A rank of 16 cores beside one H200 came to this;
+# the limit of a whole node is assumed.
+UPDATE_BANDWIDTH, NODE_UPDATE_BANDWIDTH = 24.0, 100.0
 
 
 def usable_host_memory(cluster: Cluster) -> float:
@@ -34,6 +36,11 @@ def node_copy_speed(cluster: Cluster) -> float:
     if shared is not None:
         return quantity(shared)
     return device_copy_speed(cluster) * math.ceil(cluster.gpus / 2)
+
+
+def update_bandwidth(cluster: Cluster) -> float:
+    """GB/s of the processors of a node, all of whose ranks update at once."""
+    return min(NODE_UPDATE_BANDWIDTH, UPDATE_BANDWIDTH * cluster.gpus)
 
 
 def copy_speed(cluster: Cluster) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from arachnec.cluster.device_specs import find_device_specs
-from arachnec.cluster.host_memory import UPDATE_BANDWIDTH, copy_speed
+from arachnec.cluster.host_memory import copy_speed, update_bandwidth
 from arachnec.cluster.topology import group_link, machines, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.memory import GIB
@@ -77,7 +77,7 @@ def host_update_time(cluster: Cluster, stage: Stage) -> float:
     Gradients that lie on the device are copied out before, and the parameters back in.
     """
     own = trained_count(stage) / integer(stage.attrs.get("sharded", 1)) / (cell_of(stage) or 1)
-    update = own * UPDATED * cluster.gpus / (UPDATE_BANDWIDTH * 1e6)
+    update = own * UPDATED * cluster.gpus / (update_bandwidth(cluster) * 1e6)
     if layers_in_host(stage):
         return update
     return update + own * (gradient_element_bytes(stage) + element_bytes(stage)) / (copy_speed(cluster) * 1e6)

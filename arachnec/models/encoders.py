@@ -124,6 +124,8 @@ class VideoEncoder(nn.Module):
     that whole tiles cover.
     """
 
+    _tiles: FixedTiles | None = None
+
     def __init__(self, vae: nn.Module, multiple: int = 16) -> None:
         super().__init__()
         self.vae = vae.requires_grad_(False).eval()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from arachnec.runtime.device_runtime import DeviceRuntime, Event
+from arachnec.runtime.host_arena import HostArena, aligned
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,10 @@ class HostCopies:
     from_host: int = 0
     to_host: int = 0
     _leaving: tuple[Tensor, Event] | None = None  # one at a time: more would hold memory that no plan counts
-    _free: list[tuple[Tensor, Event]] = field(default_factory=list)  # bytes to lend, the fewest first
+    _arena: HostArena = field(default_factory=lambda: HostArena(torch.empty(0, dtype=torch.uint8)))
+    _lent: int = 0  # bytes
+    _most: int = 0  # of them at once
+    _read: Event | None = None  # of what was given back last: once it has passed, all before it has
 
     def buffer(self, size: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor in the host's memory that the device copies from and to, for good."""
@@ -63,22 +66,36 @@ class HostCopies:
             self.runtime.wait_on_stream(self._leaving[1], ())
             self._leaving = None
 
+    def reserve(self, size: int) -> None:
+        """Have so many bytes to lend, or as many as were lent at once. Between steps, when a step that failed may have
+        left some lent; it may wait for the device."""
+        memory, size, self._lent = self._arena.memory, max(size, self._most), 0
+        if size > memory.numel():
+            if self._read is not None:
+                self._read.synchronize()
+            del memory
+            self._arena = HostArena(torch.empty(0, dtype=torch.uint8))  # the host has room for one of both
+            memory = self.buffer(size, torch.uint8)
+        self._arena = HostArena(memory)
+
     def lend(self, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Event | None]:
         """A buffer of the host for a while, and what has to have passed before it is written.
 
-        It is the smallest free one that is large enough. Where all are too small a new one takes the place of the
-        largest: what clips of many lengths need does not add up.
+        Where more is asked for than was reserved it is locked now, and the host waits for the device.
         """
         size = math.prod(shape) * dtype.itemsize
-        place = next((n for n, (buffer, _) in enumerate(self._free) if buffer.numel() >= size), None)
-        if place is not None:
-            buffer, event = self._free.pop(place)
-            return buffer[:size].view(dtype).view(tuple(shape)), event
-        if self._free:
-            self._free.pop()[1].synchronize()
-        return self.buffer(size, torch.uint8).view(dtype).view(tuple(shape)), None
+        self._lent += aligned(size)
+        self._most = max(self._most, self._lent)
+        part = self._arena.lend(size)
+        if part is None:
+            return self.buffer(size, torch.uint8).view(dtype).view(tuple(shape)), None
+        return part.view(dtype).view(tuple(shape)), self._read
 
     def give_back(self, lent: Tensor, event: Event) -> None:
-        """Once ``event`` has passed nobody reads it."""
-        buffer = torch.empty(0, dtype=torch.uint8).set_(lent.untyped_storage())
-        insort(self._free, (buffer, event), key=lambda pair: pair[0].numel())
+        """Once ``event`` has passed nobody reads it. Copies to the device have one stream, so their events pass in the
+        order of these calls."""
+        self._lent -= aligned(lent.numel() * lent.itemsize)
+        first = lent.data_ptr() - self._arena.memory.data_ptr()
+        if 0 <= first < self._arena.memory.numel():
+            self._arena.give_back(first, lent.numel() * lent.itemsize)
+            self._read = event

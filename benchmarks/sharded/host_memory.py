@@ -64,7 +64,7 @@ def report(row: Row) -> None:
         print(*(f"    {line}" for problem in error.diagnostics for line in render(problem).splitlines()), sep="\n")
         return
     result, (program,) = simulate(planned), planned.programs
-    state, inputs = host_peak(program)
+    state, inputs = host_peak(program, {cascade.name: cascade for cascade in planned.cascades})
     cascade = planned.cascades[0]
     recomputed = CostModel(planned).recomputed(cascade)
     print(f"    step {result.iteration_ms / 1e3:.2f} s; cascade {(cascade.end - cascade.start) / 1e3:.2f} s, ", end="")

@@ -1,5 +1,6 @@
 """Decoding: the right frames, at the right size, or one message."""
 
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest
 from arachnec.data.video import probe, read_frames
 from arachnec.ir.diagnostic import UserError, render
-from arachnec.models.encoders import hold_against_header
+from arachnec.models.encoders import VideoEncoder, hold_against_header
 
 FRAMES, HEIGHT, WIDTH = 24, 48, 80
 
@@ -141,3 +142,16 @@ def test_a_clip_is_held_against_its_videos_header(
     with pytest.raises(UserError) as caught:
         hold_against_header(clip)
     assert str(caught.value).replace(str(video.parent) + "/", "") == said
+
+
+def test_an_encoder_of_ones_own_is_held_against_the_header_though_it_has_no_vae(video: Path) -> None:
+    class Own(VideoEncoder):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+            self.multiple = 16
+
+    clip = VideoClip("a", FRAMES, 48, 80, 0, path=video, start=0)
+    Own().check(clip)
+    assert Own().load(clip, "cpu").shape == (1, 3, FRAMES, 48, 80)
+    with pytest.raises(UserError, match="has 24 frames"):
+        Own().check(replace(clip, frames=FRAMES + 1))

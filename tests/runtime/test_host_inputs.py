@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from arachnec.runtime.device_runtime import DeviceRuntime
+from arachnec.runtime.host_arena import HostArena
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.host_inputs import HostInputs
 
@@ -43,13 +46,63 @@ def test_clips_of_many_lengths_need_no_more_of_the_host_than_the_longest() -> No
     copies = Counted(DeviceRuntime.of(torch.device("cpu")))
     copies.made = []
     away = HostInputs(copies)
+    longest = BLOCKS * 64 * 2 * 4
     for tokens, dtype in ((8, torch.float32), (64, torch.bfloat16), (16, torch.float32), (64, torch.float32)):
+        copies.reserve(longest)
         away.begin()
         values = [torch.full((tokens, 2), float(block), dtype=dtype) for block in range(BLOCKS)]
         kept = [away.put(value) for value in values]
-        assert len({buffer.data_ptr() for buffer, _ in copies._free}) == len(copies._free)
         for handle, value in reversed(list(zip(kept, values, strict=True))):
             back = away.get(handle)
             assert back.dtype == dtype and torch.equal(back, value)
-    assert sorted(buffer.numel() for buffer, _ in copies._free) == [64 * 2 * 4] * BLOCKS
-    assert copies.made == [8 * 2 * 4] * BLOCKS + [64 * 2 * 2] * BLOCKS + [64 * 2 * 4] * BLOCKS
+    assert copies.made == [longest]
+
+
+def test_what_was_reserved_too_small_is_as_large_as_needed_from_the_next_step_on() -> None:
+    copies = Counted(DeviceRuntime.of(torch.device("cpu")))
+    copies.made = []
+    away = HostInputs(copies)
+    for _ in range(3):
+        copies.reserve(256)
+        away.begin()
+        values = [torch.full((128,), float(block)) for block in range(BLOCKS)]
+        kept = [away.put(value) for value in values]
+        for handle, value in reversed(list(zip(kept, values, strict=True))):
+            assert torch.equal(away.get(handle), value)
+    assert copies.made == [256, 512, 512, 512, BLOCKS * 512]
+
+
+def test_inputs_that_a_failed_step_never_asked_for_do_not_stay() -> None:
+    copies = Counted(DeviceRuntime.of(torch.device("cpu")))
+    copies.made = []
+    away = HostInputs(copies)
+    for _ in range(3):
+        copies.reserve(BLOCKS * 512)
+        away.begin()
+        for block in range(BLOCKS):
+            away.put(torch.full((128,), float(block)))
+    assert copies.made == [BLOCKS * 512]
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 1500), st.integers(0, 5)), max_size=40),
+)
+def test_parts_that_are_lent_do_not_overlap_and_free_ones_join(steps: list[tuple[int, int]]) -> None:
+    """In any order of lending and giving back; afterwards all of it can be lent at once."""
+    arena = HostArena(torch.zeros(4096, dtype=torch.uint8))
+    lent: list[torch.Tensor] = []
+    for number, (size, back) in enumerate(steps, 1):
+        part = arena.lend(size)
+        if part is not None:
+            assert part.numel() == size and not part.any()
+            lent.append(part.fill_(number % 255 + 1))
+        if back < len(lent):
+            given_back = lent.pop(back)
+            assert len(given_back.unique()) == 1
+            first = given_back.storage_offset()
+            size = given_back.numel()
+            given_back.zero_()
+            arena.give_back(first, size)
+    for part in lent:
+        arena.give_back(part.storage_offset(), part.numel())
+    assert arena.lend(4096) is not None

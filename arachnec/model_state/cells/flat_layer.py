@@ -68,6 +68,11 @@ class FlatLayer:
     def gradient_dtype(self) -> torch.dtype:
         return gradient_dtype(next(iter(self.parameters.values())))
 
+    def make_host_gradient(self) -> None:
+        """Have the host's buffer of the gradient, where it lies there."""
+        if self.host is not None:
+            self.host.make_gradient(self.layout.shard_size, self.gradient_dtype)
+
     @torch.no_grad()
     def gather(self, group: dist.ProcessGroup | None) -> Waited:
         """Start to make it whole; the work is to be waited for before a parameter is read."""

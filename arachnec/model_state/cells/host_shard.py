@@ -15,7 +15,7 @@ from arachnec.runtime.host_copies import HostCopies
 
 @dataclass
 class HostShard:
-    """The copies of one flat tensor. Its gradient has a buffer of its own, made at its first use."""
+    """The copies of one flat tensor. Its gradient has a buffer of its own."""
 
     copies: HostCopies
     _gradient: Tensor | None = None
@@ -38,16 +38,19 @@ class HostShard:
 
     def take_gradient(self, reduced: Tensor) -> Tensor:
         """Start to take a gradient to the host; the tensor that it will be in."""
-        if self._gradient is None or self._gradient.dtype != reduced.dtype:
-            self._gradient = self.copies.buffer(reduced.numel(), reduced.dtype)
-        self._taken = self.copies.take(self._gradient, reduced, self._taken)
-        return self._gradient
+        gradient = self.make_gradient(reduced.numel(), reduced.dtype)
+        self._taken = self.copies.take(gradient, reduced, self._taken)
+        return gradient
 
     def no_gradient(self, size: int, dtype: torch.dtype) -> Tensor:
         """A gradient of zeros, in the host."""
+        return self.make_gradient(size, dtype).zero_()
+
+    def make_gradient(self, size: int, dtype: torch.dtype) -> Tensor:
+        """The buffer of the gradient. It is made before the steps: to lock it waits for the device."""
         if self._gradient is None or self._gradient.dtype != dtype:
             self._gradient = self.copies.buffer(size, dtype)
-        return self._gradient.zero_()
+        return self._gradient
 
     def arrive(self) -> None:
         """Wait until the gradient is in the host."""

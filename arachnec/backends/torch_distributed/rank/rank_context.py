@@ -18,8 +18,8 @@ from arachnec.backends.torch_distributed.rank.cell_parameters import CellParamet
 from arachnec.backends.torch_distributed.rank.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Instruction
-from arachnec.ir.parameter_cells import own_cell
+from arachnec.ir.nodes import Instruction, Module
+from arachnec.ir.parameter_cells import GIB, own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.model_state.optimizer import Optimizer
@@ -34,6 +34,7 @@ from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.rank_threads import RankThreads
 from arachnec.spmd.block_forward import InputsAway
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
+from arachnec.verification.host_memory import host_peak
 
 
 class SequenceParallel(Protocol):
@@ -99,6 +100,17 @@ class RankContext:
             if gather.op == "gather":
                 group = self.gradient_groups.get(gather.peers)
                 self.updated[gather.target].start(layers_listed(gather, "layers"), group)
+
+    def reserve_host_memory(self, module: Module) -> None:
+        """Lock what this rank's program keeps in its host's memory: within a step that would wait for the device."""
+        if self.host_copies is None:
+            return
+        for stage in self.cells.stages.values() if self.cells is not None else ():
+            for flat in stage.trained:
+                flat.make_host_gradient()
+        program = next(program for program in module.programs if program.rank == self.rank)
+        _, inputs = host_peak(program, {cascade.name: cascade for cascade in module.cascades})
+        self.host_copies.reserve(round(inputs * GIB))
 
     def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""

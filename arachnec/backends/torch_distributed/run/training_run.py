@@ -482,6 +482,7 @@ class Trainer:
         if share.begins:
             drop_gradients(context.parameters)
             keep_gradients(context.parameters, module)
+        context.reserve_host_memory(module)
         if module is self._ready:
             return
         self._ready = module
