@@ -56,7 +56,7 @@ SHARES = {  # s
     "sparse": 45,
     "training": 170,
     "blocks": 90,
-    "profiled": 120,
+    "profiled": 170,
     "host_memory": 120,
     "sampling": 90,
     "resumed": 120,
