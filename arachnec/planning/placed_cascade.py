@@ -13,7 +13,7 @@ from arachnec.cost.table import Entry
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase
 from arachnec.ir.recomputation import recompute_value
-from arachnec.ir.stage_sizes import times_of
+from arachnec.ir.stage_sizes import gib, times_of
 from arachnec.ir.values import Quantity
 from arachnec.solver.bound import NEGLIGIBLE
 
@@ -54,11 +54,15 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
 
 
 def _best_way(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Strategy:
-    """How these ranks do a denoise soonest, of the ways that fit them; as it was planned where none does."""
+    """How these ranks do a denoise soonest, of the ways that fit beside every model, since which of them lie here too is
+    not known yet, or that need no more than what was planned; as it was planned where none does."""
     whole = cascade.with_attrs(planned=None)  # what a switch may leave of it decides nothing
     ways = cost.table.ways(whole, len(ranks), ranks)
     rows = [cost.table.entry(whole, len(ranks), ranks, way) for way in ways]
-    room = cost.room_on(ranks, len(ranks), cascade.stage)
+    planned = cost.table.entry(whole, len(ranks), ranks, sides_of(cascade))
+    alone = cost.room_on(ranks, len(ranks), cascade.stage)
+    others = sum(gib(stage.attrs.get("state")) for stage in cost.stages.values() if stage.name != cascade.stage)
+    room = max(alone - others, min(planned.memory, alone))
     best = min((row for row in rows if row.memory <= room), key=lambda row: row.time, default=None)
     return sides_of(cascade) if best is None else replace(best.strategy, attention=None)
 

@@ -10,15 +10,16 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention, Strategy
 from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.parser import parse_module
-from arachnec.ir.values import Attributes
+from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.placed_cascade import with_ranks
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
 from tests.planning.test_sampling_plan import SHAPES, TEXT, request, tokens
 
 
-def traced(slowed: tuple[tuple[int, float], ...], count: int = 1) -> Module:
+def traced(slowed: tuple[tuple[int, float], ...], count: int = 1, memory: int = 80) -> Module:
     """Guided requests on three ranks, some of them slow."""
-    module = parse_module(TEXT.replace("MEMORY", "80").replace("gpus = 4", "gpus = 3"))
+    module = parse_module(TEXT.replace("MEMORY", str(memory)).replace("gpus = 4", "gpus = 3"))
     assert module.cluster is not None
     slow: Attributes = module.cluster.attrs.updated(slowed=slowed or None)
     rows = [request(number, SHAPES[2], guidance=5.0) for number in range(count)]
@@ -28,8 +29,8 @@ def traced(slowed: tuple[tuple[int, float], ...], count: int = 1) -> Module:
     )  # fmt: skip
 
 
-def costed(slowed: tuple[tuple[int, float], ...]) -> tuple[CostModel, Module]:
-    module = Pipeline.parse("segment,annotate").run(traced(slowed))
+def costed(slowed: tuple[tuple[int, float], ...], memory: int = 80) -> tuple[CostModel, Module]:
+    module = Pipeline.parse("segment,annotate").run(traced(slowed, memory=memory))
     return CostModel(module), module
 
 
@@ -67,3 +68,15 @@ def test_a_fast_rank_and_two_slow_ones_have_a_branch_each() -> None:
     assert len([step for step in steps if step.attrs.get("unconditional")]) == 3 * len(large) > 0
     batched = CostModel(plan).table.entry(next(iter(large.values())), 3, (0, 1, 2), Strategy(side=1))
     assert all(cascade.end - cascade.start < batched.time for cascade in large.values())
+
+
+@pytest.mark.parametrize(("memory", "sides"), [(80, (1, 2)), (31, (3,))])
+def test_a_way_that_needs_more_than_was_planned_is_taken_where_all_models_leave_room(
+    memory: int, sides: tuple[int, ...]
+) -> None:
+    """Of 31 GiB the large model leaves room for branches apart, both models leave none: batched, as it was planned."""
+    cost, module = costed(((1, 2.0), (2, 2.0)), memory)
+    guided = next(cascade for cascade in module.cascades if cascade.stage == "large")
+    whole = guided.with_attrs(degree=3, start=Quantity(0.0, "ms"), end=Quantity(1.0, "ms"))
+    placed = with_ranks(whole, (0, 1, 2), cost)
+    assert placed.sides == sides
