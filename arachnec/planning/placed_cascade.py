@@ -54,8 +54,8 @@ def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cas
 
 
 def _best_way(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Strategy:
-    """How these ranks do a denoise soonest, of the ways that fit beside every model, since which of them lie here is not
-    known yet, or that need no more than what was planned; as it was planned where none does."""
+    """How these ranks do a denoise soonest, of the ways that fit beside every model, since nobody knows yet which lie
+    here, or that need no more than what was planned; as it was planned where none does."""
     whole = cascade.with_attrs(planned=None)  # what a switch may leave of it decides nothing
     ways = cost.table.ways(whole, len(ranks), ranks)
     rows = [cost.table.entry(whole, len(ranks), ranks, way) for way in ways]
