@@ -151,10 +151,10 @@ def test_diffusers_models_with_captions_in_the_sequence(tmp_path: Path, family: 
     held = checkpoint(tmp_path / "run", dict.fromkeys(paths, True), (0.3, 0.6), heads=2, size=size, rank=4)
     path = tmp_path / "sampler.py"
     path.write_text(DIFFUSERS.replace("{family}", name).replace("{model}", family) + predictors(large=held))
-    sampling = Sampling(load_sampler_file(path), ("large",), ONE_MODEL)
+    once = traced(Sampling(load_sampler_file(path), ("large",), ONE_MODEL), requests)
 
     def latents(world: int, passes: str, policy: str = "steps=20") -> Tensor:
-        module = traced(sampling, requests).module(cluster(world))
+        module = once.module(cluster(world))
         rest = f"segment,annotate,schedule-sampling{{{policy}}},place,lower,check"
         program = planned(module, Pipeline.parse(f"{passes}{rest}"))
         assert all(cascade.attrs.get("sparse") == ((0, 1) if passes else None) for cascade in program.cascades)
