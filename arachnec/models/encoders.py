@@ -167,11 +167,14 @@ class TextEncoder(nn.Module):
 
     A caption becomes exactly the clip's ``text_tokens`` tokens: cut or padded where the tokenizer counts otherwise, so
     that what was planned is what runs. A manifest without ``text_tokens`` has ByT5's count. Without ``masked`` padding
-    is a token like others.
+    is a token like others. ``tidy`` is what the model's pipeline does to captions before.
     """
 
-    def __init__(self, tokenizer: Any, model: nn.Module, *, masked: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, model: nn.Module, *, masked: bool = True, tidy: Callable[[str], str] = str
+    ) -> None:
         super().__init__()
+        self.tidy = tidy
         self.tokenizer = tokenizer
         self.masked = masked
         self.model = model.requires_grad_(False).eval()
@@ -183,8 +186,9 @@ class TextEncoder(nn.Module):
         if clip.caption is None:
             raise UserError(NoCaption(None, clip.id))
         tokens = self.tokenizer(
-            clip.caption, padding="max_length", max_length=clip.text_tokens, truncation=True, return_tensors="pt"
-        )
+            self.tidy(clip.caption),
+            padding="max_length", max_length=clip.text_tokens, truncation=True, return_tensors="pt",
+        )  # fmt: skip
         return torch.stack([tokens["input_ids"], tokens["attention_mask"]], dim=1).to(device)
 
     @torch.no_grad()
