@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import islice
+from typing import ClassVar
 
 from arachnec.backends.cascade_step import in_training_precision, trained_parameters
 from arachnec.data.clip import VideoClip
@@ -11,6 +13,7 @@ from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import validation_text
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
@@ -18,6 +21,23 @@ from arachnec.passes.trace import Trace, trace_model
 from arachnec.tracing.captions_read import demand_captions_read
 from arachnec.tracing.sample import meta_encoders
 from arachnec.tracing.timesteps_read import demand_timesteps_read
+
+LOOKED_AT = 100  # clips of training that are to have a key
+KEYS: Mapping[str, Callable[[VideoClip], bool]] = {
+    "`path`": lambda clip: clip.path is not None,
+    "`path` of latents (.safetensors)": lambda clip: clip.path is not None and clip.path.suffix == ".safetensors",
+    "`caption`": lambda clip: clip.caption is not None,
+    "tensors": lambda clip: bool(clip.values),
+}
+
+
+@dataclass(frozen=True)
+class HeldBackLacks(Diagnostic):
+    title: ClassVar[str] = "held-back clip `{clip}` of {path} has no {key}, and the clips of training have"
+    help: ClassVar[str] = "its loss would be another thing: give held-back clips what those of training have"
+    clip: str | int
+    path: str
+    key: str
 
 
 def training_trace(
@@ -45,6 +65,11 @@ def validation_manifest(clips: Sequence[VideoClip], training: Training) -> Manif
         return None
     manifest = read_manifest(training.validation.data)
     encoded_beforehand([clips[0], *manifest.clips])  # all or none, in training and here
+    for key, has in KEYS.items():
+        if all(has(clip) for clip in islice(clips, LOOKED_AT)):
+            for clip in manifest.clips:
+                if not has(clip):
+                    raise UserError(HeldBackLacks(None, clip.id, str(manifest.path), key))
     return manifest
 
 

@@ -55,7 +55,7 @@ class UnknownFormat(Diagnostic):
 @dataclass(frozen=True)
 class NoPyArrow(Diagnostic):
     title: ClassVar[str] = "reading `{path}` needs pyarrow, which is not installed"
-    help: ClassVar[str] = "pip install 'arachnec[parquet]', or write the manifest as .jsonl"
+    help: ClassVar[str] = "pip install 'pyarrow>=15', or write the manifest as .jsonl"
     path: str
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.file import called, own_errors
+from arachnec.models.latents import decode
 from arachnec.models.sampler_file import SamplerFile, request_of
 
 DECODER = "decoder"  # the name of a sampler file's decoder as a stage
@@ -21,27 +22,20 @@ class VideoDecoder(nn.Module):
     """The decoder of a Diffusers video VAE; the other way of ``VideoEncoder``.
 
     ``frames_first``: latents are ``[B, frames, channels, height, width]``, as CogVideoX has them.
+    ``factor`` is the encoder's.
     """
 
-    def __init__(self, vae: nn.Module, *, frames_first: bool = False) -> None:
+    def __init__(self, vae: nn.Module, *, frames_first: bool = False, factor: float = 1.0) -> None:
         super().__init__()
+        self.factor = factor
         self.vae = vae.requires_grad_(False).eval()
         self.frames_first = frames_first
 
     @torch.no_grad()
     def forward(self, latents: Tensor) -> Tensor:
         """Pixels ``[B, 3, frames, height, width]`` on [-1, 1], not clamped."""
-        vae: Any = self.vae
         latents = latents.transpose(1, 2) if self.frames_first else latents
-        latents = latents.to(next(vae.parameters()).dtype)
-        config = vae.config
-        if getattr(config, "latents_mean", None) is not None and getattr(config, "latents_std", None) is not None:
-            mean, std = (latents.new_tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
-            latents = latents * std + mean
-        else:
-            latents = latents / getattr(config, "scaling_factor", 1.0) + (getattr(config, "shift_factor", None) or 0.0)
-        pixels: Tensor = vae.decode(latents).sample
-        return pixels
+        return decode(self.vae, latents.to(next(self.vae.parameters()).dtype) / self.factor)
 
 
 class FromLatents(nn.Module):

@@ -20,6 +20,7 @@ from arachnec.data.video import TooFewFrames, UnreadableVideo, count_frames, pro
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.fixed_tiles import FixedTiles
+from arachnec.models.latents import encode
 
 
 @dataclass(frozen=True)
@@ -121,13 +122,14 @@ class VideoEncoder(nn.Module):
 
     ``multiple`` is what heights and widths are rounded up to before decoding: the VAE's spatial stride times the
     transformer's patch (an adapter's ``geometry.multiple``). A VAE that encodes in tiles of one size alone takes clips
-    that whole tiles cover.
+    that whole tiles cover. ``factor`` multiplies scaled latents once more: Cosmos' scheduler has one, ``sigma_data``.
     """
 
     _tiles: FixedTiles | None = None
 
-    def __init__(self, vae: nn.Module, multiple: int = 16) -> None:
+    def __init__(self, vae: nn.Module, multiple: int = 16, *, factor: float = 1.0) -> None:
         super().__init__()
+        self.factor = factor
         self.vae = vae.requires_grad_(False).eval()
         self.multiple = multiple
         self._tiles = FixedTiles.of(vae)
@@ -156,17 +158,10 @@ class VideoEncoder(nn.Module):
 
     @torch.no_grad()
     def forward(self, loaded: Tensor) -> Tensor:
-        """Latents ``[B, channels, frames, height, width]``: the posterior's mode, scaled as the VAE's config says."""
-        vae: Any = self.vae
-        pixels = loaded.to(next(vae.parameters()).dtype) / 127.5 - 1
+        """Latents ``[B, channels, frames, height, width]``: the posterior's mode, scaled as the VAE's pipeline does."""
+        pixels = loaded.to(next(self.vae.parameters()).dtype) / 127.5 - 1
         parts = [pixels] if self._tiles is None else torch.split(pixels, 1)
-        mode: Tensor = torch.cat([vae.encode(part).latent_dist.mode() for part in parts])
-        config = vae.config
-        if getattr(config, "latents_mean", None) is not None and getattr(config, "latents_std", None) is not None:
-            mean, std = (mode.new_tensor(v).view(1, -1, 1, 1, 1) for v in (config.latents_mean, config.latents_std))
-            return (mode - mean) / std
-        shift = getattr(config, "shift_factor", None) or 0.0
-        return (mode - shift) * getattr(config, "scaling_factor", 1.0)
+        return self.factor * torch.cat([encode(self.vae, part) for part in parts])
 
 
 class TextEncoder(nn.Module):
@@ -174,11 +169,14 @@ class TextEncoder(nn.Module):
 
     A caption becomes exactly the clip's ``text_tokens`` tokens: cut or padded where the tokenizer counts otherwise, so
     that what was planned is what runs. A manifest without ``text_tokens`` has ByT5's count. Without ``masked`` padding
-    is a token like others.
+    is a token like others. ``tidy`` is what the model's pipeline does to captions before.
     """
 
-    def __init__(self, tokenizer: Any, model: nn.Module, *, masked: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Any, model: nn.Module, *, masked: bool = True, tidy: Callable[[str], str] = str
+    ) -> None:
         super().__init__()
+        self.tidy = tidy
         self.tokenizer = tokenizer
         self.masked = masked
         self.model = model.requires_grad_(False).eval()
@@ -190,8 +188,9 @@ class TextEncoder(nn.Module):
         if clip.caption is None:
             raise UserError(NoCaption(None, clip.id))
         tokens = self.tokenizer(
-            clip.caption, padding="max_length", max_length=clip.text_tokens, truncation=True, return_tensors="pt"
-        )
+            self.tidy(clip.caption),
+            padding="max_length", max_length=clip.text_tokens, truncation=True, return_tensors="pt",
+        )  # fmt: skip
         return torch.stack([tokens["input_ids"], tokens["attention_mask"]], dim=1).to(device)
 
     @torch.no_grad()

@@ -17,6 +17,7 @@ from diffusers import WanPipeline, WanTransformer3DModel
 from arachnec.executable.folder import read_executable
 from arachnec.models.batch import make_batch
 from arachnec.models.encoders import TextEncoder, VideoEncoder
+from arachnec.models.prompts import wan_prompt
 
 
 @torch.no_grad()
@@ -24,7 +25,7 @@ def loss_of(build: Path, step: int, pipeline: WanPipeline) -> float:
     """The mean over the clips of a build with one global batch."""
     executable = read_executable(build)
     model_file, seed = executable.model_file(), executable.training.seed
-    text = TextEncoder(pipeline.tokenizer, pipeline.text_encoder.to(torch.bfloat16))
+    text = TextEncoder(pipeline.tokenizer, pipeline.text_encoder.to(torch.bfloat16), tidy=wan_prompt)
     encoders = {"vae": VideoEncoder(pipeline.vae), "text": text}
     losses = []
     for clip in executable.clips:

@@ -74,6 +74,20 @@ def test_a_cluster_that_is_none(cluster: str, refused: Callable[..., str]) -> No
     assert CLUSTERS[cluster] in refused(*COMPILE[:-1], cluster)
 
 
+HELD_BACK = {"path": {"caption": "a cat"}, "caption": {"path": "cat.mp4"}}
+
+
+@pytest.mark.parametrize("key", HELD_BACK)
+def test_held_back_clips_without_what_those_of_training_have(key: str, refused: Callable[..., str]) -> None:
+    Path("cat.mp4").touch()
+    trained = CLIP | {"caption": "a cat", "path": "cat.mp4"}
+    Path("clips.jsonl").write_text(json.dumps(trained) + "\n")
+    rows = (trained | {"id": "whole"}, CLIP | {"id": "short"} | HELD_BACK[key])
+    Path("held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = refused(*COMPILE, "--set", "validation.data=held.jsonl")
+    assert f"held-back clip `short` of held.jsonl has no `{key}`, and the clips of training have" in said
+
+
 CLUSTER_FILES = {
     'nodes = [1\ndevice = "cpu"': "not TOML",
     'gpu = 4\ndevice = "cpu"': "did you mean `gpus`",

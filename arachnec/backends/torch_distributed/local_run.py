@@ -104,7 +104,7 @@ def pictures(folder: Path, loss: Mapping[int, float], ranks: int) -> list[str]:
     try:
         import matplotlib
     except ImportError:
-        return ["no loss curve: matplotlib is not installed (pip install 'arachnec[plots]')"]
+        return ["no loss curve: matplotlib is not installed (pip install matplotlib)"]
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -23,7 +23,7 @@ from arachnec.models.initial_weights import model_folder, read_config
 @dataclass(frozen=True)
 class NoDiffusers(Diagnostic):
     title: ClassVar[str] = "this model file needs Diffusers, and `{package}` is not installed"
-    help: ClassVar[str] = "pip install 'arachnec[diffusers]'"
+    help: ClassVar[str] = "pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece"
     package: str
 
 

@@ -1,7 +1,8 @@
 """The encoders of a Diffusers pipeline's folder. In: the folder. Out: encoders without weights, which --init reads.
 
-Captions are encoded as the pipeline does it: Wan pads with zeros, which the text encoder does not see; CogVideoX's text
-encoder sees the padding. HunyuanVideo's uses a template and a layer below the last, which ``TextEncoder`` does not.
+Captions are encoded as the pipeline does it: Wan tidies them, and pads with zeros, which the text encoder does not
+see; CogVideoX takes them as they are, and its text encoder sees the padding. HunyuanVideo's uses a template and a layer
+below the last, which ``TextEncoder`` does not.
 """
 
 from __future__ import annotations
@@ -17,9 +18,14 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.encoders import TextEncoder, VideoEncoder
 from arachnec.models.initial_weights import read_config, read_json_object
+from arachnec.models.prompts import wan_prompt
 
 INDEX = "model_index.json"
-MASKED = {"WanPipeline": True, "CogVideoXPipeline": False}  # whether the text encoder is told what is padding
+# Whether the text encoder is told what is padding, and what is done to captions before.
+CAPTIONS: dict[str, dict[str, Any]] = {
+    "WanPipeline": {"masked": True, "tidy": wan_prompt},
+    "CogVideoXPipeline": {"masked": False},
+}
 
 
 @dataclass(frozen=True)
@@ -55,8 +61,8 @@ def pipeline_encoders(
     if not (folder / INDEX).is_file():
         raise UserError(NoPipeline(None, str(folder), INDEX))
     pipeline = read_json_object(folder / INDEX).get("_class_name")
-    if pipeline not in MASKED:
-        raise UserError(OtherPipeline(None, str(pipeline), ", ".join(MASKED)))
+    if pipeline not in CAPTIONS:
+        raise UserError(OtherPipeline(None, str(pipeline), ", ".join(CAPTIONS)))
     for part in ("vae", "text_encoder", "tokenizer"):
         if not (folder / part).is_dir():
             raise UserError(NoPipeline(None, str(folder), f"{part}/"))
@@ -67,7 +73,7 @@ def pipeline_encoders(
     tokenizer = constructor("transformers", "AutoTokenizer").from_pretrained(folder / "tokenizer")
     return {
         "vae": VideoEncoder(vae, multiple),
-        "text": TextEncoder(tokenizer, text, masked=MASKED[pipeline]),
+        "text": TextEncoder(tokenizer, text, **CAPTIONS[pipeline]),
     }
 
 
