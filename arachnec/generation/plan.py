@@ -11,6 +11,7 @@ import torch
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
+from arachnec.generation.encoded import Encoders
 from arachnec.generation.learned_layers import with_predictors
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
@@ -23,7 +24,7 @@ from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import TRAINED, Trace, trace_model
 from arachnec.planning.sampling.requests import SwitchForecast, inference_stage, sampling_module
-from arachnec.sampling.loop import Sampling, begin
+from arachnec.sampling.loop import Sampling, begin, other_latents, sizes_of
 from arachnec.tracing.cost import encoder_stage
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.needs_values import needs_values
@@ -40,19 +41,6 @@ class UnknownModel(Diagnostic):
     help: ClassVar[str] = "its models are {names}"
     name: str
     names: str
-
-
-@dataclass(frozen=True)
-class OtherLatents(Diagnostic):
-    title: ClassVar[str] = "the model `{name}` predicts {found} from latents {latents}"
-    label: ClassVar[str] = "for request `{request}`"
-    help: ClassVar[str] = (
-        "both models need the latent channels, strides and patches that `start` makes: take models of one latent space"
-    )
-    name: str
-    found: str
-    latents: str
-    request: str | int
 
 
 @dataclass(frozen=True)
@@ -189,15 +177,18 @@ def demand_latents(sampling: Sampling, requests: Sequence[Request]) -> None:
 
     Every model is built once, on the meta device, and runs each kind of its blocks once for each shape.
     """
-    if sampling.sampler.encoders is not None:
-        return  # what they give is not here
-    shapes = list({request.shape: request for request in requests}.values())
+    sampler, encoded = sampling.sampler, Encoders(sampling.sampler, sampling.names, torch.device("cpu"))
     for name in sampling.names:
         with torch.device("meta"):
-            model = sampling.sampler.build(name)
+            model = sampler.build(name)
         repeats = Repeats(model, find_blocks(model))
-        for request in shapes:
-            _demand_latents_of(sampling, name, model, repeats, request)
+        kinds = {(request.shape, sampler.branches(name, request)): request for request in reversed(requests)}
+        for request in reversed(kinds.values()):
+            try:
+                whole = encoded.with_noise(request)
+            except Exception:
+                return  # tracing says what is wrong with an encoder, and where
+            _demand_latents_of(sampling, name, model, repeats, whole)
 
 
 def _demand_latents_of(
@@ -217,17 +208,9 @@ def _demand_latents_of(
             if needs_values(error):
                 continue
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise UserError(_other(sampling, name, reason, loop.latents, request)) from error
+            raise UserError(other_latents(sampling, name, reason, loop.latents, request)) from error
         if shape != loop.latents.shape:
-            raise UserError(_other(sampling, name, _sizes(shape), loop.latents, request))
-
-
-def _other(sampling: Sampling, name: str, held: str, latents: torch.Tensor, request: Request) -> OtherLatents:
-    return OtherLatents(sampling.sampler.span("models"), name, held, _sizes(latents.shape), request.id)
-
-
-def _sizes(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+            raise UserError(other_latents(sampling, name, sizes_of(shape), loop.latents, request))
 
 
 def _apart(
