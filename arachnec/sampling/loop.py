@@ -135,8 +135,8 @@ class Loop:
         ``UserError`` for a prediction of another shape than the latents.
         """
         if prediction.shape != self.latents.shape:  # some schedulers would broadcast it
-            found = sizes_of(prediction.shape)
-            raise UserError(other_latents(self.sampling, self.model, found, self.latents, self.request))
+            predicted = sizes_of(prediction.shape)
+            raise UserError(other_latents(self.sampling, self.model, predicted, self.latents, self.request))
         distance = relative_distance(prediction, self.previous)
         self.previous = prediction
         self.latents = self.schedule.advance(prediction, self.step, self.latents, self.generator)
@@ -191,9 +191,9 @@ def begin(sampling: Sampling, request: Request, device: torch.device | str = "cp
     return loop
 
 
-def other_latents(sampling: Sampling, name: str, found: str, latents: Tensor, request: Request) -> OtherLatents:
+def other_latents(sampling: Sampling, name: str, predicted: str, latents: Tensor, request: Request) -> OtherLatents:
     """What a model gives for a request's latents that is no prediction of them."""
-    return OtherLatents(sampling.sampler.span("models"), name, found, sizes_of(latents.shape), request.id)
+    return OtherLatents(sampling.sampler.span("models"), name, predicted, sizes_of(latents.shape), request.id)
 
 
 def sizes_of(shape: Sequence[int]) -> str:
