@@ -28,6 +28,7 @@ from arachnec.sampling.loop import Sampling, begin, other_latents, sizes_of
 from arachnec.tracing.cost import encoder_stage
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.needs_values import needs_values
+from arachnec.tracing.padded_text import padded_text
 from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import meta_encoders
 
@@ -64,6 +65,7 @@ class Traced:
     requests: tuple[Request, ...]
     decoder: Stage | None = None
     seen: tuple[Seen, ...] = ()  # switches so far, for the forecast
+    text: int | None = None  # tokens that the sampler file pads captions to
 
     def module(self, cluster: Cluster) -> Module:
         """The requests as a module at level ``traced``."""
@@ -80,7 +82,10 @@ class Traced:
         if self.decoder is not None:
             stages.append(self.decoder)
         sampler, names = self.sampling.sampler, self.sampling.names
-        forwards = [replace(r, steps=len(self.sampling.schedule(r))) for r in self.requests]
+        forwards = [
+            replace(r, steps=len(self.sampling.schedule(r)), text_tokens=self.text or r.text_tokens)
+            for r in self.requests
+        ]
         module = sampling_module(
             forwards,
             lambda request: first.tokens(request.clip()),
@@ -126,7 +131,13 @@ def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen]
     demand_latents(sampling, requests)
     traces = {name: trace_model(sampling.sampler.model_file(name), clips, gradients=False) for name in sampling.names}
     decoder = decoder_stage(sampling, clips, traces[sampling.names[0]].tokens)
-    return Traced(sampling, traces, tuple(requests), decoder, tuple(seen))
+    return Traced(sampling, traces, tuple(requests), decoder, tuple(seen), text_of_all(sampling, clips))
+
+
+def text_of_all(sampling: Sampling, clips: Sequence[VideoClip]) -> int | None:
+    """The text tokens of every forward, whatever the caption; None where these are the caption's own."""
+    lengths = {padded_text(sampling.sampler.model_file(name), clips) for name in sampling.names}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def decoder_stage(sampling: Sampling, clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> Stage | None:
