@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from arachnec import cli
 from arachnec.commands.generated import generate_here
@@ -22,6 +23,7 @@ from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sampling.segments import segmented
 from arachnec.sampling.loop import Sampling, begin
+from benchmarks.sampling.pipelines import wan_model
 from tests.generation.cases import ENCODER, FIXED, REQUESTS, SAMPLER, sampling_of, written
 
 pytest.importorskip("diffusers")
@@ -159,6 +161,25 @@ def test_a_mistake_is_one_message_with_a_remedy(
     """Before anything runs."""
     options, sampler, row, part = MISTAKES[mistake]
     assert part in message(tmp_path, capsys, "--plan-only", *options, sampler=sampler + encoder, **row)
+
+
+def test_weights_with_other_names_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = wan_model(1).build()
+    model.save_pretrained(tmp_path / "weights")
+    path = tmp_path / "weights" / "diffusion_pytorch_model.safetensors"
+    stored = load_file(path)
+    stored["blocks.0.surplus.weight"] = stored.pop("blocks.0.ffn.net.2.weight")
+    save_file(stored, path)
+    file = f"""
+from arachnec.models.diffusers.sampler import wan_sampler
+
+sampler = wan_sampler(large={str(tmp_path / "weights")!r}, text_length=8)
+models, scheduler, start, arguments = sampler.models, sampler.scheduler, sampler.start, sampler.arguments
+"""
+    told = message(tmp_path, capsys, "--plan-only", sampler=file, frames=9, height=32, width=48)
+    assert "blocks.0.ffn.net.2.weight" in told and "blocks.0.surplus.weight" in told
 
 
 def test_guidance_is_asked_for_of_every_request(tmp_path: Path) -> None:

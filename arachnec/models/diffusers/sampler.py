@@ -22,7 +22,13 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.decoders import VideoDecoder
 from arachnec.models.diffusers import cogvideox, common, hunyuan_video, wan
 from arachnec.models.diffusers.pretrained import pipeline_encoders
-from arachnec.models.initial_weights import encoder_weights, initial_weights, read_config, read_json_object
+from arachnec.models.initial_weights import (
+    InitialWeights,
+    encoder_weights,
+    initial_weights,
+    read_config,
+    read_json_object,
+)
 
 UNIPC = "diffusers.schedulers.scheduling_unipc_multistep"
 EULER = "diffusers.schedulers.scheduling_flow_match_euler_discrete"
@@ -76,15 +82,18 @@ class OtherPrediction(Diagnostic):
 
 @dataclass(frozen=True)
 class Expert:
-    """A model and the folder of its weights; random ones without."""
+    """A model and the folder of its weights; random ones without.
+
+    Names and shapes are held against the folder's on the meta device too, so planning refuses what ranks would.
+    """
 
     adapter: Any
     folder: Path | None
 
     def build(self) -> nn.Module:
         model: nn.Module = self.adapter.build().eval()
-        if self.folder is not None and not any(tensor.is_meta for tensor in model.parameters()):
-            initial_weights(self.folder, model).fill(model)
+        if self.folder is not None:
+            _fill(model, initial_weights(self.folder, model))
         return model
 
 
@@ -142,8 +151,8 @@ class VideoSampler:
         folder = self._pipeline()
         text = pipeline_encoders(folder)["text"]
         weights = encoder_weights(folder, "text", text)
-        if weights is not None and not any(tensor.is_meta for tensor in text.parameters()):
-            weights.fill(text)
+        if weights is not None:
+            _fill(text, weights)
         return {"text": text}
 
     def decoder(self) -> nn.Module:
@@ -151,8 +160,7 @@ class VideoSampler:
         folder = self._pipeline() / "vae"
         config = read_config(folder)
         vae = common.constructor("diffusers", config["_class_name"]).from_config(config)
-        if not any(tensor.is_meta for tensor in vae.parameters()):
-            initial_weights(folder, vae).fill(vae)
+        _fill(vae, initial_weights(folder, vae))
         return VideoDecoder(vae, frames_first=self.frames_first)
 
     def _pipeline(self) -> Path:
@@ -232,6 +240,12 @@ def hunyuan_sampler(
     euler = functools.partial(_euler, flow_shift)
     own = _fitting(experts, scheduler or _of_folder(pipeline, from_one_to_zero) or euler, FLOW)
     return VideoSampler(experts, own, _hunyuan_text, true_guidance=true_guidance, pipeline=_path(pipeline))
+
+
+def _fill(model: nn.Module, weights: InitialWeights) -> None:
+    """Give a model its weights, unless it is on the meta device and has none."""
+    if not any(tensor.is_meta for tensor in model.parameters()):
+        weights.fill(model)
 
 
 def _path(pipeline: str | Path | None) -> Path | None:
