@@ -57,6 +57,15 @@ class Encoders:
                 branch[name] = row.to(self.device, non_blocking=True)
         return replace(request, encoded=named[0], negative_encoded=named[1])
 
+    def with_noise(self, request: Request) -> Request:
+        """The request with noise of the shapes of what every encoder would give. None of them runs with values."""
+        named: list[dict[str, Tensor]] = [{}, {}]
+        generator = torch.Generator("cpu").manual_seed(0)
+        for name in self.on_meta:
+            for branch, shape in zip(named, self._shapes(name, request), strict=False):
+                branch[name] = torch.randn(shape.shape, generator=generator).to(shape.dtype)
+        return replace(request, encoded=named[0], negative_encoded=named[1])
+
     def _rows(self, name: str, requests: Sequence[Request], value: Tensor) -> Iterator[tuple[Request, list[Tensor]]]:
         offset = 0
         for request in requests:

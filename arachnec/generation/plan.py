@@ -11,6 +11,7 @@ import torch
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
+from arachnec.generation.encoded import Encoders
 from arachnec.generation.learned_layers import with_predictors
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
@@ -23,10 +24,11 @@ from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import TRAINED, Trace, trace_model
 from arachnec.planning.sampling.requests import SwitchForecast, inference_stage, sampling_module
-from arachnec.sampling.loop import Sampling, begin
+from arachnec.sampling.loop import Sampling, begin, other_latents, sizes_of
 from arachnec.tracing.cost import encoder_stage
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.needs_values import needs_values
+from arachnec.tracing.padded_text import padded_text
 from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import meta_encoders
 
@@ -40,19 +42,6 @@ class UnknownModel(Diagnostic):
     help: ClassVar[str] = "its models are {names}"
     name: str
     names: str
-
-
-@dataclass(frozen=True)
-class OtherLatents(Diagnostic):
-    title: ClassVar[str] = "the model `{name}` predicts {found} from latents {latents}"
-    label: ClassVar[str] = "for request `{request}`"
-    help: ClassVar[str] = (
-        "both models need the latent channels, strides and patches that `start` makes: take models of one latent space"
-    )
-    name: str
-    found: str
-    latents: str
-    request: str | int
 
 
 @dataclass(frozen=True)
@@ -76,6 +65,7 @@ class Traced:
     requests: tuple[Request, ...]
     decoder: Stage | None = None
     seen: tuple[Seen, ...] = ()  # switches so far, for the forecast
+    text: int | None = None  # tokens that the sampler file pads captions to
 
     def module(self, cluster: Cluster) -> Module:
         """The requests as a module at level ``traced``."""
@@ -92,7 +82,10 @@ class Traced:
         if self.decoder is not None:
             stages.append(self.decoder)
         sampler, names = self.sampling.sampler, self.sampling.names
-        forwards = [replace(r, steps=len(self.sampling.schedule(r))) for r in self.requests]
+        forwards = [
+            replace(r, steps=len(self.sampling.schedule(r)), text_tokens=self.text or r.text_tokens)
+            for r in self.requests
+        ]
         module = sampling_module(
             forwards,
             lambda request: first.tokens(request.clip()),
@@ -138,7 +131,13 @@ def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen]
     demand_latents(sampling, requests)
     traces = {name: trace_model(sampling.sampler.model_file(name), clips, gradients=False) for name in sampling.names}
     decoder = decoder_stage(sampling, clips, traces[sampling.names[0]].tokens)
-    return Traced(sampling, traces, tuple(requests), decoder, tuple(seen))
+    return Traced(sampling, traces, tuple(requests), decoder, tuple(seen), text_of_all(sampling, clips))
+
+
+def text_of_all(sampling: Sampling, clips: Sequence[VideoClip]) -> int | None:
+    """The text tokens of every forward, whatever the caption; None where these are the caption's own."""
+    lengths = {padded_text(sampling.sampler.model_file(name), clips) for name in sampling.names}
+    return lengths.pop() if len(lengths) == 1 else None
 
 
 def decoder_stage(sampling: Sampling, clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> Stage | None:
@@ -189,15 +188,18 @@ def demand_latents(sampling: Sampling, requests: Sequence[Request]) -> None:
 
     Every model is built once, on the meta device, and runs each kind of its blocks once for each shape.
     """
-    if sampling.sampler.encoders is not None:
-        return  # what they give is not here
-    shapes = list({request.shape: request for request in requests}.values())
+    sampler, encoded = sampling.sampler, Encoders(sampling.sampler, sampling.names, torch.device("cpu"))
     for name in sampling.names:
         with torch.device("meta"):
-            model = sampling.sampler.build(name)
+            model = sampler.build(name)
         repeats = Repeats(model, find_blocks(model))
-        for request in shapes:
-            _demand_latents_of(sampling, name, model, repeats, request)
+        kinds = {(request.shape, sampler.branches(name, request)): request for request in reversed(requests)}
+        for request in reversed(kinds.values()):
+            try:
+                whole = encoded.with_noise(request)
+            except Exception:
+                return  # tracing says what is wrong with an encoder, and where
+            _demand_latents_of(sampling, name, model, repeats, whole)
 
 
 def _demand_latents_of(
@@ -217,17 +219,9 @@ def _demand_latents_of(
             if needs_values(error):
                 continue
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise UserError(_other(sampling, name, reason, loop.latents, request)) from error
+            raise UserError(other_latents(sampling, name, reason, loop.latents, request)) from error
         if shape != loop.latents.shape:
-            raise UserError(_other(sampling, name, _sizes(shape), loop.latents, request))
-
-
-def _other(sampling: Sampling, name: str, held: str, latents: torch.Tensor, request: Request) -> OtherLatents:
-    return OtherLatents(sampling.sampler.span("models"), name, held, _sizes(latents.shape), request.id)
-
-
-def _sizes(shape: Sequence[int]) -> str:
-    return " x ".join(map(str, shape))
+            raise UserError(other_latents(sampling, name, sizes_of(shape), loop.latents, request))
 
 
 def _apart(

@@ -104,9 +104,15 @@ class GenerationRank:
         self.encoders.build({self.cascades[s.target].stage for s in self.program.instructions if s.op == "encode"})
         if any(step.op == "decode" for step in self.program.instructions):
             self._build_decoder()
+        self._warm_scheduler()
         if len(self.module.programs) > 1:
             dist.barrier()
         self.started = time.monotonic()
+
+    def _warm_scheduler(self) -> None:
+        """Have the scheduler import what it needs, so that no request's seconds count it."""
+        loop = begin(self.sampling, self.requests[0])
+        self.sampling.longest_history(loop.request, loop.latents)
 
     def run(self) -> None:
         """Execute the program. Collective."""

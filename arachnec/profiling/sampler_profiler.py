@@ -57,6 +57,7 @@ class _Traced(msgspec.Struct, frozen=True):
 
     tokens: list[int]
     heads: dict[str, int]
+    text: int | None  # tokens that captions are padded to
 
 
 LEAST_MS = 30.0  # of a measurement: shorter steps are taken several times, up to ``MOST_STEPS``
@@ -80,6 +81,7 @@ class SamplerProfiler:
     _coders: dict[str, torch.nn.Module] = field(init=False)  # encoders and decoder
     _stages: dict[tuple[str, str], Stage] = field(init=False, default_factory=dict)  # on rank 0 only
     _heads: dict[str, int] = field(init=False)
+    _text: int | None = field(init=False)  # tokens that the sampler file pads captions to
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _loops: dict[object, list[Loop]] = field(init=False, default_factory=dict)
     _prompts: dict[object, list[dict[str, torch.Tensor]]] = field(init=False, default_factory=dict)  # encoded, negative
@@ -88,7 +90,7 @@ class SamplerProfiler:
     def __post_init__(self) -> None:
         names = self.sampler.names()
         traced = self._trace(names)
-        tokens, self._heads = traced.tokens, traced.heads
+        tokens, self._heads, self._text = traced.tokens, traced.heads, traced.text
         torch.manual_seed(0)
         encoders = self.sampler.encoders() if self.sampler.encoders is not None else {}
         self._encoders = {name: e.to(self.device).eval().requires_grad_(False) for name, e in encoders.items()}
@@ -107,8 +109,9 @@ class SamplerProfiler:
             self.jobs += [
                 Job(name, ("forward",), self.ranks, partial(self._encode, name, point), point) for point in points
             ]
+        steps = list({(*p.clips[0].shape[:3], self._text or p.clips[0].text_tokens): p for p in points}.values())
         for name in names:
-            alone = spread(points, SHAPES)
+            alone = spread(steps, SHAPES)
             # pairs of requests at every size: whether a batch saves time or costs some is the machine's to say
             ways = ((1, 1.0), (1, 2.0), (2, 2.0))
             self.jobs += [
@@ -117,7 +120,7 @@ class SamplerProfiler:
                 for count, guidance in ways
             ]
             if self.ranks > 1:
-                self.jobs += self._shared_jobs(name, spread(points, SHARED_SHAPES), asked)
+                self.jobs += self._shared_jobs(name, spread(steps, SHARED_SHAPES), asked)
 
     @cached_property
     def ranks(self) -> int:
@@ -160,6 +163,7 @@ class SamplerProfiler:
         text = None
         if dist.get_rank() == 0:
             from arachnec.passes.trace import trace_model
+            from arachnec.tracing.padded_text import padded_text
 
             clips = [request.clip() for request in self.requests]
             tokens: list[int] = []
@@ -168,7 +172,9 @@ class SamplerProfiler:
                 self._stages |= {(name, stage.name): stage for stage in traced.stages}
                 tokens = tokens or [traced.tokens(clip) for clip in clips]
             heads = {name: count_in(self._stages[name, TRAINED], "heads") for name in names}
-            text = msgspec.json.encode(_Traced(tokens, heads)).decode()
+            lengths = {padded_text(self.sampler.model_file(name), clips) for name in names}
+            padded = lengths.pop() if len(lengths) == 1 else None
+            text = msgspec.json.encode(_Traced(tokens, heads, padded)).decode()
         return msgspec.json.decode(share_text(text), type=_Traced)
 
     def _step_job(self, name: str, request: Request, tokens: int, count: int, scale: float) -> Job:
@@ -253,7 +259,8 @@ class SamplerProfiler:
             sizes = sizes_of(clip, deciding_sizes(self._coders[job.stage], clips))
             return Measurement(batch, tokens, clip.text_tokens, job.degree, ms, sizes=sizes)
         stage, ring = self._stages.get((job.stage, TRAINED)), widest_ulysses(job.degree, self._heads[job.stage]).ring
-        return shared_measurement(stage, "forward", batch, tokens, clip.text_tokens, job.degree, ms, ring)
+        text = self._text or clip.text_tokens
+        return shared_measurement(stage, "forward", batch, tokens, text, job.degree, ms, ring)
 
 
 def _ms(times: torch.Tensor, crowding: float) -> torch.Tensor:

@@ -9,14 +9,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import ONE_MODEL, Switch
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.sampler_file import SamplerFile
 from arachnec.sampling.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class OtherLatents(Diagnostic):
+    title: ClassVar[str] = "the model `{name}` predicts {found} from latents {latents}"
+    label: ClassVar[str] = "for request `{request}`"
+    help: ClassVar[str] = (
+        "both models need the latent channels, strides and patches that `start` makes: take models of one latent space"
+    )
+    name: str
+    found: str
+    latents: str
+    request: str | int
 
 
 @dataclass(frozen=True)
@@ -116,8 +131,12 @@ class Loop:
     def advance(self, prediction: Tensor, agree: Callable[[float], float] = float) -> None:
         """Take the next step. ``agree`` gives all ranks of the request one rank's distance, to decide alike.
 
-        Once the switch is decided nobody waits for the device: ``settle`` reads what the steps came to.
+        Once the switch is decided nobody waits for the device: ``settle`` reads what the steps came to. Raises
+        ``UserError`` for a prediction of another shape than the latents.
         """
+        if prediction.shape != self.latents.shape:  # some schedulers would broadcast it
+            predicted = sizes_of(prediction.shape)
+            raise UserError(other_latents(self.sampling, self.model, predicted, self.latents, self.request))
         distance = relative_distance(prediction, self.previous)
         self.previous = prediction
         self.latents = self.schedule.advance(prediction, self.step, self.latents, self.generator)
@@ -170,6 +189,15 @@ def begin(sampling: Sampling, request: Request, device: torch.device | str = "cp
     loop = Loop(sampling, request, schedule, latents, generator, switched=most if least == most else None)
     loop.decide()
     return loop
+
+
+def other_latents(sampling: Sampling, name: str, predicted: str, latents: Tensor, request: Request) -> OtherLatents:
+    """What a model gives for a request's latents that is no prediction of them."""
+    return OtherLatents(sampling.sampler.span("models"), name, predicted, sizes_of(latents.shape), request.id)
+
+
+def sizes_of(shape: Sequence[int]) -> str:
+    return " x ".join(map(str, shape))
 
 
 def relative_distance(prediction: Tensor, previous: Tensor | None) -> Tensor:

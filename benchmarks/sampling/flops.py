@@ -2,10 +2,10 @@
 
     python -m benchmarks.sampling.flops [FILE.json]
 
-Beside them stand constants by formula: 8 + 4 ffn/h products of S h^2 and 4 S^2 h a layer, no text, no shell. The trace
-counts both: of Wan's T text tokens a layer's cross-attention alone takes 4 S h^2 + 4 T h^2 + 4 S T h, which is 153.3
-and 12.5 TFLOP of its two models; 1525.0 + 153.3 and 270.5 + 12.5 are what is traced. K is how many of 50 steps the
-large model may take for a speed-up that FLOPs alone would allow.
+Beside them stands the formula of ``pairs_of_models``: (8 + 4 ffn/h) S h^2 + 4 S^2 h a layer, no text, no shell. The
+trace counts both: of Wan's T text tokens a layer's cross-attention alone takes 4 S h^2 + 4 T h^2 + 4 S T h, which is
+153.3 and 12.5 TFLOP of its two models; 1525.0 + 153.3 and 270.5 + 12.5 are what is traced. K is how many of 50 steps
+the large model may take for a speed-up that FLOPs alone would allow.
 """
 
 import json
@@ -16,14 +16,15 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.values import Formula
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.trace import TRAINED, trace_model
+from benchmarks.sampling.pairs_of_models import COGVIDEOX, WAN
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = 50
-WIDTHS = {"sample_wan2_1.py": {"large": (5120, 40), "small": (1536, 30)}}  # of cross-attention: width and layers
-# file, clip, TFLOP by formula of each model, speed-ups to ask K for
+CROSS_ATTENTION = ("sample_wan2_1.py",)  # the others have the text in their sequence
+# file, clip, the pair's sizes, speed-ups to ask K for
 PAIRS = (
-    ("sample_wan2_1.py", (81, 480, 832, 512), {"large": 1525.0, "small": 270.5}, (2.0, 3.0, 4.0)),
-    ("sample_cogvideox.py", (49, 480, 720, 226), {"large": 332.2, "small": 120.0}, (1.5, 2.0, 2.5)),
+    ("sample_wan2_1.py", (81, 480, 832, 512), WAN, (2.0, 3.0, 4.0)),
+    ("sample_cogvideox.py", (49, 480, 720, 226), COGVIDEOX, (1.5, 2.0, 2.5)),
 )
 
 
@@ -43,7 +44,9 @@ def cross_attention(tokens: int, text: int, width: int, layers: int) -> float:
 
 def main() -> None:
     rows = []
-    for file, (frames, height, width, text), formula, speed_ups in PAIRS:
+    for file, (frames, height, width, text), pair, speed_ups in PAIRS:
+        transformers = {"large": pair.large, "small": pair.small}
+        formula = {name: transformer.tflop(pair.tokens) for name, transformer in transformers.items()}
         sampler = load_sampler_file(EXAMPLES / file)
         clip = VideoClip(0, frames, height, width, text, "")
         traced: dict[str, float] = {}
@@ -53,11 +56,15 @@ def main() -> None:
             flops, tokens = stage.attrs["flops"], trace.tokens(clip)
             assert isinstance(flops, Formula)
             traced[name] = layers_alone(flops, tokens, text)
-            print(f"{file} {name}: S {tokens}, {traced[name]:.1f} TFLOP traced, {formula[name]} by formula", flush=True)
+            print(
+                f"{file} {name}: S {tokens}, {traced[name]:.1f} TFLOP traced, {formula[name]:.1f} by formula",
+                flush=True,
+            )
         kinds = {"traced": traced, "by formula": formula}
-        if file in WIDTHS:
+        if file in CROSS_ATTENTION:
             kinds["by formula, with the text"] = {
-                name: formula[name] + cross_attention(tokens, text, *sizes) for name, sizes in WIDTHS[file].items()
+                name: formula[name] + cross_attention(pair.tokens, text, own.hidden, own.layers)
+                for name, own in transformers.items()
             }
         for kind, figures in kinds.items():
             large, small = figures["large"], figures["small"]

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from arachnec import cli
 from arachnec.commands.generated import generate_here
@@ -18,10 +19,12 @@ from arachnec.generation.results import Outcome, Results
 from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.parser import parse_module
+from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sampling.segments import segmented
-from arachnec.sampling.loop import Sampling
-from tests.generation.cases import FIXED, REQUESTS, SAMPLER, sampling_of, written
+from arachnec.sampling.loop import Sampling, begin
+from benchmarks.sampling.pipelines import wan_model
+from tests.generation.cases import ENCODER, FIXED, REQUESTS, SAMPLER, sampling_of, written
 
 pytest.importorskip("diffusers")
 ROW = {"caption": "fox", "frames": 3, "height": 16, "width": 16, "steps": 4, "guidance": 2}
@@ -150,12 +153,50 @@ MISTAKES = {
 }
 
 
+@pytest.mark.parametrize("encoder", ["", ENCODER], ids=["no encoders", "an encoder"])
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_message_with_a_remedy(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str, encoder: str
 ) -> None:
+    """Before anything runs."""
     options, sampler, row, part = MISTAKES[mistake]
-    assert part in message(tmp_path, capsys, *options, sampler=sampler, **row)
+    assert part in message(tmp_path, capsys, "--plan-only", *options, sampler=sampler + encoder, **row)
+
+
+def test_weights_with_other_names_are_refused_before_anything_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = wan_model(1).build()
+    model.save_pretrained(tmp_path / "weights")
+    path = tmp_path / "weights" / "diffusion_pytorch_model.safetensors"
+    stored = load_file(path)
+    stored["blocks.0.surplus.weight"] = stored.pop("blocks.0.ffn.net.2.weight")
+    save_file(stored, path)
+    file = f"""
+from arachnec.models.diffusers.sampler import wan_sampler
+
+sampler = wan_sampler(large={str(tmp_path / "weights")!r}, text_length=8)
+models, scheduler, start, arguments = sampler.models, sampler.scheduler, sampler.start, sampler.arguments
+"""
+    told = message(tmp_path, capsys, "--plan-only", sampler=file, frames=9, height=32, width=48)
+    assert "blocks.0.ffn.net.2.weight" in told and "blocks.0.surplus.weight" in told
+
+
+def test_guidance_is_asked_for_of_every_request(tmp_path: Path) -> None:
+    """Of two requests of one size the second alone is guided."""
+    path = tmp_path / "sampler.py"
+    path.write_text(NO_NEGATIVE + ENCODER)
+    sampling = sampling_of(load_sampler_file(path), FIXED)
+    plain = replace(REQUESTS[0], id="plain", guidance=1.0)
+    demand_latents(sampling, [plain])
+    with pytest.raises(UserError, match="request `a` has guidance"):
+        demand_latents(sampling, [plain, REQUESTS[0]])
+
+
+def test_a_step_refuses_a_prediction_that_would_be_broadcast(tmp_path: Path) -> None:
+    loop = begin(sampling_of(written(tmp_path), FIXED), REQUESTS[0])
+    with pytest.raises(UserError, match="the model `large` predicts 1 x 12 x 1 from latents 1 x 12 x 4"):
+        loop.advance(torch.zeros(1, 12, 1))
 
 
 def test_finished_requests_stay_unless_what_made_them_has_changed(tmp_path: Path) -> None:

@@ -65,6 +65,13 @@ def arguments(name, latents, timestep, request, conditional):
     return {"x": latents + told[:, None], "time": timestep.reshape(1) / 1000}
 """
 ).replace('    return {"large": Tiny, "small": Tiny}\n\n\ndef models():\n', "")
+WAN_PAIR = """
+from arachnec.models.diffusers.sampler import wan_sampler
+from benchmarks.sampling.pipelines import wan_model
+
+sampler = wan_sampler(large=wan_model(), small=wan_model(1), text_length=8)
+models, scheduler, start, arguments = sampler.models, sampler.scheduler, sampler.start, sampler.arguments
+"""
 ENCODER = """
 
 class Text(nn.Module):
@@ -134,8 +141,10 @@ def tokens(request: Request) -> int:
     return request.frames * (request.height // 8) * (request.width // 8)
 
 
-def partitioned(sampling: Sampling, requests: tuple[Request, ...], world: int, *, length: int = 2) -> Module:
-    """The requests as chains of segments."""
+def partitioned(
+    sampling: Sampling, requests: tuple[Request, ...], world: int, *, length: int = 2, batch: int = 1
+) -> Module:
+    """The requests as chains of segments, up to ``batch`` equal ones together."""
     small, per_token = Quantity(1e-3, "GiB"), Formula((Term(1e-6, (("B", 1), ("S", 1))),), "GiB")
     attrs = Attributes.of(params=3000, dtype="f32", hidden=12, heads=3, state=small, workspace=per_token)
     attrs = attrs.updated(output=per_token, forward=Formula((Term(0.1),), "ms"), costs="profile")
@@ -149,7 +158,7 @@ def partitioned(sampling: Sampling, requests: tuple[Request, ...], world: int, *
         forecasts=[forecast(sampling, request) for request in requests] if two else (),
         branches=sampling.sampler.branches,
     )  # fmt: skip
-    return segmented(module, length=length)
+    return segmented(module, length=length, batch=batch)
 
 
 def lowered(module: Module, works: Mapping[str, Mapping[str, object]]) -> Module:

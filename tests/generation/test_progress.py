@@ -41,6 +41,27 @@ def models():
     return {"large": lambda: Hangs()}
 """
 
+KILLED = """
+
+import os, signal
+from pathlib import Path
+
+class Dies(Tiny):
+    calls = 0
+
+    def forward(self, x, time):
+        Dies.calls += 1
+        told = Path("{folder}/killed")
+        if os.environ.get("RANK") == "1" and Dies.calls == 8 and not told.exists():
+            told.write_text(" ".join(path.stem for path in Path("{folder}/out").glob("*.safetensors")))
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().forward(x, time)
+
+
+def models():
+    return {{"large": lambda: Dies()}}
+"""
+
 
 @pytest.fixture
 def module(tmp_path: Path) -> Module:
@@ -125,3 +146,36 @@ def test_a_rank_that_hangs_in_a_step_ends_the_command_with_its_request(tmp_path:
     told = r"rank 1 on host \S+ is silent: in the program of requests it has been in denoise %\S+ \(request [ab]\), "
     assert re.search(told + "step 4 of 6", ended.stderr), ended.stderr
     assert "--stall-timeout" in ended.stderr
+
+
+def test_a_rank_that_is_killed_takes_along_nothing_that_was_finished(tmp_path: Path) -> None:
+    """In its second request. Its first one's file is there by then; the same command does what is left."""
+    (tmp_path / "sampler.py").write_text(SAMPLER + KILLED.format(folder=str(tmp_path)))
+    rows = [
+        {"id": id, "caption": "fox", "frames": 5 - number, "height": 16, "width": 16, "steps": 6}
+        for number, id in enumerate("abcd")
+    ]
+    (tmp_path / "requests.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ["generate", "sampler.py", "--data", "requests.jsonl", "-o", "out", "--cluster", "2:cpu"]
+    command = [warm_python(("arachnec.generation.rank",)), "-m", "arachnec.cli", *words]
+
+    def generate() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=200, check=False)
+
+    ended = generate()
+    assert ended.returncode == 2, ended.stderr
+    assert ended.stderr.count("error:") == 1
+    told = re.search(
+        r"rank 1 of 2 was killed by SIGKILL; .* denoise %r\d\.\d \(request ([a-d])\), step 2 of 6", ended.stderr
+    )
+    assert told, ended.stderr
+    assert "the same command does the requests that are not finished" in ended.stderr
+    there = set((tmp_path / "killed").read_text().split())
+    files = {path.stem: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.safetensors")}
+    assert there and there <= files.keys() and told[1] not in files
+    again = generate()
+    assert again.returncode == 0, again.stderr
+    after = {path.stem: path.stat().st_mtime_ns for path in (tmp_path / "out").glob("*.safetensors")}
+    assert after.keys() == set("abcd") and after.items() >= files.items()
+    report = json.loads((tmp_path / "out" / "report.json").read_text())["requests"]
+    assert {row["id"] for row in report if row["earlier"]} == files.keys()

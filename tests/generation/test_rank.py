@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
+from arachnec.data.requests import Request
 from arachnec.data.switch import Switch, parse_switch
 from arachnec.generation import rank_models
 from arachnec.generation.plan import planned, traced
+from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
 from tests.distributed.executor_cases import cluster
 from tests.generation.cases import (
@@ -18,6 +21,7 @@ from tests.generation.cases import (
     FIXED,
     NOT_A_NUMBER,
     REQUESTS,
+    WAN_PAIR,
     Forced,
     expected,
     lowered,
@@ -165,6 +169,39 @@ def test_blocks_run_as_they_were_fused(tmp_path: Path, monkeypatch: pytest.Monke
     assert len(installed) == 2 and all(installed.values())
     unfused = planned(module, Pipeline.parse("segment,annotate,schedule-sampling{steps=20},place,lower,check"))
     assert unfused.graphs == ()
+
+
+@pytest.mark.parametrize("work", [{}, {"ranks": (0, 1)}, {"ranks": (1, 0), "side": 2}])
+def test_a_batch_of_requests_has_the_latents_of_each_alone(tmp_path: Path, work: dict[str, object]) -> None:
+    """On one rank; sharing every sequence of the batch; a branch of all on each rank. Handed on in between."""
+    sampling = sampling_of(written(tmp_path), FIXED)
+    requests = tuple(replace(REQUESTS[0], id=id, seed=seed) for seed, id in enumerate("xyz"))
+    module = partitioned(sampling, requests, 2, batch=3)
+    assert [cascade.batch for cascade in module.cascades] == [3, 3]
+    results = run(tmp_path, lowered(module, {"r0.0": work, "r0.1": {"ranks": (1,)}}), FIXED, requests)
+    for request in requests:
+        torch.testing.assert_close(results[str(request.id)][1], expected(sampling, request), rtol=1e-4, atol=1e-5)
+
+
+def test_requests_with_captions_of_other_lengths_are_one_batch(tmp_path: Path) -> None:
+    """Wan pads captions, so they are one forward; latents are those of one by one."""
+    path = tmp_path / "sampler.py"
+    path.write_text(WAN_PAIR)
+    sampling = sampling_of(load_sampler_file(path), FIXED)
+    alike = Request("", None, 9, 32, 48, steps=5, guidance=3.0)
+    captions = {"fox": 4, "a cat": 6, "owl": 3}
+    requests = tuple(
+        replace(alike, id=f"r{seed}", caption=caption, text_tokens=text, seed=seed)
+        for seed, (caption, text) in enumerate(captions.items())
+    )
+    module = traced(sampling, requests).module(cluster(2))
+    assert {clip.text for clip in module.clips} == {8}
+    passes = "segment{batch=3},annotate,schedule-sampling{policy=one-degree},place,lower,check"
+    program = planned(module, Pipeline.parse(passes))
+    assert {cascade.batch for cascade in program.cascades} == {3}
+    results = run(tmp_path, program, FIXED, requests)
+    for request in requests:
+        torch.testing.assert_close(results[str(request.id)][1], expected(sampling, request), rtol=1e-4, atol=1e-5)
 
 
 def test_encoders_run_where_the_plan_says_and_videos_are_written(tmp_path: Path) -> None:

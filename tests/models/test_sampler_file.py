@@ -138,3 +138,71 @@ def test_a_models_own_prediction_type_is_its_schedulers(tmp_path: Path) -> None:
     )
     (tmp_path / "noise" / "scheduler" / "scheduler_config.json").write_text("{")
     assert "is not JSON" in message(lambda: wan_sampler(large=noise))
+
+
+def test_a_scheduler_takes_what_the_family_predicts() -> None:
+    """Without folders too."""
+    diffusers = pytest.importorskip("diffusers")
+    from arachnec.models.diffusers import sampler
+    from benchmarks.sampling.pipelines import cogvideox_model, hunyuan_model, wan_model
+
+    euler, ddim = diffusers.FlowMatchEulerDiscreteScheduler, diffusers.DDIMScheduler
+    for make, model, right, wrong, said in (
+        (sampler.wan_sampler, wan_model(), euler, ddim, "predicts `flow_prediction`, and the scheduler DDIMScheduler"),
+        (sampler.hunyuan_sampler, hunyuan_model(), euler, ddim, "predicts `flow_prediction`"),
+        (
+            sampler.cogvideox_sampler,
+            cogvideox_model(),
+            lambda: ddim(prediction_type="v_prediction"),
+            euler,
+            "predicts `v_prediction`, and the scheduler FlowMatchEulerDiscreteScheduler takes `flow_prediction`",
+        ),
+    ):
+        make(model=model, scheduler=right)
+        make(model=model, scheduler=object)  # one of the user's own says nothing of it
+        told = message(lambda make=make, model=model, wrong=wrong: make(model=model, scheduler=wrong))
+        assert said in told and "the scheduler of the model's own pipeline" in told
+
+
+def test_the_second_cogvideox_sees_the_noise_that_its_own_schedule_knows() -> None:
+    pytest.importorskip("diffusers")
+    from dataclasses import replace
+
+    from arachnec.models.diffusers import cogvideox, sampler
+    from benchmarks.sampling.pipelines import cogvideox_model
+
+    large = cogvideox_model()
+    small = replace(large, alphas=cogvideox.alphas_cumprod(3.0), snr_shift=3.0)
+    pair, alone = sampler.cogvideox_sampler(large=large, small=small), sampler.cogvideox_sampler(small=small)
+    assert pair.scheduler().config.snr_shift_scale == 1.0 and alone.scheduler().config.snr_shift_scale == 3.0
+    for step in (999, 700, 250, 1):
+        timestep = torch.tensor(step)
+
+        def seen(video: sampler.VideoSampler, name: str, at: torch.Tensor = timestep) -> int:
+            given = video.arguments(name, pair.start(REQUEST, torch.Generator()), at, REQUEST, True)["timestep"]
+            assert isinstance(given, torch.Tensor) and given.shape == (1,) and given.dtype == torch.int64
+            return int(given)
+
+        assert seen(pair, "large") == seen(alone, "small") == step
+        level = abs(large.alphas[step] - small.alphas[seen(pair, "small")])
+        assert level == min(abs(large.alphas[step] - alpha) for alpha in small.alphas) < 2e-3
+    assert seen(pair, "small", torch.tensor(500)) < 500  # its own schedule is noisier
+    assert sampler.cogvideox_sampler(large=large, small=large).alphas is None
+
+
+def test_hunyuan_takes_the_scheduler_of_its_folder(tmp_path: Path) -> None:
+    pytest.importorskip("diffusers")
+    from arachnec.models.diffusers.sampler import hunyuan_sampler
+    from benchmarks.sampling.pipelines import hunyuan_model
+
+    (tmp_path / "scheduler").mkdir()
+    config = tmp_path / "scheduler" / "scheduler_config.json"
+    config.write_text('{"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 5.0}')
+    scheduler = hunyuan_sampler(model=hunyuan_model(), pipeline=tmp_path).scheduler()
+    assert scheduler.config.shift == 5.0
+    scheduler.set_timesteps(4)
+    sigmas = torch.tensor([1.0, 0.75, 0.5, 0.25, 0.0])
+    torch.testing.assert_close(scheduler.sigmas, 5 * sigmas / (1 + 4 * sigmas))
+    config.write_text('{"_class_name": "DDIMScheduler"}')
+    told = message(lambda: hunyuan_sampler(model=hunyuan_model(), pipeline=tmp_path))
+    assert "`model` predicts `flow_prediction`, and the scheduler DDIMScheduler takes `epsilon`" in told

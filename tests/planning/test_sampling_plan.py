@@ -136,15 +136,28 @@ def test_the_search_is_never_above_two_pools(drawn: tuple[list[Request], list[Sw
     assert ends["search"] <= ends["two-pools"] * (1 + 1e-3)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_small_instances_reach_the_optimum_over_all_degrees_and_orders(split: bool) -> None:
-    """Two requests of both models, and four of one, on four ranks: every degree of every segment, in every order."""
-    count = 2 if split else 4
-    rows = [request(number, SHAPES[number % 3], steps=4 + number) for number in range(count)]
-    forecasts = [SwitchForecast.fixed(2 if split else row.steps) for row in rows]
-    module = Pipeline.parse("segment,annotate").run(traced(rows, forecasts))
-    module = without_encoders(module)
-    best = optimum(module)
+@st.composite
+def small_instances(draw: st.DrawFn) -> tuple[list[Request], list[SwitchForecast]]:
+    """Two requests of both models, or three or four of one, whose switch is certain."""
+    split = draw(st.booleans())
+    rows = [
+        request(
+            number, draw(st.sampled_from(SHAPES)),
+            steps=draw(st.integers(2, 9)), guidance=draw(st.sampled_from([1.0, 5.0])),
+        )
+        for number in range(2 if split else draw(st.integers(3, 4)))
+    ]  # fmt: skip
+    return rows, [SwitchForecast.fixed(draw(st.integers(1, r.steps - 1)) if split else r.steps) for r in rows]
+
+
+@given(small_instances(), st.integers(2, 4))
+@settings(max_examples=20, deadline=None)
+def test_small_instances_reach_the_optimum_over_all_degrees_and_orders(
+    drawn: tuple[list[Request], list[SwitchForecast]], gpus: int
+) -> None:
+    """Every degree of every segment, in every order."""
+    module = without_encoders(Pipeline.parse("segment,annotate").run(traced(*drawn, gpus=gpus)))
+    best = optimum(module, gpus)
     planned = Pipeline.parse("schedule-sampling{steps=2000},place").run(module)
     assert quantity(planned.attrs["bound"]) <= best * (1 + 1e-6)
     assert quantity(planned.attrs["makespan"]) <= best * (1 + 1e-3)  # handoffs take their time
@@ -162,7 +175,7 @@ def without_encoders(module: Module) -> Module:
     )
 
 
-def optimum(module: Module) -> float:
+def optimum(module: Module, gpus: int) -> float:
     """ms of the shortest schedule of whole segments, GPUs alike and handoffs free."""
     cost = CostModel(module)
     rates = Rates(cost, {"large", "small"})
@@ -177,13 +190,13 @@ def optimum(module: Module) -> float:
             jobs.append((number, runs[number][seen[number]]))
             seen[number] += 1
         for picks in product(*(own for _, own in jobs)):
-            best = min(best, decoded([number for number, _ in jobs], picks, len(runs)))
+            best = min(best, decoded([number for number, _ in jobs], picks, len(runs), gpus))
     return best / TICKS
 
 
-def decoded(order: list[int], picks: tuple[tuple[int, int], ...], chains: int) -> int:
+def decoded(order: list[int], picks: tuple[tuple[int, int], ...], chains: int, gpus: int) -> int:
     """Ticks of segments in an order, each as early as its chain and GPUs allow."""
-    free, ready = [0] * 4, [0] * chains
+    free, ready = [0] * gpus, [0] * chains
     for number, (degree, ticks) in zip(order, picks, strict=True):
         free.sort()
         end = max(ready[number], free[degree - 1]) + ticks

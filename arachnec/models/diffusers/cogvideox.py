@@ -64,6 +64,7 @@ class CogVideoXTextToVideo:
     text_length: int | None
     alphas: tuple[float, ...]
     dtype: torch.dtype = torch.float32
+    snr_shift: float = 1.0
 
     @property
     def geometry(self) -> common.Geometry:
@@ -143,14 +144,15 @@ def text_to_video(
     config = common.configuration("CogVideoX", model, CONFIGURATIONS, name, config)
     if not config["use_rotary_positional_embeddings"]:
         text_length = config["max_text_seq_length"]
-    alphas = alphas_cumprod(snr_shift or SNR_SHIFT.get(name or "") or _snr_shift_of(name))
-    return CogVideoXTextToVideo(config, text_length, alphas, dtype)
+    shift = snr_shift or SNR_SHIFT.get(name or "") or _snr_shift_of(name)
+    return CogVideoXTextToVideo(config, text_length, alphas_cumprod(shift), dtype, shift)
 
 
 def _snr_shift_of(folder: str | None) -> float:
-    """What the scheduler of a pipeline's folder has; else 1."""
-    path = Path(folder or "") / "scheduler" / "scheduler_config.json"
-    shift = read_json_object(path).get("snr_shift_scale") if path.is_file() else None
+    """What the scheduler of a pipeline's folder has, or of the one that a transformer's lies in; else 1."""
+    places = (Path(folder or ""), Path(folder or "").parent)
+    path = next((p for place in places if (p := place / "scheduler" / "scheduler_config.json").is_file()), None)
+    shift = None if path is None else read_json_object(path).get("snr_shift_scale")
     return float(shift) if isinstance(shift, int | float) and shift else 1.0
 
 

@@ -7,7 +7,7 @@ Each is five lines: a name for each model, and what it is. A configuration's nam
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -22,12 +22,19 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.decoders import VideoDecoder
 from arachnec.models.diffusers import cogvideox, common, hunyuan_video, wan
 from arachnec.models.diffusers.pretrained import pipeline_encoders
-from arachnec.models.initial_weights import encoder_weights, initial_weights, read_config, read_json_object
+from arachnec.models.initial_weights import (
+    InitialWeights,
+    encoder_weights,
+    initial_weights,
+    read_config,
+    read_json_object,
+)
 
 UNIPC = "diffusers.schedulers.scheduling_unipc_multistep"
 EULER = "diffusers.schedulers.scheduling_flow_match_euler_discrete"
 SWITCH = "boundary=0.9"  # about 13 of 50 steps at a flow shift of 3
 PREDICTION = "prediction types"
+FLOW, VELOCITY = "flow_prediction", "v_prediction"  # what models are trained to predict, in the schedulers' words
 TEXT = {"wan": 512, "cogvideox": 226, "hunyuan_video": 256}  # tokens that the pipelines pad captions to
 
 
@@ -75,15 +82,18 @@ class OtherPrediction(Diagnostic):
 
 @dataclass(frozen=True)
 class Expert:
-    """A model and the folder of its weights; random ones without."""
+    """A model and the folder of its weights; random ones without.
+
+    Names and shapes are held against the folder's on the meta device too, so planning refuses what ranks would.
+    """
 
     adapter: Any
     folder: Path | None
 
     def build(self) -> nn.Module:
         model: nn.Module = self.adapter.build().eval()
-        if self.folder is not None and not any(tensor.is_meta for tensor in model.parameters()):
-            initial_weights(self.folder, model).fill(model)
+        if self.folder is not None:
+            _fill(model, initial_weights(self.folder, model))
         return model
 
 
@@ -99,6 +109,7 @@ class VideoSampler:
     true_guidance: float | None = None
     boundary: float | None = None
     pipeline: Path | None = None
+    alphas: tuple[float, ...] | None = None  # the scheduler's, where the models have been trained with other ones
 
     def models(self) -> dict[str, Callable[[], nn.Module]]:
         return {name: expert.build for name, expert in self.experts.items()}
@@ -118,6 +129,8 @@ class VideoSampler:
         self, name: str, latents: Tensor, timestep: Tensor, request: Request, conditional: bool
     ) -> dict[str, object]:
         adapter = self.experts[name].adapter
+        if self.alphas is not None:
+            timestep = equally_noisy(timestep, self.alphas, adapter.alphas)
         given = {"hidden_states": latents, "timestep": timestep.expand(latents.shape[0]), "return_dict": False}
         own = self.family(adapter, request.clip(conditional), latents, request)
         return common.arguments_in(given | own, adapter.dtype)
@@ -138,8 +151,8 @@ class VideoSampler:
         folder = self._pipeline()
         text = pipeline_encoders(folder)["text"]
         weights = encoder_weights(folder, "text", text)
-        if weights is not None and not any(tensor.is_meta for tensor in text.parameters()):
-            weights.fill(text)
+        if weights is not None:
+            _fill(text, weights)
         return {"text": text}
 
     def decoder(self) -> nn.Module:
@@ -147,8 +160,7 @@ class VideoSampler:
         folder = self._pipeline() / "vae"
         config = read_config(folder)
         vae = common.constructor("diffusers", config["_class_name"]).from_config(config)
-        if not any(tensor.is_meta for tensor in vae.parameters()):
-            initial_weights(folder, vae).fill(vae)
+        _fill(vae, initial_weights(folder, vae))
         return VideoDecoder(vae, frames_first=self.frames_first)
 
     def _pipeline(self) -> Path:
@@ -180,8 +192,8 @@ def wan_sampler(
     """
     make = functools.partial(wan.text_to_video, text_length=text_length, dtype=dtype)
     unipc = functools.partial(_unipc, flow_shift)
-    experts = _experts(models, wan.CONFIGURATIONS, make)
-    own = _fitting(experts, scheduler or _of_folder(pipeline) or unipc)
+    experts = _experts(models, wan.CONFIGURATIONS, make, FLOW)
+    own = _fitting(experts, scheduler or _of_folder(pipeline) or unipc, FLOW)
     return VideoSampler(experts, own, _wan_text, boundary=boundary, pipeline=_path(pipeline))
 
 
@@ -189,17 +201,25 @@ def cogvideox_sampler(
     *,
     dtype: torch.dtype = torch.float32,
     scheduler: Callable[[], Any] | None = None,
-    snr_shift: float = 1.0,
+    snr_shift: float | None = None,
     text_length: int = TEXT["cogvideox"],
     pipeline: str | Path | None = None,
     **models: Any,
 ) -> VideoSampler:
-    """CogVideoX; as ``wan_sampler``. The scheduler is CogVideoX's DDIM with ``snr_shift`` (3 for the 2B)."""
+    """CogVideoX; as ``wan_sampler``. The scheduler is CogVideoX's DDIM with ``snr_shift``: unless given that of the
+    first model (1 for the 5B, 3 for the 2B).
+
+    Where the second model was trained with another shift, its timesteps are those of its own schedule at which latents
+    are as noisy: the pair has one scheduler, and each model sees the noise that it knows.
+    """
     make = functools.partial(cogvideox.text_to_video, text_length=text_length, dtype=dtype)
-    ddim = functools.partial(cogvideox.ddim_scheduler, snr_shift)
-    experts = _experts(models, cogvideox.CONFIGURATIONS, make)
-    own = _fitting(experts, scheduler or _of_folder(pipeline) or ddim)
-    return VideoSampler(experts, own, _cogvideox_text, frames_first=True, pipeline=_path(pipeline))
+    experts = _experts(models, cogvideox.CONFIGURATIONS, make, VELOCITY)
+    first, *others = (expert.adapter for expert in experts.values())
+    ddim = functools.partial(cogvideox.ddim_scheduler, snr_shift or first.snr_shift)
+    own = _fitting(experts, scheduler or _of_folder(pipeline) or ddim, VELOCITY)
+    unlike = any(other.alphas != first.alphas for other in others)
+    alphas = _alphas_of(own(), first.alphas) if unlike else None
+    return VideoSampler(experts, own, _cogvideox_text, frames_first=True, pipeline=_path(pipeline), alphas=alphas)
 
 
 def hunyuan_sampler(
@@ -213,19 +233,30 @@ def hunyuan_sampler(
     **models: Any,
 ) -> VideoSampler:
     """HunyuanVideo; as ``wan_sampler``. It is told the request's guidance as an input, so one branch is enough;
-    ``true_guidance`` above 1 adds an unconditional one. The scheduler is the pipeline's, Euler from 1 to 0."""
+    ``true_guidance`` above 1 adds an unconditional one. The scheduler is that of the ``pipeline``'s folder, else Euler
+    with ``flow_shift``; its noise levels go from 1 to 0 as in HunyuanVideo's own pipeline."""
     make = functools.partial(hunyuan_video.text_to_video, text_length=text_length, dtype=dtype)
-    experts = _experts(models, hunyuan_video.CONFIGURATIONS, make)
-    euler = _fitting(experts, scheduler or functools.partial(_euler, flow_shift))
-    return VideoSampler(experts, euler, _hunyuan_text, true_guidance=true_guidance, pipeline=_path(pipeline))
+    experts = _experts(models, hunyuan_video.CONFIGURATIONS, make, FLOW)
+    euler = functools.partial(_euler, flow_shift)
+    own = _fitting(experts, scheduler or _of_folder(pipeline, from_one_to_zero) or euler, FLOW)
+    return VideoSampler(experts, own, _hunyuan_text, true_guidance=true_guidance, pipeline=_path(pipeline))
+
+
+def _fill(model: nn.Module, weights: InitialWeights) -> None:
+    """Give a model its weights, unless it is on the meta device and has none."""
+    if not any(tensor.is_meta for tensor in model.parameters()):
+        weights.fill(model)
 
 
 def _path(pipeline: str | Path | None) -> Path | None:
     return None if pipeline is None else Path(pipeline)
 
 
-def _experts(models: Mapping[str, Any], named: Mapping[str, Any], make: Callable[[str], Adapter]) -> dict[str, Expert]:
-    """Every model with its folder. Raises ``UserError`` where two have not the same latents."""
+def _experts(
+    models: Mapping[str, Any], named: Mapping[str, Any], make: Callable[[str], Adapter], kind: str
+) -> dict[str, Expert]:
+    """Every model with its folder; ``kind`` is what the family predicts. Raises ``UserError`` where two have not the
+    same latents."""
     if not 1 <= len(models) <= 2:
         raise UserError(NoModels(None, len(models)))
     experts = {
@@ -240,29 +271,47 @@ def _experts(models: Mapping[str, Any], named: Mapping[str, Any], make: Callable
         facts = {
             "latent channels": [expert.adapter.geometry.channels for expert in (a, b)],
             "strides": [expert.adapter.geometry.stride for expert in (a, b)],
-            PREDICTION: [_prediction_type(expert.folder) for expert in (a, b)],
+            PREDICTION: [_prediction_type(expert.folder) or kind for expert in (a, b)],
         }
         for what, (here, there) in facts.items():
-            if here != there and None not in (here, there):
+            if here != there:
                 alike = "trained with one scheduler" if what == PREDICTION else "of one family's VAE"
                 raise UserError(OtherLatents(None, first, second, what, f"{here} and {there}", alike))
     return experts
 
 
-def _fitting(experts: Mapping[str, Expert], scheduler: Callable[[], Any]) -> Callable[[], Any]:
-    """The scheduler, held to what the models' folders say they predict; where one of both is silent it fits.
+def _fitting(experts: Mapping[str, Expert], scheduler: Callable[[], Any], kind: str) -> Callable[[], Any]:
+    """The scheduler, held to what the models predict: what their folders say, else their family's ``kind``.
 
-    Raises ``UserError``.
+    A scheduler that does not say what it takes fits. Raises ``UserError``.
     """
-    kinds = {name: kind for name, expert in experts.items() if (kind := _prediction_type(expert.folder)) is not None}
-    if not kinds:
-        return scheduler
     own = scheduler()
-    taken = getattr(getattr(own, "config", None), "prediction_type", None)
-    for name, kind in kinds.items():
-        if taken is not None and kind != taken:
-            raise UserError(OtherPrediction(None, name, kind, type(own).__name__, str(taken)))
+    taken = taken_by(own)
+    for name, expert in experts.items():
+        predicted = _prediction_type(expert.folder) or kind
+        if taken is not None and predicted != taken:
+            raise UserError(OtherPrediction(None, name, predicted, type(own).__name__, taken))
     return scheduler
+
+
+def taken_by(scheduler: Any) -> str | None:
+    """The prediction type that a scheduler takes; None where it does not say. Flow-matching ones are so by class."""
+    kind = getattr(getattr(scheduler, "config", None), "prediction_type", None)
+    if kind is None and type(scheduler).__name__.startswith("FlowMatch"):
+        return FLOW
+    return None if kind is None else str(kind)
+
+
+def _alphas_of(scheduler: Any, default: tuple[float, ...]) -> tuple[float, ...]:
+    alphas = getattr(scheduler, "alphas_cumprod", None)
+    return tuple(alphas.tolist()) if isinstance(alphas, Tensor) else default
+
+
+def equally_noisy(timestep: Tensor, given: Sequence[float], own: Sequence[float]) -> Tensor:
+    """The timestep, of a schedule of cumulated alphas ``own``, at which latents are as noisy as at one of ``given``."""
+    here, there = (torch.tensor(alphas, device=timestep.device) for alphas in (given, own))
+    level = here.index_select(0, timestep.reshape(-1).long())
+    return (there - level[:, None]).abs().argmin(1).reshape(timestep.shape).to(timestep.dtype)
 
 
 def _scheduler_config(folder: Path | None) -> dict[str, Any]:
@@ -277,12 +326,14 @@ def _prediction_type(folder: Path | None) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _of_folder(pipeline: str | Path | None) -> Callable[[], Any] | None:
-    """The scheduler that a pipeline's folder describes."""
+def _of_folder(
+    pipeline: str | Path | None, adapted: Callable[[Any], Any] = lambda kind: kind
+) -> Callable[[], Any] | None:
+    """The scheduler that a pipeline's folder describes, its class ``adapted``."""
     config = _scheduler_config(_path(pipeline))
     if not config:
         return None
-    kind = common.constructor("diffusers", config["_class_name"])
+    kind = adapted(common.constructor("diffusers", config["_class_name"]))
     return functools.partial(kind.from_config, config)
 
 

@@ -12,20 +12,20 @@ Ways are tried in the order of what they take, milliseconds first, and each is j
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal
+from functools import partial
+from typing import Literal
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase
+from arachnec.ir.nodes import Cascade, Level, Module, Phase
 from arachnec.ir.sampling import CODING, arrival_of, models_of, planned_steps
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity
 from arachnec.planning.placement import end_of, quick_placements
 from arachnec.planning.sampling.chains import Rates, RequestChain, request_chains, scheduled, with_pieces
+from arachnec.planning.sampling.least_cluster import fits_no_rank, not_this_way
 from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import (
     coding_apart,
@@ -52,26 +52,6 @@ Policy = Literal["search", "replica", "one-degree", "two-pools"]
 Objective = Literal["makespan", "mean-latency", "p95-latency"]
 
 
-@dataclass(frozen=True)
-class FitsNoRank(Diagnostic):
-    title: ClassVar[str] = "{what} fits no rank: it needs {needed:.1f} GiB, its model included, there are {room:.1f}"
-    label: ClassVar[str] = "too large for this cluster"
-    help: ClassVar[str] = "{remedy}"
-    what: str
-    needed: float
-    room: float
-    remedy: str
-
-
-@dataclass(frozen=True)
-class NotThisWay(Diagnostic):
-    title: ClassVar[str] = "`{policy}` cannot run these requests on {gpus}: {reason}"
-    help: ClassVar[str] = "use more devices, devices with more memory, or another policy than `{policy}`"
-    policy: str
-    gpus: str
-    reason: str
-
-
 def planned(
     module: Module,
     clock: Clock,
@@ -91,13 +71,13 @@ def planned(
     costs = [cost, *(CostModel(batched(module, size)) for size in BATCHES if size <= most)]
     alone = [request_chains(own.module, Rates(own, down=True)) for own in costs]
     if isinstance(alone[0], Cascade):
-        raise UserError(fits_no_rank(alone[0], cost))
+        raise fits_no_rank(alone[0], cost, partial(_fits, policy=policy))
     sizes = _batches(alone[0], [chains for chains in alone[1:] if not isinstance(chains, Cascade)])
     bound = least_makespan([request.chain for request in alone[0]], cost.cluster.world, sizes)
     fitting = [own for own, chains in zip(costs, alone, strict=True) if not isinstance(chains, Cascade)]
     plans = [plan for own in (fitting if sizes else [cost]) for plan in _plans(own, bound, policy)]
     best = min(plans, key=lambda plan: plan.value(objective), default=None)
-    chosen, gpus = cost.module if best is None else best.rates.cost.module, cost.cluster.world
+    chosen = cost.module if best is None else best.rates.cost.module
     cost = cost if best is None else best.rates.cost
     before = clock.spent()
     placed = None if best is None else placed_segments(chosen, best.cascades(), cost)
@@ -105,7 +85,7 @@ def planned(
         ending = PLACINGS * (clock.spent() - before) + (LATE if clock.steps is None else 0.0)
         placed = _improved(chosen, cost, placed, clock.slice(clock.left() - ending), seed)
     if placed is None:
-        raise UserError(NotThisWay(None, policy, counted(gpus, "GPU"), _reason(cost, policy)))
+        raise not_this_way(policy, cost, partial(_fits, policy=policy))
     makespan = end_of(placed)
     # a segment that was cut reads what the one before it hands on
     placed = with_memory(replace(module, cascades=tuple(placed)), placed)
@@ -148,11 +128,14 @@ def _batches(
     return {chain: list(ways.items()) for chain, ways in sizes.items()}
 
 
-def _reason(cost: CostModel, policy: Policy) -> str:
-    """Why no way was found, where each stage alone fits some rank."""
-    if policy in ("replica", "one-degree"):
-        return "some request does not fit beside all of the stages"
-    return f"a rank of {cost.cluster.memory:.4g} GiB does not hold what has to lie together on so few"
+def _fits(module: Module, policy: Policy) -> bool:
+    """Whether the policy has a plan, however long it takes."""
+    cost = CostModel(module)
+    alone = request_chains(module, Rates(cost, down=True))
+    if isinstance(alone, Cascade):
+        return False
+    bound = least_makespan([request.chain for request in alone], cost.cluster.world)
+    return next(_plans(cost, bound, policy), None) is not None
 
 
 def is_close(placed: Sequence[Cascade] | None, bound: int) -> bool:
@@ -359,42 +342,3 @@ class Halves(Rates):
     def room(self, stage: str) -> float:
         half = self.before if stage in self.before else self.behind
         return Rates(self.cost, half).room(stage)
-
-
-def fits_no_rank(cascade: Cascade, cost: CostModel) -> FitsNoRank:
-    """What is wrong with a request that no number of these ranks holds, and what would do."""
-    rates = Rates(cost)
-    needed = min(cost.memory(cascade, degree, 0, 1) for degree in cost.legal_degrees(cascade))
-    state, room = rates.cost.resident_with(cascade.stage), rates.room(cascade.stage)
-    least = math.ceil(cost.largest_memory + needed - room)
-    remedy = f"use devices of at least {least} GiB" + (
-        ", or ask for fewer frames or a lower resolution" if room > 0 else f": its model alone has {state:.1f}"
-    )
-    degree = _least_degree(cascade, cost, room)
-    if degree is not None and degree > cost.cluster.world:
-        remedy = f"use a cluster of at least {degree} of these devices, such as `{_short_form(cost.cluster, degree)}`"
-    names = {clip.id: str(clip.attrs.get("name", clip.id)) for clip in cost.module.clips}
-    requests = ", ".join(f"`{names[clip]}`" for clip in cascade.clips[:4])
-    what = f"request {requests} ({cascade.tokens} tokens, stage `@{cascade.stage}`)"
-    return FitsNoRank(cascade.span, what, needed + state, room + state, remedy)
-
-
-def _least_degree(cascade: Cascade, cost: CostModel, room: float) -> int | None:
-    """The least degree that fits: between two powers of two, as more ranks never need more."""
-    high = next((2**k for k in range(18) if _fits_at(cascade, cost, 2**k, room)), None)
-    if high is None:
-        return None
-    degrees = range(high // 2 + 1, high + 1)
-    return degrees[bisect_left(degrees, True, key=lambda degree: _fits_at(cascade, cost, degree, room))]
-
-
-def _short_form(cluster: Cluster, ranks: int) -> str:
-    """The cluster with whole nodes of as many as it has a node, or one larger node where it has one."""
-    device = cluster.attrs.get("device", "cpu")
-    if ranks <= cluster.gpus or device == "cpu":
-        return f"{ranks}:{device}"
-    return f"{-(-ranks // cluster.gpus)}x{cluster.gpus}:{device}"
-
-
-def _fits_at(cascade: Cascade, cost: CostModel, degree: int, room: float) -> bool:
-    return degree <= cascade.tokens and cost.memory(cascade, degree, 0, 1) <= room
