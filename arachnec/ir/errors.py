@@ -78,11 +78,15 @@ class UnknownVariable(Diagnostic):
 
 
 @dataclass(frozen=True)
-class NegativeValue(Diagnostic):
-    title: ClassVar[str] = "`{name}` of {node} is negative"
-    label: ClassVar[str] = "expected zero or more"
+class OutOfBounds(Diagnostic):
+    title: ClassVar[str] = "`{name}` of {node} has {found}"
+    label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "`{name}`: {meaning}"
     node: str
     name: str
+    found: str
+    expected: str
+    meaning: str
 
 
 # names
