@@ -347,6 +347,14 @@ class RankOutside(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NoRanks(Diagnostic):
+    title: ClassVar[str] = "{node} names no ranks"
+    label: ClassVar[str] = "an empty list"
+    help: ClassVar[str] = "name the ranks that take part, or leave `ranks` out"
+    node: str
+
+
+@dataclass(frozen=True)
 class RepeatedRank(Diagnostic):
     title: ClassVar[str] = "{node} names rank {rank} twice"
     label: ClassVar[str] = "each rank once"

@@ -89,7 +89,7 @@ STAGE = table("""
     blocks          | [[@graph, int > 0]] | traced | optional | its block classes and how often each is repeated
     layers          | [[str, int]]   | traced | optional | path of each block, as they run, and its trained parameters
     hidden          | int > 0        | traced | optional | width of a token
-    heads           | int > 0        | traced | optional | of its attentions, the least
+    heads           | int            | traced | optional | of its attentions, the least
     attentions      | int            | traced | optional | self-attention calls in one forward
     joint           | bool           | traced | optional | whether text tokens take part in attention
     flops           | TFLOP formula  | traced | optional | one forward

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Instruction, Module, Program, Reduce, Stage, Step
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
-Attributed = Module | Cluster | Clip | Stage | Cascade | Reduce | Step | Program | Instruction
+Attributed: TypeAlias = Module | Cluster | Clip | Stage | Cascade | Reduce | Step | Program | Instruction
 
 
 @dataclass(frozen=True)
