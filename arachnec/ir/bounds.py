@@ -55,8 +55,8 @@ def _of_one(least: float, value: Value) -> Wrong | None:
     size = value.value if isinstance(value, Quantity) else value
     if not isinstance(size, int | float) or least <= size <= LARGEST:
         return None
-    found = f"{number(size)} {value.unit}" if isinstance(value, Quantity) else str(size)
-    return found, "1e15 at most" if size > least else "zero or more" if not least else f"{least} or more"
+    shown = f"{number(size)} {value.unit}" if isinstance(value, Quantity) else str(size)
+    return shown, "1e15 at most" if size > least else "zero or more" if not least else f"{least} or more"
 
 
 def _in_terms(formula: Formula) -> Iterator[Wrong]:

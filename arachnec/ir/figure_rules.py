@@ -53,8 +53,8 @@ def figures_agree(index: ModuleIndex) -> Iterator[WrongFigures]:
     for stage in index.module.stages:
         wrong = next(_figures(stage), None)
         if wrong is not None:
-            name, found, expected = wrong
-            yield WrongFigures(stage.attrs.span(name) or stage.span, label(stage), name, found, expected)
+            name, text, expected = wrong
+            yield WrongFigures(stage.attrs.span(name) or stage.span, label(stage), name, text, expected)
 
 
 def _figures(stage: Stage) -> Iterator[tuple[str, str, str]]:
