@@ -10,7 +10,7 @@ from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cluster.topology import machines
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.sampling import CODING, as_forward, planned_steps
-from arachnec.ir.values import Formula
+from arachnec.ir.stage_sizes import formula_in
 from arachnec.simulation.events import Engine
 from arachnec.views.timeline import COMPUTE, Timeline, imbalance
 
@@ -79,8 +79,8 @@ def model_flops_utilization(module: Module, iteration_ms: float) -> float | None
 
 def _tflop(cascade: Cascade, stage: Stage, split: bool) -> float | None:
     """``split``: a backward that leaves its weight gradients to another cascade."""
-    flops = stage.attrs.get("flops")
-    if not isinstance(flops, Formula):
+    flops = formula_in(stage, "flops")
+    if flops is None:
         return None
     forwards = 1.0 if split else FORWARDS.get(cascade.phase, float(planned_steps(cascade)))
     cascade = as_forward(cascade)

@@ -33,6 +33,7 @@ def command(program: Path, budget: str, what_if: bool, load: tuple[Path, ...]) -
     """
     from arachnec.commands.program_file import read_program
     from arachnec.commands.tables import bold, terminal
+    from arachnec.passes.check import checked
     from arachnec.passes.infra.base import Duration
     from arachnec.passes.infra.options import BadOption, read
     from arachnec.views.explain import Section, explain
@@ -42,7 +43,7 @@ def command(program: Path, budget: str, what_if: bool, load: tuple[Path, ...]) -
         milliseconds = float(read(Duration, budget))
     except BadOption as error:
         raise click.BadParameter(str(error), param_hint="--budget") from None
-    module = read_program(program)
+    module = checked(read_program(program))
     sections = explain(module)
     if what_if:
         unloaded = left_out(program, load)

@@ -78,11 +78,15 @@ class UnknownVariable(Diagnostic):
 
 
 @dataclass(frozen=True)
-class NegativeValue(Diagnostic):
-    title: ClassVar[str] = "`{name}` of {node} is negative"
-    label: ClassVar[str] = "expected zero or more"
+class OutOfBounds(Diagnostic):
+    title: ClassVar[str] = "`{name}` of {node} has {found}"
+    label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "`{name}`: {meaning}"
     node: str
     name: str
+    found: str
+    expected: str
+    meaning: str
 
 
 # names
@@ -340,6 +344,14 @@ class RankOutside(Diagnostic):
     last: int
     nodes: int
     gpus: int
+
+
+@dataclass(frozen=True)
+class NoRanks(Diagnostic):
+    title: ClassVar[str] = "{node} names no ranks"
+    label: ClassVar[str] = "an empty list"
+    help: ClassVar[str] = "name the ranks that take part, or leave `ranks` out"
+    node: str
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Attribute types: from the text in a table to a predicate on values, and to words for messages.
 
 ``int``, ``float``, ``str``, ``bool``; a unit (``ms``, ``GiB``, ...); ``ms formula``; ``@graph``; lists ``[int]`` and
-``[str]``, lists of rows ``[[int, ms]]``.
+``[str]``, lists of rows ``[[int, ms]]``. Numbers are zero or more; above zero where the type says ``int > 0``; of any
+sign where it says ``any int``, and in formulas.
 """
 
 from __future__ import annotations
@@ -15,14 +16,16 @@ from arachnec.ir.values import UNITS, Attributes, Formula, Quantity, Symbol, Val
 
 Test: TypeAlias = Callable[[Value], bool]
 VARIABLES = ("B", "S", "T")
+POSITIVE, ANY = " > 0", "any "
 SCALES = {"us": ("time", 1e-3), "ms": ("time", 1.0), "MiB": ("memory", 1 / 1024), "GiB": ("memory", 1.0)}
 
 
 @functools.cache
 def test(kind: str) -> Test:
     """The predicate of a type's text. Raises KeyError for a text that names no type."""
+    kind = plain(kind)
     if kind.startswith("[["):
-        parts = tuple(test(part.strip()) for part in kind[2:-2].split(","))
+        parts = tuple(map(test, columns(kind)))
         return lambda value: (
             isinstance(value, tuple)
             and all(
@@ -41,6 +44,16 @@ def test(kind: str) -> Test:
     if kind in UNITS:
         return lambda value: type(value) is Quantity and value.unit == kind
     return _PLAIN[kind]
+
+
+def plain(kind: str) -> str:
+    """The type's text without what it says of its numbers' bounds."""
+    return kind.replace(POSITIVE, "").replace(ANY, "")
+
+
+def columns(kind: str) -> tuple[str, ...]:
+    """The types of a list of rows."""
+    return tuple(part.strip() for part in kind[2:-2].split(","))
 
 
 _PLAIN: dict[str, Test] = {
@@ -81,13 +94,14 @@ _NAMES = {
 
 def name(kind: str) -> str:
     """``a quantity in `ms```: a type as a person says it."""
+    kind = plain(kind)
     if kind.endswith(" formula"):
         return f"a formula in `{kind.removesuffix(' formula')}`"
     return _NAMES.get(kind) or f"a quantity in `{kind}`"
 
 
 def unit_of(kind: str) -> str | None:
-    unit = kind.removesuffix(" formula")
+    unit = plain(kind).removesuffix(" formula")
     return unit if unit in UNITS else None
 
 

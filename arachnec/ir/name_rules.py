@@ -12,7 +12,20 @@ from typing import TypeAlias
 from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.module_index import ModuleIndex, label
-from arachnec.ir.nodes import MOST_GPUS, Cascade, Clip, Cluster, Graph, Level, Program, Reduce, Stage, Step, integer
+from arachnec.ir.nodes import (
+    MOST_GPUS,
+    Cascade,
+    Clip,
+    Cluster,
+    Graph,
+    Level,
+    Module,
+    Program,
+    Reduce,
+    Stage,
+    Step,
+    integer,
+)
 from arachnec.ir.printer import percent, symbol
 from arachnec.ir.span import Span
 from arachnec.ir.values import Symbol
@@ -85,6 +98,11 @@ def references_resolve(index: ModuleIndex) -> Problems:
             graph = pair[0]  # type: ignore[index]
             if isinstance(graph, Symbol) and graph.name not in index.graphs:
                 yield _unknown(stage, f"graph `{symbol(graph.name)}`", graph.name, index.graphs, "blocks")
+    models, decoder = module.attrs.get("models", ()), module.attrs.get("decoder")
+    for name in (*(models if isinstance(models, tuple) else ()), *((decoder,) if decoder is not None else ())):
+        if name not in index.stages:
+            attribute = "decoder" if name == decoder else "models"
+            yield _unknown(module, f"stage `{symbol(str(name))}`", str(name), index.stages, attribute)
     for cascade in module.cascades:
         if cascade.stage not in index.stages:
             yield _unknown(cascade, f"stage `{symbol(cascade.stage)}`", cascade.stage, index.stages)
@@ -103,7 +121,7 @@ def references_resolve(index: ModuleIndex) -> Problems:
 
 
 def _unknown(
-    node: Stage | Cascade | Reduce | Step, what: str, name: str, known: Iterable[str], attribute: str = ""
+    node: Module | Stage | Cascade | Reduce | Step, what: str, name: str, known: Iterable[str], attribute: str = ""
 ) -> Diagnostic:
     names = list(known)
     close = difflib.get_close_matches(name, names, 1, 0.5)

@@ -13,6 +13,7 @@ from typing import TypeAlias
 
 from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.figure_rules import FIGURE_RULES
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.host_placement import PLACED, in_host, layers_in_host
 from arachnec.ir.module_index import ModuleIndex, label
@@ -119,6 +120,8 @@ def ranks_are_there(index: ModuleIndex) -> Problems:
     )
     for node in nodes:
         ranks = integers(node.attrs.get("ranks", ()))
+        if not ranks and "ranks" in node.attrs and not isinstance(node, Cascade):
+            yield errors.NoRanks(_at(node, "ranks"), label(node))
         outside = next((rank for rank in ranks if not 0 <= rank < cluster.world), None)
         span = _at(node, "ranks")
         if outside is not None:
@@ -285,6 +288,7 @@ def _at(node: Cascade | Reduce | Step, attribute: str) -> Span | None:
 
 
 PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
+    *FIGURE_RULES,
     cascades_fit_their_stage,
     graphs_are_known,
     degrees_are_legal,

@@ -34,6 +34,7 @@ from arachnec.ir.sampling_errors import (
 from arachnec.ir.span import Span
 
 Problems: TypeAlias = Iterator[Diagnostic]
+MOST_STEPS = 10_000  # every outcome of a switch is looked at
 
 
 def segments_fit_their_requests(index: ModuleIndex) -> Problems:
@@ -50,14 +51,16 @@ def segments_fit_their_requests(index: ModuleIndex) -> Problems:
 
 def _windows(index: ModuleIndex, segments: list[Cascade]) -> Problems:
     """What a request says of its switch."""
-    for number in sorted({clip for cascade in segments for clip in cascade.clips}):
+    asked = {clip.id for clip in index.module.clips if {"steps", "window", "forecast", "branches"} & set(clip.attrs)}
+    for number in sorted(asked | {clip for cascade in segments for clip in cascade.clips}):
         clip = index.clips.get(number)
         if clip is None:
             continue
         steps = integer(clip.attrs.get("steps", 0))
         window = integers(clip.attrs.get("window", (steps, steps)))
-        if steps < 1:
-            yield WrongWindow(_at(clip, "steps"), number, "steps", str(steps), "and a request takes at least one")
+        if not 1 <= steps <= MOST_STEPS:
+            reason = f"and a request takes 1 to {MOST_STEPS}"
+            yield WrongWindow(_at(clip, "steps"), number, "steps", str(steps), reason)
         elif len(window) != 2 or not 0 <= window[0] <= window[1] <= steps:
             shown = value_text(clip.attrs.get("window", window))
             yield WrongWindow(_at(clip, "window"), number, "window", shown, f"and it takes {steps} steps")

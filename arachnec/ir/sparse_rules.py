@@ -13,6 +13,7 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import layer_densities, sparse_layers, total_share
+from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Level, Stage, integer, integers
 from arachnec.ir.printer import number, symbol
@@ -59,6 +60,21 @@ class WrongHeads(Diagnostic):
     node: str
     what: str
     expected: str
+
+
+@dataclass(frozen=True)
+class GroupsOutside(Diagnostic):
+    title: ClassVar[str] = "{cascade} gives groups {start} to {stop} of head {head} in layer {layer} to place {place}"
+    label: ClassVar[str] = "has heads 0 to {heads} of {groups} groups"
+    help: ClassVar[str] = "a part is head, place, first group, and the end behind the last"
+    cascade: str
+    start: int
+    stop: int
+    head: int
+    layer: int
+    place: int
+    heads: int
+    groups: int
 
 
 Problems = Iterator[Diagnostic]
@@ -175,6 +191,14 @@ def _heads(cascade: Cascade, stage: Stage | None) -> Problems:
         if outside is not None:
             yield WrongHeads(span, node, f"place {outside}", f"0 to {cascade.degree - 1}, for degree {cascade.degree}")
             return
+    heads = {layer: len(integers(row[1])) for row in rows for layer in integers(row[0])}  # type: ignore[index]
+    groups = integer(cascade.attrs["groups"])
+    for layer, parts in parts_by_layer(cascade).items():
+        for part in parts:
+            if not (0 <= part.head < heads[layer] and 0 <= part.start < part.stop <= groups):
+                where = part.start, part.stop, part.head, layer, part.place
+                yield GroupsOutside(span, node, *where, heads[layer] - 1, groups)
+                return
 
 
 def _listed(layers: list[int]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from arachnec.ir.nodes import Cascade, Cluster, Stage, integer, integers, quantity
+from arachnec.ir.nodes import Cascade, Cluster, Stage, formula, integer, integers, quantity
 from arachnec.ir.sampling import branches_of, planned_steps
 from arachnec.ir.values import Formula, Term, Value
 
@@ -93,18 +93,18 @@ def most_clips(stage: Stage) -> int | None:
 def formula_in(stage: Stage, name: str) -> Formula | None:
     """A formula that the stage says of itself, such as ``saved``; None where it says none."""
     value = stage.attrs.get(name)
-    return value if isinstance(value, Formula) else None
+    return None if value is None else formula(value)
 
 
 def evaluated(stage: Stage, name: str, cascade: Cascade) -> float:
     """The stage's formula ``name`` for a cascade on one rank, in the formula's unit; 0 where it has none."""
-    formula = formula_in(stage, name)
-    return formula(B=cascade.batch, S=cascade.tokens, T=cascade.text) if formula else 0.0
+    own = formula_in(stage, name)
+    return own(B=cascade.batch, S=cascade.tokens, T=cascade.text) if own else 0.0
 
 
-def squared(formula: Formula | None) -> float:
+def squared(cost: Formula | None) -> float:
     """The coefficient of pairs of video tokens of one clip; 0 without a formula."""
-    terms = formula.terms if formula else ()
+    terms = cost.terms if cost else ()
     return math.fsum(term.coefficient for term in terms if term.powers in ((("B", 1), ("S", 2)), (("S", 2),)))
 
 

@@ -31,7 +31,7 @@ MODULE = table("""
     makespan  | ms   | scheduled | required | end of the last cascade
     bound     | ms   | scheduled | required | no schedule of these cascades can be shorter
     area_bound | ms | scheduled | optional | the part of it that needs no search: work over GPUs, or the longest chain
-    grouping  | int  | placed | optional | micro-batches that kfkb takes as one, where the links chose it
+    grouping  | int > 0 | placed | optional | micro-batches that kfkb takes as one, where the links chose it
     proved    | bool | scheduled | required | whether this makespan is proved to be the least
     layout    | str  | traced | optional | how model state lies on the ranks, chosen once per run
     schedule  | str  | traced | optional | that of the pipeline, where the layout has stages
@@ -43,7 +43,7 @@ MODULE = table("""
     switch    | str   | traced | optional | the rule by which a request goes over from the first of them
     decoder   | str   | traced | optional | the stage that makes videos of latents
     round     | ms    | placed | optional | after about so long the rest of the requests is planned again
-    rounds    | int   | placed | optional | a makespan has at most so many of them, longer ones where it grows
+    rounds    | int > 0 | placed | optional | a makespan has at most so many of them, longer ones where it grows
 """)
 
 CLUSTER = table("""
@@ -51,24 +51,24 @@ CLUSTER = table("""
     gpus          | int     | traced | required | devices per machine
     device        | str     | traced | required | its name in the device specs
     memory        | GiB     | traced | required | of one device, the smallest
-    flops         | TFLOP/s | traced | required | sustained by one device in the model's dtype, the fastest
-    intra         | GB/s    | traced | required | between devices of a machine, one direction, the slowest
-    inter         | GB/s    | traced | required | between machines, per NIC (without `nics` one a node), one direction
+    flops         | TFLOP/s > 0 | traced | required | sustained by one device in the model's dtype, the fastest
+    intra         | GB/s > 0 | traced | required | between devices of a machine, one direction, the slowest
+    inter         | GB/s > 0 | traced | required | between machines, per NIC (without `nics` one a node), one direction
     latency       | us      | traced | required | of a message inside a machine
     inter_latency | us      | traced | required | of a message between machines
     nics          | str     | traced | optional | the network card of each device of a machine, one letter each
-    cores         | int     | traced | optional | processor cores of a machine
-    all_reduce    | GB/s    | traced | optional | gradients all-reduced within a machine, measured; else `intra`
-    collectives   | [[str, us, GB/s]] | traced | optional | of cells, and handoffs, within a machine; else `intra`
-    host          | GB/s    | traced | optional | shared by a machine's devices, where they have no links
-    host_link     | GB/s    | traced | optional | between machines' hosts, one a machine: what encoders hand over
+    cores         | int > 0 | traced | optional | processor cores of a machine
+    all_reduce    | GB/s > 0 | traced | optional | gradients all-reduced within a machine, measured; else `intra`
+    collectives   | [[str, us, GB/s > 0]] | traced | optional | of cells, and handoffs, within a machine; else `intra`
+    host          | GB/s > 0 | traced | optional | shared by a machine's devices, where they have no links
+    host_link     | GB/s > 0 | traced | optional | between machines' hosts, one a machine: what encoders hand over
     host_memory   | GiB     | traced | optional | of a machine's host, shared by its devices, for what they keep there
-    pcie          | GB/s    | traced | optional | between a device and its host, one direction
+    pcie          | GB/s > 0 | traced | optional | between a device and its host, one direction
     rack          | int     | traced | optional | machines behind one uplink, in the order of their numbers
-    uplink        | GB/s    | traced | optional | from a rack to the others, shared by its machines, one direction
-    measured      | [[int, int, GB/s]] | traced | optional | handoffs between two ranks as a run measured them
-    slowed        | [[int, float]] | traced | optional | ranks that a run found slow, and how many times they are slower
-    mixed         | [[int, str, GiB, TFLOP/s, GB/s]] | traced | optional | what the machines are, kind by kind
+    uplink        | GB/s > 0 | traced | optional | from a rack to the others, shared by its machines, one direction
+    measured      | [[int, int, GB/s > 0]] | traced | optional | handoffs between two ranks as a run measured them
+    slowed        | [[int, float > 0]] | traced | optional | ranks that a run found slow, and how many times slower
+    mixed | [[int > 0, str, GiB, TFLOP/s > 0, GB/s > 0]] | traced | optional | what the machines are, kind by kind
 """)
 
 CLIP = table("""
@@ -86,9 +86,9 @@ STAGE = table("""
     params          | int            | traced | optional | number of parameters
     dtype           | str            | traced | optional | of the parameters
     trained         | int            | traced | optional | how many of them train; absent = all
-    blocks          | [[@graph, int]] | traced | optional | its block classes and how often each is repeated
+    blocks          | [[@graph, int > 0]] | traced | optional | its block classes and how often each is repeated
     layers          | [[str, int]]   | traced | optional | path of each block, as they run, and its trained parameters
-    hidden          | int            | traced | optional | width of a token
+    hidden          | int > 0        | traced | optional | width of a token
     heads           | int            | traced | optional | of its attentions, the least
     attentions      | int            | traced | optional | self-attention calls in one forward
     joint           | bool           | traced | optional | whether text tokens take part in attention
@@ -104,27 +104,27 @@ STAGE = table("""
     traffic         | GiB formula    | traced | optional | q, k, v and output of all attentions of one forward
     state           | GiB            | traced | optional | on every rank: parameters, gradients, optimizer
     optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone
-    sharded         | int            | traced | optional | the optimizer's part is dealt out over so many ranks
-    cell            | int            | traced | optional | parameters, gradients, optimizer are dealt out over so many
+    sharded         | int > 0        | traced | optional | the optimizer's part is dealt out over so many ranks
+    cell            | int > 0        | traced | optional | parameters, gradients, optimizer are dealt out over so many
     host            | [str]          | traced | optional | what lies in host memory: "optimizer", "parameters", "inputs"
     host_state      | GiB            | traced | optional | of parameters, gradients, optimizer in its host, per rank
     host_inputs     | GiB formula    | traced | optional | inputs of all blocks, in host memory if they run again
     gradients       | str            | traced | optional | precision of the gradients; absent = the parameters'
-    degrees         | [int]          | traced | optional | legal degrees; absent = any
-    most_clips      | int            | traced | optional | clips of a micro-batch at most; absent = any number
+    degrees         | [int > 0]      | traced | optional | legal degrees; absent = any
+    most_clips      | int > 0        | traced | optional | clips of a micro-batch at most; absent = any number
     graphs          | str            | traced | optional | "shapes": one a clip shape, "none"; absent = one for all
     timed           | [[int, int, int, int, ms]] | costed | optional | profiled steps: ranks, predictions, S, T, ms
     output          | GiB formula    | traced | optional | what it hands off
     output_tokens   | GiB formula    | traced | optional | of that, what ranks divide that share its tokens
-    divides         | int            | traced | optional | of an encoder: the most ranks for one clip; absent = 1
+    divides         | int > 0        | traced | optional | of an encoder: the most ranks for one clip; absent = 1
     undivided       | float          | traced | optional | the part of a clip's time that all of its ranks take
     held            | GiB formula    | traced | optional | the part of the workspace that all of a clip's ranks need
     halo            | GiB formula    | traced | optional | what each of a clip's ranks sends; trained: tokens dealt anew
     exchanges       | int            | traced | optional | how often, at most
     tensor_split    | GiB            | traced | optional | of an encoder's state, what ranks can divide by width
-    tensor_units    | int            | traced | optional | the most ranks that can
+    tensor_units    | int > 0        | traced | optional | the most ranks that can
     tensor_whole    | str            | traced | optional | why none can
-    tensor_parallel | int            | traced | optional | ranks of a cell that divide its weights; absent = whole
+    tensor_parallel | int > 0        | traced | optional | ranks of a cell that divide its weights; absent = whole
     part_of         | str            | traced | optional | the stage of which it runs some of the blocks
     tied            | [[[int], int]] | traced | optional | parts that read the same parameters, and how many train
     place           | [int]          | traced | optional | its ranks, where a planner of stages chose them
@@ -188,7 +188,7 @@ FUSED = table("""
 """)
 
 CASCADE = table("""
-    times     | [[int, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
+    times     | [[int > 0, ms]] | costed    | optional | time at each legal degree, instead of the stage's formulas
     per_clip  | ms          | costed    | optional | measured time of each of an encoder's clips, instead of its formula
     sparse    | [int]       | costed    | optional | layers that attend to chosen keys; the others attend to all
     steps     | [int]       | partitioned | optional | of a denoise: its first and last sampling step, from 0
@@ -200,7 +200,7 @@ CASCADE = table("""
     unconditional | [int]   | scheduled | optional | its branch's [ulysses, ring]; absent = as the conditional one
     start     | ms          | scheduled | required | from the start of the iteration
     end       | ms          | scheduled | required | from the start of the iteration
-    recompute | int or bool | scheduled | optional | blocks that run again in the backward, the first ones; `true` = all
+    recompute | any int or bool | scheduled | optional | first blocks that run again in the backward; `true` = all
     memory    | GiB         | scheduled | optional | per rank, held while it runs
     round     | int         | placed    | optional | before the rest is planned again so many times; absent = 0
     assigned  | [int]       | scheduled | optional | the ranks that the schedule chose already
@@ -210,7 +210,7 @@ CASCADE = table("""
     shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
     attention | str         | placed    | optional | kernel family of its attention; absent = the run chooses
     groups    | int         | placed    | optional | query groups of a head that `heads` counts
-    heads     | [[[int], [int], [int]]] | placed | optional | layers, place of each head, parts of those that are cut
+    heads     | [[[int], [any int], [int]]] | placed | optional | layers, place of each head (-1: cut), parts of these
 """)
 
 REDUCE = table("""
@@ -266,7 +266,7 @@ INSTRUCTION = {
     ulysses   | int   | lowered | optional | as on the cascade
     ring      | int   | lowered | optional | as on the cascade
     shards    | [int] | lowered | optional | as on the cascade
-    recompute | int or bool | lowered | optional | as on the cascade
+    recompute | any int or bool | lowered | optional | as on the cascade
     attention | str   | lowered | optional | as on the cascade
     side      | int   | lowered | optional | as on the cascade
     offload   | [int] | lowered | optional | blocks whose inputs go to host memory until they run again

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from arachnec.ir import errors, kinds, tables
+from arachnec.ir.bounds import out_of_bounds
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.module_index import index_of, label
 from arachnec.ir.name_rules import NAME_RULES
@@ -110,8 +111,8 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
             yield _mismatch(node, row, value)
         elif type(value) is Formula and not isinstance(node, Fused):  # a graph has symbols of its own
             yield from _variables(node, name, value)
-        elif type(value) is Quantity and value.value < 0:
-            yield errors.NegativeValue(_place(node, name), label(node), name)
+        if row is not None and kinds.test(row.kind)(value) and (wrong := out_of_bounds(row.kind)(value)):
+            yield errors.OutOfBounds(_place(node, name), label(node), name, *wrong, row.meaning)
     for row in required:
         if row.name not in names:
             yield errors.MissingAttribute(

@@ -23,10 +23,10 @@ from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import Attention
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.head_density import sparse_layers
-from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, formula
 from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.sampling import on_one_side
-from arachnec.ir.values import Formula, Value
+from arachnec.ir.values import Value
 
 TOLERANCE_MS = 1e-6  # starts and ends are added floats: closer times are equal
 FORWARD_SHARE = 1 / 3  # of a train cascade whose stage has no formulas: backward is twice the forward's work
@@ -261,9 +261,9 @@ def plan_frees(cluster: Cluster, order: tuple[Cascade, ...], handoffs: list[Hand
 
 def evaluate(value: Value | None, cascade: Cascade) -> float:
     """A stage's formula at a cascade's sizes; 0 where the stage has none."""
-    if not isinstance(value, Formula):
+    if value is None:
         return 0.0
-    return value(B=cascade.batch, S=cascade.tokens, T=cascade.text)
+    return formula(value)(B=cascade.batch, S=cascade.tokens, T=cascade.text)
 
 
 def forward_share(cascade: Cascade, stage: Stage) -> float:

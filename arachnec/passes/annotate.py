@@ -37,7 +37,7 @@ from arachnec.cost.sparse_profile import with_measured_sparsity
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Stage, integer, quantity
 from arachnec.ir.sampling import CODING, models_of
-from arachnec.ir.stage_sizes import crowding, element_bytes
+from arachnec.ir.stage_sizes import crowding, element_bytes, formula_in
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value, formula_sum
 from arachnec.passes.infra.base import Pass
 
@@ -106,8 +106,8 @@ class Annotate(Pass):
 
 def from_device_specs(stage: Stage, flops: float, overhead: float) -> Stage:
     """``flops`` are the device's sustained TFLOP/s, ``overhead`` ms for each block; raises UserError without FLOPs."""
-    work = stage.attrs.get("flops")
-    if not isinstance(work, Formula):
+    work = formula_in(stage, "flops")
+    if work is None:
         raise UserError(NoFlops(stage.span, stage.name))
     forward = _scaled(work, 1e3 / flops, overhead * max(1, block_count(stage)))
     backward = _scaled(forward, BACKWARD, 0.0) if stage.trained else None

@@ -34,8 +34,10 @@ from arachnec.verification.heads import check_heads
 from arachnec.verification.host_copies import check_host_copies
 from arachnec.verification.host_memory import check_host_memory
 from arachnec.verification.inputs import check_inputs
+from arachnec.verification.listed_layers import check_listed_layers
 from arachnec.verification.memory import check_memory
 from arachnec.verification.memory_claims import check_memory_claims
+from arachnec.verification.message_sizes import check_message_sizes
 from arachnec.verification.residency import check_residency
 from arachnec.verification.sampling import check_sampling
 from arachnec.verification.structure import check_structure
@@ -70,16 +72,18 @@ def find_problems(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> tupl
     if module.cluster is None:
         return (NoCluster(module.span, module.name),)
     values = Values(module)
-    broken = _first_of_each(check_structure(values)) or _first_of_each(check_forwards(values))
-    return broken or _first_of_each(_broken_rules(values, model, module.cluster.memory))
+    for rule in (check_structure, check_forwards, check_listed_layers, check_heads):  # what the others compute with
+        if problems := _first_of_each(rule(values)):
+            return problems
+    return _first_of_each(_broken_rules(values, model, module.cluster.memory))
 
 
 def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Iterator[Diagnostic]:
     posted = prefetched_receives(values, model, memory) if model.posted_place_counts else {}
     yield from check_gradient(values)
-    yield from check_heads(values)
     yield from check_sampling(values)
     yield from check_deadlock(values, model, posted)
+    yield from check_message_sizes(values)
     yield from check_device_limits(values, model, posted)
     yield from check_encoders(values)
     yield from check_sources(values)

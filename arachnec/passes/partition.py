@@ -26,9 +26,8 @@ from arachnec.cost.profile import exponent_of, read_profile
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
-from arachnec.ir.stage_sizes import is_encoder, most_clips
+from arachnec.ir.stage_sizes import formula_in, is_encoder, most_clips
 from arachnec.ir.tables import OF_PARTS
-from arachnec.ir.values import Formula
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
 from arachnec.planning.pipeline_orders import SPLITTING
@@ -240,10 +239,10 @@ def without_figures(stage: Stage) -> Stage:
 
 def fitted_exponent(stage: Stage, clips: Sequence[Clip]) -> float:
     """p of FLOPs ~ S^p between the shortest and the longest clip, by the stage's own formula; 2 where it has none."""
-    flops = stage.attrs.get("flops")
+    flops = formula_in(stage, "flops")
     short = min(clips, key=lambda clip: clip.tokens)
     long = max(clips, key=lambda clip: clip.tokens)
-    if not isinstance(flops, Formula) or short.tokens == long.tokens:
+    if flops is None or short.tokens == long.tokens:
         return 2.0
     low = flops(B=1, S=short.tokens, T=short.text)
     high = flops(B=1, S=long.tokens, T=long.text)

@@ -13,8 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from arachnec.cost.memory import RESERVE
 from arachnec.ir.nodes import Clip, Module, Stage
 from arachnec.ir.parameter_cells import gathered_gib
-from arachnec.ir.stage_sizes import gib
-from arachnec.ir.values import Formula
+from arachnec.ir.stage_sizes import formula_in, gib
 
 # That a cell has work for: more balance better, and cut up more (benchmarks/sharded/cells_makespan.py).
 MICRO_BATCHES_PER_CELL = 2
@@ -50,7 +49,7 @@ def most_in_memory(module: Module, stage: Stage, clip: Clip, cell: int) -> float
     """
     assert module.cluster is not None
     kept = "saved_recompute" if module.attrs.get("full") and "saved_recompute" in stage.attrs else "saved"
-    formulas = [value for name in (kept, "workspace") if isinstance(value := stage.attrs.get(name), Formula)]
+    formulas = filter(None, (formula_in(stage, name) for name in (kept, "workspace")))
     needed = sum(value(B=1, S=clip.tokens, T=clip.text) for value in formulas)
     if needed <= 0:
         return math.inf

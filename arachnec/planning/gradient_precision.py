@@ -12,8 +12,8 @@ from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.memory import RESERVE, Memory
 from arachnec.ir.nodes import Clip, Module, Stage, integer, quantity
 from arachnec.ir.parameter_cells import cell_of, gathered_gib
-from arachnec.ir.stage_sizes import element_bytes, trained_count
-from arachnec.ir.values import Formula, Quantity
+from arachnec.ir.stage_sizes import element_bytes, formula_in, trained_count
+from arachnec.ir.values import Quantity
 
 GIB = 2**30
 FP32 = 4  # bytes
@@ -57,8 +57,8 @@ def _gib_needed(stage: Stage, clip: Clip) -> tuple[float, float]:
     """GiB of a clip's forward and backward that its ranks share, and that each of them holds."""
 
     def size(name: str) -> float:
-        value = stage.attrs.get(name)
-        return value(B=1, S=clip.tokens, T=clip.text) if isinstance(value, Formula) else 0.0
+        value = formula_in(stage, name)
+        return value(B=1, S=clip.tokens, T=clip.text) if value else 0.0
 
     kept = size("saved_recompute" if "saved_recompute" in stage.attrs else "saved")
     batches = 2 * size("batch")  # in use, and the next one

@@ -14,6 +14,7 @@ from arachnec.analysis.uses import Values, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.printer import value_text
 from arachnec.ir.values import Value
+from arachnec.kernels.attention.attention_backend import PREFERENCE
 
 SPLIT = ("ulysses", "ring", "shards", "side", "recompute")
 SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "unconditional")  # of a denoise
@@ -44,6 +45,17 @@ class SeveralKernels(Diagnostic):
     right: str
 
 
+@dataclass(frozen=True)
+class UnknownKernels(Diagnostic):
+    title: ClassVar[str] = "rank {rank} runs `{instruction}` with attention {value}, which no kernel family is called"
+    label: ClassVar[str] = "attention is {value}"
+    help: ClassVar[str] = "write one of {known}, or leave `attention` out"
+    rank: int
+    instruction: str
+    value: str
+    known: str
+
+
 def check_forwards(values: Values) -> Iterator[Diagnostic]:
     families: dict[str, Value | None] = {
         cascade.name: cascade.attrs["attention"] for cascade in values.module.cascades if "attention" in cascade.attrs
@@ -61,6 +73,9 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
                 texts = _shown(value), cascade.name, _shown(right), remedy
                 yield SplitUnlikeCascade(step.span, program.rank, written(step), name, *texts)
             family = step.attrs.get("attention")
+            if family is not None and family not in PREFERENCE:
+                span = step.attrs.span("attention") or step.span
+                yield UnknownKernels(span, program.rank, written(step), _shown(family), ", ".join(PREFERENCE))
             if families.setdefault(cascade.name, family) != family:
                 yield SeveralKernels(
                     step.span, program.rank, written(step), _shown(family), _shown(families[cascade.name])

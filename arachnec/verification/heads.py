@@ -61,21 +61,6 @@ class GroupsComputedTwice(Diagnostic):
     other: int
 
 
-@dataclass(frozen=True)
-class GroupsOutside(Diagnostic):
-    title: ClassVar[str] = "{cascade} gives groups {start} to {stop} of head {head} in layer {layer} to place {place}"
-    label: ClassVar[str] = "has heads 0 to {heads} of {groups} groups"
-    help: ClassVar[str] = "a part is head, place, first group, and the end behind the last"
-    cascade: str
-    start: int
-    stop: int
-    head: int
-    layer: int
-    place: int
-    heads: int
-    groups: int
-
-
 def check_heads(values: Values) -> Iterator[Diagnostic]:
     for cascade in values.module.cascades:
         if not sparse_layers(cascade) or cascade.phase not in ATTENDS:
@@ -98,11 +83,6 @@ def _head_counts(cascade: Cascade) -> dict[int, int]:
 def _layer(cascade: Cascade, layer: int, parts: tuple[HeadPart, ...], heads: int) -> Iterator[Diagnostic]:
     span, name = _span(cascade), label(cascade)
     groups = integer(cascade.attrs["groups"])
-    for part in parts:
-        if not (0 <= part.head < heads and 0 <= part.start < part.stop <= groups):
-            where = part.start, part.stop, part.head, layer, part.place
-            yield GroupsOutside(span, name, *where, heads - 1, groups)
-            return
     by_head = {
         head: sorted(own, key=lambda part: part.start)
         for head, own in groupby(sorted(parts, key=lambda part: part.head), key=lambda part: part.head)

@@ -66,7 +66,7 @@ def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
     cost = CostModel(values.module)
     yield from _of_cascades(values, cost)
     needs: dict[tuple[str, str], _Need] = {}
-    handed = _handed(values, cost)
+    handed = handed_sizes(values, cost)
     for program in values.module.programs:
         for step in program.instructions:
             if step.op == "receive":
@@ -94,7 +94,7 @@ def _of_cascades(values: Values, cost: CostModel) -> Iterator[CascadeMemoryTooLo
             yield CascadeMemoryTooLow(cascade.span, cascade.name, *figures)
 
 
-def _handed(values: Values, cost: CostModel) -> dict[tuple[str, int, int | None], float]:
+def handed_sizes(values: Values, cost: CostModel) -> dict[tuple[str, int, int | None], float]:
     """GiB of each value that a rank may receive: by the cascade that made it, the rank that reads it and, between
     stages, the one that it comes from."""
     sizes: dict[tuple[str, int, int | None], float] = {}

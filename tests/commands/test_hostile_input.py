@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import random
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from arachnec.backends.simulator import simulate
 from arachnec.checkpoint.folder import read_commit
 from arachnec.cli import run
 from arachnec.cluster.file import parse_cluster
@@ -24,15 +26,19 @@ from arachnec.executable.train_file import training_of
 from arachnec.executable.training_options import Training
 from arachnec.generation.switches_seen import read_seen
 from arachnec.ir.diagnostic import LONGEST_SHOWN, Diagnostic, UserError, render_all
-from arachnec.ir.nodes import MOST_GPUS
+from arachnec.ir.nodes import MOST_GPUS, Module
 from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
 from arachnec.ir.verify import check_module
+from arachnec.passes.check import checked
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.profile_file import read_profile_file
 from arachnec.planning.duration_table import read_table
 from arachnec.sparsity.density_file import read_densities
+from arachnec.views.explain import explain
 from arachnec.views.format import terminal
 from tests.commands.binary_inputs import BINARY, damaged_bytes, other_values
+from tests.commands.one_attribute import Change, changes
 from tests.pipelining.bert_profile import bert_48
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -255,3 +261,46 @@ def test_a_name_cannot_steer_the_terminal(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_largest_cluster_is_one() -> None:
     assert parse_cluster(f"{MOST_GPUS // 8}x8:h100-80g").world == MOST_GPUS
+
+
+PROGRAMS = (
+    "check/valid.cascade",
+    "check/pipeline_zero_bubble.cascade",
+    "check/cells_valid.cascade",
+    "check/host_valid.cascade",
+    "check/heads_valid.cascade",
+    "check/two_model_sampling.cascade",
+    "lower/buckets.expect",
+)
+
+
+@functools.cache
+def changed_programs() -> list[tuple[Module, Change]]:
+    modules = (parse_module((GOLDEN / name).read_text(encoding="utf-8")) for name in PROGRAMS)
+    return [(module, change) for module in modules for change in changes(module)]
+
+
+@settings(max_examples=60)
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_program_with_one_hostile_attribute_ends_with_errors_of_our_own(share: float) -> None:
+    """It is verified, checked, simulated and explained, as the commands do."""
+    module, change = changed_programs()[int(share * len(changed_programs()))]
+    try:
+        changed = parse_module(print_module(change.on(module)))
+        check_module(changed)
+        checked(changed)
+        simulate(changed)
+        explain(changed)
+    except UserError as error:
+        said = render_all(error.diagnostics)
+        assert said.startswith("error: ")
+        assert len(said) < 2 * LONGEST_SHOWN
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_programs_that_are_changed_are_right(name: str) -> None:
+    module = parse_module((GOLDEN / name).read_text(encoding="utf-8"))
+    check_module(module)
+    checked(module)
+    assert simulate(module).iteration_ms > 0
+    assert explain(module)

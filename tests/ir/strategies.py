@@ -87,8 +87,8 @@ _SAMPLES: dict[str, st.SearchStrategy[Value]] = {
     "int or bool": st.booleans(),
     "[int]": ranks,
     "[str]": st.lists(texts, max_size=2).map(tuple),
-    "[[@graph, int]]": st.just(()),
-    "[[int, ms]]": st.just(()),
+    "[[@graph, int > 0]]": st.just(()),
+    "[[int > 0, ms]]": st.just(()),
     "[[int, GiB formula]]": st.just(()),
     "[[str, int]]": st.just(()),
 }
@@ -96,6 +96,12 @@ _positive_terms = st.builds(Term, st.floats(0, 1), st.just((("S", 1),)) | st.jus
 
 
 def _sample(kind: str) -> st.SearchStrategy[Value]:
+    if kind.endswith(kinds.POSITIVE):
+        name = kinds.plain(kind)
+        if name in UNITS:
+            return st.floats(1e-3, 1e6).map(lambda value: Quantity(value, name))
+        return st.integers(1, 10**9) if name == "int" else st.floats(1e-3, 1e6)
+    kind = kind if kind.startswith("[[") else kinds.plain(kind)
     if kind.endswith(" formula"):
         unit = kind.removesuffix(" formula")
         return st.lists(_positive_terms, max_size=3).map(lambda terms: Formula(tuple(terms), unit))

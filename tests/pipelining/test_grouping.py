@@ -14,6 +14,7 @@ from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times
 from arachnec.pipelining.grouping import choose_k, groupings, require_held
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import kfkb
+from arachnec.planning.replica_orders import Replica, group_size
 
 ONES = [[1] * 16] * 4
 HALF = Fraction(1, 2)
@@ -51,6 +52,14 @@ def test_k_changes_with_a_link_that_drops_to_a_tenth_and_recovers_and_not_for_no
     good, bad = (evaluate(kfkb(4, 16, chosen[2]), link(c)).makespan for c in (0, 1.5))
     assert bad <= 0.9 * evaluate(kfkb(4, 16, 1), link(1.5)).makespan
     assert good <= 1.02 * evaluate(kfkb(4, 16, 1), link(0)).makespan
+
+
+def test_plans_for_links_that_slow_down_and_come_back_take_k_from_1_up_and_back_to_1() -> None:
+    """Each plan chooses anew: none knows which k is in use."""
+    plans = [Replica(link(c), ONES, [64] * 4, (0, 1, 2, 3)) for c in (0, 0.001, 1.5, 2, 0.001, 0)]
+    chosen = [group_size(replica, None) for replica in plans]
+    assert chosen[:2] == chosen[4:] == [1, 1]
+    assert min(chosen[2:4]) > 1
 
 
 @given(st.integers(1, 200))

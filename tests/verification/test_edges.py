@@ -19,14 +19,16 @@ from arachnec.analysis.memory import high_water
 from arachnec.analysis.uses import Values
 from arachnec.cluster.host_memory import usable_host_memory
 from arachnec.ir.head_division import CUT
+from arachnec.ir.module_index import index_of
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, quantity
 from arachnec.ir.parser import parse_module
+from arachnec.ir.sparse_rules import GroupsOutside, head_rows_fit_the_degree
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.check import find_problems
 from arachnec.verification import memory_claims
 from arachnec.verification.device_limits import TooManyPending, TooManyStreams, check_device_limits
 from arachnec.verification.event_order import Event, find_cycle
-from arachnec.verification.heads import GroupsComputedTwice, GroupsNotComputed, GroupsOutside, check_heads
+from arachnec.verification.heads import GroupsComputedTwice, GroupsNotComputed, check_heads
 from arachnec.verification.host_memory import HostOutOfMemory, host_peak
 from arachnec.verification.memory import OutOfMemory
 from benchmarks.trust.random_programs import random_program
@@ -203,13 +205,14 @@ def test_query_groups_are_those_that_painting_them_finds(parts: list[tuple[int, 
     attrs = Attributes.of(degree=2, sparse=(0,), groups=groups, heads=division)
     cascade = Cascade("c", Phase.TRAIN, "dit", (0,), 1, 1000, 0, (), attrs)
     module = module_of(cluster(), [], [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 1.0), (0,))])
-    problems = list(check_heads(Values(replace(module, cascades=(cascade,)))))
+    module = replace(module, cascades=(cascade,))
     every = [(head, 0, groups) for head in range(heads) if head not in cut]
     every += [(head, start, stop) for head, _, start, stop in parts]
     outside = any(not (0 <= head < heads and 0 <= start < stop <= groups) for head, start, stop in every)
     if outside:
-        assert [type(problem) for problem in problems] == [GroupsOutside]
+        assert [type(problem) for problem in head_rows_fit_the_degree(index_of(module))] == [GroupsOutside]
         return
+    problems = list(check_heads(Values(module)))
     painted = Counter((head, group) for head, start, stop in every for group in range(start, stop))
     missing = {(head, group) for head in range(heads) for group in range(groups) if not painted[head, group]}
     told: Counter[tuple[int, int]] = Counter()

@@ -1,0 +1,119 @@
+"""Rules about the figures of a stage: lists that speak of the same layers are of one length, and costs are no gains.
+
+In: a ``ModuleIndex`` whose names are right. Out: a diagnostic per mistake. Stages are cut and priced by these figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.module_index import ModuleIndex, label
+from arachnec.ir.nodes import Stage, integer, integers
+from arachnec.ir.printer import number
+from arachnec.ir.values import Formula, Value
+
+OF_CLASSES = (
+    "blocks", "block_flops", "block_saved", "block_inputs", "block_shared", "block_workspace", "block_traffic",
+    "block_attentions", "block_heads",
+)  # fmt: skip
+OF_ENDS = ("end_params", "end_flops", "end_saved", "head")  # embedding and head, or two figures of the head
+OF_LAYERS = ("classes", "layer_params")
+OF_BORDERS = ("cuts", "token_cuts")
+OF_SOME_LAYERS = ("tied_layers", "between_params", "between_flops", "between_saved")
+
+
+@dataclass(frozen=True)
+class WrongFigures(Diagnostic):
+    title: ClassVar[str] = "{node} has {found} in `{name}`"
+    label: ClassVar[str] = "expected {expected}"
+    help: ClassVar[str] = "trace the model again, or leave out what `trace` says of the stage's parts"
+    node: str
+    name: str
+    found: str
+    expected: str
+
+
+@dataclass(frozen=True)
+class BelowZero(Diagnostic):
+    title: ClassVar[str] = "`{name}` of {node} comes to {value} at {shape}"
+    label: ClassVar[str] = "below zero"
+    help: ClassVar[str] = "no cascade takes less than nothing: mend the formula's coefficients"
+    node: str
+    name: str
+    value: str
+    shape: str
+
+
+def figures_agree(index: ModuleIndex) -> Iterator[WrongFigures]:
+    """Of every stage the first that does not."""
+    for stage in index.module.stages:
+        wrong = next(_figures(stage), None)
+        if wrong is not None:
+            name, text, expected = wrong
+            yield WrongFigures(stage.attrs.span(name) or stage.span, label(stage), name, text, expected)
+
+
+def _figures(stage: Stage) -> Iterator[tuple[str, str, str]]:
+    layers = len(layers_of(stage))
+    lists = {name: value for name, value in stage.attrs.pairs if isinstance(value, tuple)}
+    for name in OF_ENDS:
+        if len(lists.get(name, (0, 0))) != 2:
+            yield name, counted(len(lists[name]), "figure"), "two"
+    for name in OF_LAYERS:
+        if name in lists and len(lists[name]) != layers:
+            yield name, counted(len(lists[name]), "figure"), f"one for each of {counted(layers, 'layer')}"
+    for name in OF_BORDERS:
+        runs = [integer(row[0]) for row in lists.get(name, ()) if isinstance(row, tuple)]
+        if name in lists and (sum(runs) != max(0, layers - 1) or 0 in runs):
+            yield name, f"runs of {counted(sum(runs), 'layer')}", f"all but the last of {counted(layers, 'layer')}"
+    for name in OF_SOME_LAYERS:
+        for row in lists.get(name, ()):
+            assert isinstance(row, tuple)
+            named = integers(row[0]) if isinstance(row[0], tuple) else (integer(row[0]),)
+            if not named or max(named) >= layers:
+                yield name, f"layer {max(named)}" if named else "no layer", f"some of {counted(layers, 'layer')}"
+    if "classes" in lists:
+        count = len(lists.get("blocks", ()))
+        for name in OF_CLASSES:
+            if name in lists and len(lists[name]) != count:
+                yield name, counted(len(lists[name]), "figure"), f"one for each of {count} classes in `blocks`"
+        used = [integers(lists["classes"]).count(kind) for kind in range(count)]
+        listed = [integer(row[1]) for row in lists.get("blocks", ()) if isinstance(row, tuple)]
+        if used != listed or sum(used) != layers:
+            yield "classes", f"classes {sorted(set(lists['classes']), key=str)}", f"those of `blocks`, {listed} times"
+
+
+def costs_are_no_gains(index: ModuleIndex) -> Iterator[BelowZero]:
+    """At no size of a cascade, and of no clip alone. Most formulas have no coefficient below zero."""
+    module = index.module
+    alone = {(1, clip.tokens, clip.text) for clip in module.clips}
+    for stage in module.stages:
+        doubtful = [(name, one) for name, value in stage.attrs.pairs for one in _formulas(value) if _falls(one)]
+        own = {(c.batch, c.tokens, c.text) for c in module.cascades if c.stage == stage.name} if doubtful else set()
+        for name, one in doubtful:
+            for batch, tokens, text in sorted(alone | own):
+                value = one(B=batch, S=tokens, T=text)
+                if value < 0:
+                    span = stage.attrs.span(name) or stage.span
+                    shown, shape = f"{number(value)} {one.unit}", f"B = {batch}, S = {tokens}, T = {text}"
+                    yield BelowZero(span, label(stage), name, shown, shape)
+                    break
+
+
+def _formulas(value: Value) -> Iterator[Formula]:
+    if isinstance(value, Formula):
+        yield value
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from _formulas(item)
+
+
+def _falls(one: Formula) -> bool:
+    return any(term.coefficient < 0 for term in one.terms)
+
+
+FIGURE_RULES = (figures_agree, costs_are_no_gains)
