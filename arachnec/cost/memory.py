@@ -11,11 +11,11 @@ from functools import cached_property
 from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.compute import is_divided, on_busiest_rank
+from arachnec.cost.list_memory import lists_gib
 from arachnec.cost.recomputation import Runs, runs_of, share_saved
-from arachnec.cost.sparse_attention import lists_gib
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
-from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula
+from arachnec.ir.nodes import Cascade, Clip, Module, Phase, Stage, formula
 from arachnec.ir.parameter_cells import gathered_gib, scattered_gib, whole_gib
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.sampling import CODING, as_forward, branches_of, is_sampling, on_one_side
@@ -43,7 +43,7 @@ class Memory:
     def of(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
         """GiB that each of the cascade's ``ranks`` holds while it runs ``side`` clips side by side, so many blocks
         recomputed, without its ``state``."""
-        key = (*_sizes_of(cascade), self.received(cascade, side), ranks, recompute, side)
+        key = (*_sizes_of(cascade), self.received(cascade, side), ranks, recompute, side, *self._grid_of(cascade))
         if key not in self._held:
             self._held[key] = self._of(cascade, ranks, recompute, side)
         return self._held[key]
@@ -59,7 +59,7 @@ class Memory:
         cascade = on_one_side(cascade, side)
         share = uneven(cascade.tokens, ranks // side)
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds the lists of keys saved
-            received += lists_gib(stage, sparse_layers(cascade), cascade.tokens, cascade.batch) / (ranks // side)
+            received += lists_gib(stage, cascade, ranks // side, self._clip_of(cascade))
         if cascade.phase is Phase.TRAIN and {"head", "recomputing"} <= set(stage.attrs):
             return received + evaluated(stage, "batch", cascade) + most_while_training(stage, cascade, share, recompute)
         total = gathered_gib(stage) + received
@@ -72,7 +72,7 @@ class Memory:
             total += self.output(cascade)
         if cascade.phase is Phase.DENOISE:  # what lies outside the blocks runs on whole sequences
             forward = as_forward(cascade)
-            total += lists_gib(stage, sparse_layers(cascade), cascade.tokens, forward.batch) / (ranks // side)
+            total += lists_gib(stage, forward, ranks // side, self._clip_of(cascade))
             total += evaluated(stage, "shell", forward) + evaluated(stage, "batch", forward)
         if recompute and cascade.phase in (Phase.FORWARD, Phase.BACKWARD):  # a block that is run again saves all, then
             again = divided(stage, "recomputing", cascade, share)
@@ -119,6 +119,19 @@ class Memory:
         if consumer.phase in GRADIENT and producer.stage == consumer.stage and producer.phase is not Phase.ENCODE:
             return 0.0
         return self.output(consumer if producer.phase in GRADIENT else producer)
+
+    def _clip_of(self, cascade: Cascade) -> Clip | None:
+        """One of its clips, whose shape is that of all; None for one that the module does not list."""
+        return self._clips.get(cascade.clips[0]) if cascade.clips else None
+
+    def _grid_of(self, cascade: Cascade) -> tuple[int, ...]:
+        """Of a cascade with sparse layers its clips' pixels: the lists depend on the grid beside sizes."""
+        clip = self._clip_of(cascade) if sparse_layers(cascade) else None
+        return () if clip is None else (clip.frames, clip.height, clip.width)
+
+    @cached_property
+    def _clips(self) -> dict[int, Clip]:
+        return {clip.id: clip for clip in self.module.clips}
 
     @cached_property
     def _named(self) -> dict[str, Cascade]:

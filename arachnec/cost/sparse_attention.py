@@ -22,12 +22,10 @@ from arachnec.ir.head_density import (
 )
 from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
-from arachnec.ir.stage_sizes import count_in, formula_in, squared
+from arachnec.ir.stage_sizes import formula_in, squared
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
 from arachnec.sparsity.key_fetch import MEASURED_EVERY, keys_sent, share_inside
 
-GIB = 2**30
-LIST_ENTRY = 4  # bytes of a key block's number in a list, and of a list's length
 ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD, Phase.DENOISE)
 NO_SPEEDS = (1.0, 1.0, 1.0)
 WORTH = 0.98  # a layer is sparse where it takes less than this of the dense time: never slower by rounding
@@ -244,17 +242,3 @@ def learning_overhead(stage: Stage) -> float:
     """The same for any clip: launches."""
     value = stage.attrs.get("learning_overhead")
     return 0.0 if value is None else quantity(value)
-
-
-def lists_gib(stage: Stage, layers: tuple[int, ...], tokens: int, batch: int) -> float:
-    """GiB of the lists of these layers, all ranks together; kept from the forward to the end of the backward."""
-    group, block = count_in(stage, "query_group"), count_in(stage, "key_block")
-    if not layers or not group or not block:
-        return 0.0
-    table = latest_densities(stage)
-    groups, blocks = math.ceil(tokens / group), math.ceil(tokens / block)
-    entries = math.fsum(
-        math.fsum(math.ceil(density * blocks) for density in table[layer].heads) + len(table[layer].heads)
-        for layer in layers
-    )
-    return batch * groups * entries * LIST_ENTRY / GIB

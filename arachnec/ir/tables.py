@@ -154,6 +154,7 @@ STAGE = table("""
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
     query_group     | int            | traced | optional | queries whose keys are chosen together, at most
     key_block       | int            | traced | optional | keys that are chosen together, at most
+    caption_tokens  | [int]          | traced | optional | joined to a clip's: for each text token, and beside these
     mass            | float          | traced | optional | of a query's attention that the chosen keys hold
     predictor_rank  | int            | traced | optional | features by which keys are predicted, of each head
     division        | str            | traced | optional | over ranks: "groups" cuts heads, "heads" does not
@@ -369,8 +370,8 @@ FIGURES = (
 )  # fmt: skip
 # How a sparse stage chooses keys. Its parts choose alike.
 CHOICE = (
-    "query_group", "key_block", "mass", "predictor_rank", "division", "choice", "choice_overhead", "sparse_speed",
-    "learning", "learning_overhead",
+    "query_group", "key_block", "caption_tokens", "mass", "predictor_rank", "division", "choice", "choice_overhead",
+    "sparse_speed", "learning", "learning_overhead",
 )  # fmt: skip
 TIED = "tied_layers"  # where layers share parameters, one more
 BETWEEN = "between_params"  # and where parameters in no block are read by neither the first nor the last

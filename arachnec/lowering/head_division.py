@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from arachnec.cost.sparse_attention import divided
-from arachnec.ir.head_density import LayerDensity, group_count, latest_densities, sparse_layers
+from arachnec.ir.head_density import LayerDensity, latest_densities, sparse_layers
 from arachnec.ir.head_division import HeadPart, head_rows
-from arachnec.ir.nodes import Cascade, Clip, Module, Stage
-from arachnec.ir.stage_sizes import count_in
+from arachnec.ir.nodes import Cascade, Module, Stage
 from arachnec.ir.values import Value
-from arachnec.kernels.sparse.cube_sides import group_count as cube_count
-from arachnec.sparsity.token_grid import token_grid
+from arachnec.sparsity.clip_cubes import clip_cubes
 
 
 def with_heads(module: Module) -> tuple[Cascade, ...]:
@@ -28,20 +26,12 @@ def with_heads(module: Module) -> tuple[Cascade, ...]:
             divided_cascades.append(cascade)
             continue
         stage = named[cascade.stage]
-        groups = groups_of(stage, cascade.tokens, clips.get(cascade.clips[0]) if cascade.clips else None)
+        groups, _ = clip_cubes(stage, cascade.tokens, clips.get(cascade.clips[0]) if cascade.clips else None)
         key = cascade.stage, layers, groups, cascade.degree
         if key not in known:
             known[key] = _rows(stage, layers, groups, cascade.degree)
         divided_cascades.append(cascade.with_attrs(groups=groups, heads=known[key]))
     return tuple(divided_cascades)
-
-
-def groups_of(stage: Stage, tokens: int, clip: Clip | None) -> int:
-    """The query groups of a clip of so many tokens: the cubes of its grid, as the kernels cut it."""
-    queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
-    if clip is None or not queries or not keys:
-        return group_count(stage, tokens)
-    return cube_count(token_grid(tokens, clip.frames, clip.height, clip.width), queries, keys)
 
 
 def _rows(stage: Stage, layers: Sequence[int], groups: int, degree: int) -> tuple[Value, ...]:

@@ -2,8 +2,9 @@
 
 A folder has ``step-N/rank-R.safetensors`` with what rank R computed in step N. By clip and layer: ``indices`` and
 ``counts`` as ``arachnec.kernels.sparse.key_lists`` has them, of one clip, and ``shares`` [n, 3] int32: a head, its
-first group and the group behind its last. A layer that ran dense has no lists, and is dense again. Lists name blocks by
-number, so a file says by which rule the grid was cut into them; those of another rule are refused.
+first group and the group behind its last. A layer that ran dense has ``dense`` instead, without elements: what is
+lost is told apart from it. Lists name blocks by number, so a file says by which rule the grid was cut into them; those
+of another rule are refused.
 """
 
 from __future__ import annotations
@@ -20,33 +21,56 @@ from torch import Tensor
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.kernels.sparse.cube_sides import VERSION
-from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
+from arachnec.kernels.sparse.key_lists import KeyLists, checked_lists, chosen_blocks
 from arachnec.spmd.sparse_layers import Layer, SparseCascade
 
 Key = tuple[str, str]  # a clip's id and a layer's path and number
 PARTS = ("indices", "counts", "shares")
+DENSE = "dense"
 RULE = "cubes"  # of the file's metadata
 
 
 @dataclass(frozen=True)
 class ListsUnreadable(Diagnostic):
     title: ClassVar[str] = "the lists of step {step} in `{folder}` cannot be replayed: {reason}"
-    help: ClassVar[str] = "save lists by `arachnec run --save-lists DIR` of the same model, clips, seed and steps"
+    help: ClassVar[str] = (
+        "save lists by `arachnec run --save-lists DIR` of the same model, clips, seed and steps, compiled with the "
+        "same `sparsify`"
+    )
     folder: str
     step: int
     reason: str
+
+
+@dataclass(frozen=True)
+class ListSizes:
+    """Of one layer and one clip."""
+
+    heads: int
+    groups: int
+    blocks: int
+    captions: int = 0  # of these, the last
 
 
 def layer_key(layer: Layer) -> str:
     return f"{layer[0]}.{layer[1]}"
 
 
-def write_lists(folder: Path, step: int, rank: int, cascades: Iterable[tuple[Sequence[str], SparseCascade]]) -> None:
-    """The lists of cascades, each with its clips' ids; waits for the device."""
-    tensors: dict[str, Tensor] = {}
+def write_lists(
+    folder: Path,
+    step: int,
+    rank: int,
+    cascades: Iterable[tuple[Sequence[str], SparseCascade]],
+    dense: Iterable[tuple[str, Layer]] = (),
+) -> None:
+    """The lists of cascades, each with its clips' ids; and clips and layers that are ``dense`` in other cascades. Waits
+    for the device."""
+    empty = torch.empty(0, dtype=torch.int32)
+    tensors: dict[str, Tensor] = {f"{clip}|{layer_key(layer)}|{DENSE}": empty for clip, layer in dense}
     for clips, cascade in cascades:
         for layer, lists in cascade.lists.items():
             if lists is None:
+                tensors |= {f"{clip}|{layer_key(layer)}|{DENSE}": empty for clip in clips}
                 continue
             groups = lists.counts.shape[2]
             ends = [groups if share.end is None else share.end for share in cascade.shares[layer]]
@@ -61,14 +85,15 @@ def write_lists(folder: Path, step: int, rank: int, cascades: Iterable[tuple[Seq
     save_file(tensors, place / f"rank-{rank}.safetensors", metadata={RULE: str(VERSION)})
 
 
-def read_lists(folder: Path, step: int) -> dict[Key, KeyLists]:
-    """The lists of all heads by clip and layer, each of one clip. Raises ``UserError`` for a step that was not saved,
-    for files that are damaged or of cubes that are cut otherwise, and for heads of which a group is there twice or not
-    at all."""
+def read_lists(folder: Path, step: int) -> dict[Key, KeyLists | None]:
+    """The lists of all heads by clip and layer, each of one clip; None for what ran dense. Raises ``UserError`` for a
+    step that was not saved, for files that are damaged or of cubes that are cut otherwise, for heads of which a group
+    is there twice or not at all, and for a layer that has lists and is dense."""
     files = sorted((folder / f"step-{step}").glob("rank-*.safetensors"))
     if not files:
         raise UserError(ListsUnreadable(None, str(folder), step, "there are none"))
     pieces: dict[Key, dict[tuple[int, int], tuple[int, Tensor, Tensor]]] = {}
+    dense: set[Key] = set()
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
@@ -79,9 +104,10 @@ def read_lists(folder: Path, step: int) -> dict[Key, KeyLists]:
         if rule != str(VERSION):
             told = f"{file.name} is of another version, whose blocks have other tokens"
             raise UserError(ListsUnreadable(None, str(folder), step, told))
+        dense |= {_key(name, DENSE) for name in tensors if name.endswith(f"|{DENSE}")}
         for name in [name for name in tensors if name.endswith("|shares")]:
             of_layer = name.removesuffix("|shares")
-            clip, _, layer = of_layer.rpartition("|")
+            clip, layer = _key(name, "shares")
             indices, counts, shares = (tensors.get(f"{of_layer}|{part}", torch.empty(0)) for part in PARTS)
             if not _are_lists(indices, counts, shares):
                 raise UserError(ListsUnreadable(None, str(folder), step, f"{file.name} has no lists for {clip}"))
@@ -92,7 +118,15 @@ def read_lists(folder: Path, step: int) -> dict[Key, KeyLists]:
                     told = f"two ranks have groups from {first} on of head {head} of {clip}"
                     raise UserError(ListsUnreadable(None, str(folder), step, told))
                 own[head, first] = (end, row, listed)
-    return {key: _whole(own, str(folder), step) for key, own in pieces.items()}
+    for clip, layer in sorted(dense & pieces.keys()):
+        raise UserError(ListsUnreadable(None, str(folder), step, f"{clip} is dense and has lists in layer {layer}"))
+    whole: dict[Key, KeyLists | None] = {key: _whole(own, str(folder), step) for key, own in pieces.items()}
+    return whole | dict.fromkeys(dense)
+
+
+def _key(name: str, part: str) -> Key:
+    clip, _, layer = name.removesuffix(f"|{part}").rpartition("|")
+    return clip, layer
 
 
 def _are_lists(indices: Tensor, counts: Tensor, shares: Tensor) -> bool:
@@ -132,16 +166,76 @@ def together(lists: Sequence[KeyLists]) -> KeyLists:
     return KeyLists(torch.cat([x.indices for x in lists]), torch.cat([x.counts for x in lists]))
 
 
-def share_that_differs(one: Mapping[Key, KeyLists], other: Mapping[Key, KeyLists]) -> float:
+@dataclass
+class ListFiles:
+    """Folders of lists: to ``save`` those of every step, to take them from."""
+
+    save: Path | None = None
+    replay: Path | None = None
+    _step: tuple[int, Mapping[Key, KeyLists | None]] | None = None
+
+    def lists(self, step: int, clips: Sequence[str], layers: Mapping[Layer, ListSizes]) -> dict[Layer, KeyLists | None]:
+        """What a cascade of these clips replays: lists, and None for a layer that was dense; nothing without a folder.
+        Raises ``UserError`` for layers that were not saved, and for what are no lists of these sizes."""
+        if self.replay is None:
+            return {}
+        replayed: dict[Layer, KeyLists | None] = {}
+        for layer, sizes in layers.items():
+            own = [self._of_clip(step, clip, layer, sizes) for clip in clips]
+            whole = [lists for lists in own if lists is not None]
+            if whole and len(whole) < len(own):
+                raise self._unreadable(step, f"of clips of one shape some are dense in `{layer[0]}`, and others not")
+            replayed[layer] = together(whole) if whole else None
+        return replayed
+
+    def demand_dense(self, step: int, clips: Sequence[str], layers: Iterable[Layer]) -> None:
+        """Raises ``UserError`` where one of these layers, which are dense for clips so long, has lists."""
+        if self.replay is None:
+            return
+        for layer in layers:
+            for clip in clips:
+                if self._known(step).get((clip, layer_key(layer))) is not None:
+                    raise self._unreadable(step, f"`{layer[0]}` has lists for {clip}, and this plan runs it dense")
+
+    def _of_clip(self, step: int, clip: str, layer: Layer, sizes: ListSizes) -> KeyLists | None:
+        known, key = self._known(step), (clip, layer_key(layer))
+        if key not in known:
+            raise self._unreadable(step, f"`{layer[0]}` has none for {clip}, and is not dense; is a rank's file lost?")
+        lists = known[key]
+        if lists is None:
+            return None
+        try:
+            return checked_lists(lists, 1, sizes.heads, sizes.groups, sizes.blocks)
+        except ValueError as error:
+            raise self._unreadable(step, f"`{layer[0]}` and {clip}: {error}") from None
+
+    def _known(self, step: int) -> Mapping[Key, KeyLists | None]:
+        assert self.replay is not None
+        if self._step is None or self._step[0] != step:
+            self._step = step, read_lists(self.replay, step)
+        return self._step[1]
+
+    def _unreadable(self, step: int, reason: str) -> UserError:
+        return UserError(ListsUnreadable(None, str(self.replay), step, reason))
+
+
+def share_that_differs(one: Mapping[Key, KeyLists | None], other: Mapping[Key, KeyLists | None]) -> float:
     """Of the list entries of two runs, those that are not in both. Lists that one of them lacks count whole."""
+    differing, total = entries_that_differ(one, other)
+    return differing / max(1, total)
+
+
+def entries_that_differ(one: Mapping[Key, KeyLists | None], other: Mapping[Key, KeyLists | None]) -> tuple[int, int]:
+    """List entries of two runs that are not in both, and all of both."""
     differing, total = 0, 0
     for key in one.keys() | other.keys():
-        if key not in one or key not in other:
-            here = len((one.get(key) or other[key]).indices)
+        lists = [known for known in (one.get(key), other.get(key)) if known is not None]
+        if len(lists) < 2:
+            here = sum(len(known.indices) for known in lists)
             differing, total = differing + here, total + here
             continue
-        blocks = 1 + max(int(x.indices.max()) if len(x.indices) else 0 for x in (one[key], other[key]))
-        tables = [chosen_blocks(x[key], blocks) for x in (one, other)]
+        blocks = 1 + max(int(x.indices.max()) if len(x.indices) else 0 for x in lists)
+        tables = [chosen_blocks(known, blocks) for known in lists]
         differing += int((tables[0] ^ tables[1]).sum())
         total += sum(int(table.sum()) for table in tables)
-    return differing / max(1, total)
+    return differing, total

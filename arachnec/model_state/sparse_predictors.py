@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -28,17 +27,19 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import latest_densities, layer_densities, sparse_layers, sparse_stages
-from arachnec.ir.head_division import parts_by_layer
-from arachnec.ir.nodes import Cascade, Module, Stage, integer
+from arachnec.ir.head_division import HeadPart, parts_by_layer
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer
 from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.attention.host_tables import on_device
-from arachnec.kernels.sparse.key_lists import KeyLists
-from arachnec.kernels.sparse.predictor import MASS
+from arachnec.kernels.sparse.cube_sides import Grid, cube_counts
+from arachnec.kernels.sparse.predictor import MASS, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL
-from arachnec.model_state.key_list_files import Key, ListsUnreadable, layer_key, read_lists, together, write_lists
+from arachnec.model_state.key_list_files import ListFiles, ListSizes, write_lists
 from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.planning.sparse_summary import Forecast, forecasts
+from arachnec.sparsity.clip_cubes import caption_blocks
 from arachnec.sparsity.key_fetch import MEASURED_EVERY
+from arachnec.sparsity.list_room import lists_fit
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
@@ -99,6 +100,7 @@ class SparsePredictors:
     all_keys: bool = False  # in the step that is done now, as some had no room
     _cascades: dict[str, SparseCascade] = field(default_factory=dict)
     _clips: dict[str, list[str]] = field(default_factory=dict)  # ids, by cascade
+    _dense: set[tuple[str, Layer]] = field(default_factory=set)  # clips and layers that are, in cascades of this step
     _totals: dict[int, Tensor] = field(default_factory=dict)
     _overflowed: list[Tensor] = field(default_factory=list)
 
@@ -146,30 +148,64 @@ class SparsePredictors:
     ) -> SparseCascade | None:
         """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
         With a ``weight`` its layers learn and are measured. One that ``trains`` may be done again."""
+        if weight is not None:
+            self._keep_dense(cascade, clips, step)
         if not sparse_layers(cascade):
             return None
-        first = next(n for n, stage in self.stages.items() if stage.name == cascade.stage)
+        first, stage = self._stage_named(cascade.stage)
         numbers = tuple(first + layer for layer in sparse_layers(cascade))
         if cascade.name not in self._cascades:
             clip = clips[cascade.clips[0]]
-            heads = {self.names[number]: self.layers[number].site.heads for number in numbers}
             own = [str(clips[number].id) for number in cascade.clips]
-            replay = self.files.lists(step, own, heads) if weight is not None else {}
+            grid = token_grid(cascade.tokens, clip.frames, clip.height, clip.width)
+            sizes = {self.names[number]: self._list_sizes(number, grid, stage, cascade.text) for number in numbers}
+            replay = self.files.lists(step, own, sizes) if weight is not None else {}
             self._clips[cascade.name] = own
             self._cascades[cascade.name] = SparseCascade(
                 {self.names[number]: self._on_the_faster_path(number, cascade) for number in numbers},
-                token_grid(cascade.tokens, clip.frames, clip.height, clip.width),
+                grid,
                 f"{seed}/{step}/{clip.id}",
                 weight=weight,
                 sizes=self.sizes,
                 replay=replay,
                 mass=self.mass,
-                parts={self.names[first + layer]: parts for layer, parts in parts_by_layer(cascade).items()},
+                parts=self._parts(first, cascade, sizes),
                 groups=integer(cascade.attrs.get("groups", 0)),
                 room=self._room(numbers) if trains and self.fetches(step) else {},
                 done_again=self.all_keys,
             )
         return self._cascades[cascade.name]
+
+    def _keep_dense(self, cascade: Cascade, clips: Mapping[int, VideoClip], step: int) -> None:
+        """Layers that the plan runs dense for these clips, though others may be sparse: they are saved and demanded as
+        such."""
+        if self.files.save is None and self.files.replay is None:
+            return
+        for first, stage in self.stages.items():
+            if stage.name == cascade.stage and cascade.phase in (Phase.TRAIN, Phase.FORWARD):
+                own = [str(clips[number].id) for number in cascade.clips]
+                dense = [self.names[first + n] for n in layer_densities(stage) if n not in sparse_layers(cascade)]
+                self.files.demand_dense(step, own, dense)
+                self._dense |= {(clip, layer) for layer in dense for clip in own}
+
+    def _parts(self, first: int, cascade: Cascade, sizes: Mapping[Layer, ListSizes]) -> dict[Layer, Sequence[HeadPart]]:
+        """Who computes which groups of which head; heads of a layer that is not in it go by number. So they do where
+        the lists of the planned parts, as long as heads need by now, have no room."""
+        divided: dict[Layer, Sequence[HeadPart]] = {}
+        for layer, parts in parts_by_layer(cascade).items():
+            name, densities = self.names[first + layer], self.layers[first + layer].densities
+            of, captions = sizes[name], sizes[name].captions
+            video = of.blocks - captions
+            groups = integer(cascade.attrs["groups"])
+            if lists_fit(parts, kept_blocks(densities, video), cascade.degree, groups, video, captions):
+                divided[name] = parts
+        return divided
+
+    def _list_sizes(self, number: int, grid: Grid, stage: Stage, text: int) -> ListSizes:
+        site, (queries, keys, _) = self.layers[number].site, self.sizes
+        groups, blocks = cube_counts(grid, queries, keys)
+        captions = caption_blocks(stage, text) if site.captions else 0
+        return ListSizes(site.heads, groups, blocks + captions, captions)
 
     def _on_the_faster_path(self, number: int, cascade: Cascade) -> LayerState:
         """A layer as it runs for clips of the cascade's length: dense where that is faster by what its heads need."""
@@ -185,6 +221,9 @@ class SparsePredictors:
     def _stage_of(self, number: int) -> tuple[int, Stage]:
         """The stage of a layer, and the number of its first."""
         return max((row for row in self.stages.items() if row[0] <= number), key=lambda row: row[0])
+
+    def _stage_named(self, name: str) -> tuple[int, Stage]:
+        return next((first, stage) for first, stage in self.stages.items() if stage.name == name)
 
     def fetches(self, step: int) -> bool:
         """Whether ranks get only the keys that they chose, in layers that are sparse: between machines, and but for the
@@ -212,9 +251,10 @@ class SparsePredictors:
     def collect(self, step: int) -> None:
         """Add up what this rank measured in one iteration, by head, each cascade with its weight; write its lists."""
         trained = [(self._clips[name], c) for name, c in self._cascades.items() if c.weight is not None]
-        if self.files.save is not None and trained:
-            write_lists(self.files.save, step, dist.get_rank(), trained)
+        if self.files.save is not None and (trained or self._dense):
+            write_lists(self.files.save, step, dist.get_rank(), trained, self._dense)
         self._clips.clear()
+        self._dense.clear()
         for cascade in self._cascades.values():
             self._overflowed += cascade.overflowed
             for number, name in self.names.items():
@@ -369,33 +409,6 @@ class SparsePredictors:
             steps=self.history.steps,
             history=[[round(x, 4) for x in row[number]] for row in self.history.rows],
         )
-
-
-@dataclass
-class ListFiles:
-    """Folders of lists: to ``save`` those of every step, to take them from."""
-
-    save: Path | None = None
-    replay: Path | None = None
-    _step: tuple[int, Mapping[Key, KeyLists]] | None = None
-
-    def lists(self, step: int, clips: Sequence[str], heads: Mapping[Layer, int]) -> dict[Layer, KeyLists | None]:
-        """What a cascade of these clips replays: lists, and None for a layer that was dense; nothing without a folder.
-        Raises ``UserError`` for lists of layers with other ``heads``."""
-        if self.replay is None:
-            return {}
-        if self._step is None or self._step[0] != step:
-            self._step = step, read_lists(self.replay, step)
-        known = self._step[1]
-        replayed: dict[Layer, KeyLists | None] = {}
-        for layer, count in heads.items():
-            own = [known.get((clip, layer_key(layer))) for clip in clips]
-            whole = [lists for lists in own if lists is not None]
-            if any(lists.counts.shape[1] != count for lists in whole):
-                told = f"`{layer[0]}` has {count} heads, and other lists"
-                raise UserError(ListsUnreadable(None, str(self.replay), step, told))
-            replayed[layer] = together(whole) if len(whole) == len(own) else None
-        return replayed
 
 
 @dataclass

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import LayerDensity, density_rows
@@ -43,10 +43,12 @@ class Choice:
 
 @dataclass(frozen=True)
 class ClassAttention:
-    """The one attention over video tokens of a block class: its heads and their size."""
+    """The one attention over video tokens of a block class: its heads and their size; and the captions among its keys,
+    so many tokens for each text token, and beside these."""
 
     heads: int
     size: int
+    captions: tuple[int, int] = field(default=(0, 0), compare=False)
 
 
 def sparse_stage(
@@ -79,6 +81,7 @@ def sparse_stage(
     if not layers:
         return replace(stage, attrs=stage.attrs.updated(dense=dense or None))
     attention = next(iter(attentions.values()))
+    captions = tuple(map(max, zip(*(of_class.captions for of_class in attentions.values()), strict=True)))
     predictors = 2 * attention.heads * attention.size * choice.rank * len(layers)
     parameter = PREDICTOR_BYTES if stage.trained else FROZEN_BYTES
     state = Quantity(gib(stage.attrs.get("state")) + parameter * predictors / GIB, "GiB")
@@ -90,6 +93,7 @@ def sparse_stage(
             dense=dense or None,
             query_group=choice.group,
             key_block=choice.block,
+            caption_tokens=captions if any(captions) else None,
             mass=choice.mass,
             predictor_rank=choice.rank,
             predictors=predictors,
@@ -183,7 +187,8 @@ def _recorded(stage: Stage, kind: int) -> list[ClassAttention]:
     counts = stage.attrs.get("block_attentions")
     count = integers(counts)[kind] if counts is not None else 1 if "attentions" in stage.attrs else 0
     heads, hidden = count_in(stage, "heads"), count_in(stage, "hidden")
-    return [ClassAttention(heads, hidden // heads)] * count if heads and hidden else []
+    # Whether captions are joined to the keys is not known here: more are counted, never less.
+    return [ClassAttention(heads, hidden // heads, (1, 0))] * count if heads and hidden else []
 
 
 def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tuple[str, str]]]:
@@ -209,7 +214,7 @@ def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tu
         elif query is not None:
             heads, size = query.dims[-3], query.dims[-1]
             assert isinstance(heads, int) and isinstance(size, int)
-            attentions.append(ClassAttention(heads, size))
+            attentions.append(ClassAttention(heads, size, _captions(shapes[1].dims[-2] if shapes[1] else 0)))
     return attentions, reasons
 
 
@@ -233,6 +238,13 @@ def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage) -> 
         yield "it is causal"
     elif count_in(stage, "heads") not in (0, query[-3]):
         yield f"it has {query[-3]} heads, and others of the stage {count_in(stage, 'heads')}"
+
+
+def _captions(length: int | str) -> tuple[int, int]:
+    """Of the length of a sequence with a clip's tokens, as ``S + 2*T + 1``, what is not S."""
+    terms = str(length).replace(" ", "").split("+")
+    of_text = sum(int(term.removesuffix("T").removesuffix("*") or 1) for term in terms if term.endswith("T"))
+    return of_text, sum(int(term) for term in terms if term.isdigit())
 
 
 def _grows(size: int | str) -> bool:

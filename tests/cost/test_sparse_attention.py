@@ -15,7 +15,6 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.sparse_attention import (
     SparseLoads,
     faster_sparse,
-    lists_gib,
     with_sparse_layers,
 )
 from arachnec.cost.strategy import Attention
@@ -150,16 +149,6 @@ def test_a_scheduled_cascade_keeps_its_path() -> None:
     short, kept = with_sparse_layers((clip(), clip(degree=2)), [stage()])
     assert short.attrs["sparse"] == (0, 1)
     assert "sparse" not in kept.attrs
-
-
-def test_lists_are_held_until_the_backward_and_shared_by_the_ranks() -> None:
-    of = stage()
-    lists = lists_gib(of, (0, 1), TOKENS, 1)
-    groups, blocks = 157, 625
-    assert lists == pytest.approx(2 * 4 * groups * (63 + 1) * 4 / 2**30)
-    assert blocks * 0.1 <= 63
-    cost = model(of)
-    assert cost.memory(clip(sparse=(0, 1)), 2) - cost.memory(clip(), 2) == pytest.approx(lists / 2)
 
 
 @given(

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from arachnec.ir.head_division import CUT
 from arachnec.ir.nodes import Clip, Module, Phase, Stage
-from arachnec.ir.values import Attributes, Value
-from arachnec.lowering.head_division import groups_of, with_heads
+from arachnec.ir.values import Value
+from arachnec.lowering.head_division import with_heads
 from tests.passes.plans import DIT, cluster, module_of, timed
 
 CLIP = Clip(0, 17, 480, 832, 0, 1000)
@@ -59,28 +57,3 @@ def test_given_heads_stay_and_one_rank_has_all() -> None:
     assert "heads" not in same.attrs
     (dense,) = with_heads(replace(alone, cascades=(one.with_attrs(sparse=None),)))
     assert "heads" not in dense.attrs
-
-
-@pytest.mark.parametrize(
-    ("said", "clip", "groups"),
-    [
-        ({"query_group": 100}, CLIP, 10),
-        ({"query_group": 300}, CLIP, 4),
-        ({"key_block": 64}, CLIP, 1),
-        ({}, CLIP, 1),
-        ({"query_group": 100, "key_block": 64}, None, 10),
-    ],
-)
-def test_without_a_grid_and_both_sizes_groups_are_counted_from_tokens(
-    said: dict[str, Value], clip: Clip | None, groups: int
-) -> None:
-    assert groups_of(Stage("dit", True, Attributes.of(**said)), 1000, clip) == groups
-
-
-def test_groups_are_cubes_of_the_clips_grid_where_both_sizes_are_said() -> None:
-    """5 x 10 x 20 tokens in cubes: more than tokens by size where sides do not divide."""
-    both = Stage("dit", True, Attributes.of(query_group=64, key_block=64))
-    clip = Clip(0, 17, 80, 160, 0, 1000)
-    counted = groups_of(both, 1000, clip)
-    assert counted >= -(-1000 // 64)
-    assert counted != groups_of(Stage("dit", True, Attributes.of(query_group=64)), 1000, clip)

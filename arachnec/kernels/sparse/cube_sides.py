@@ -75,8 +75,14 @@ def cube_of(tokens: int, grid: Grid) -> Grid:
 
 def group_count(grid: Grid, queries: int, keys: int) -> int:
     """How many groups of at most ``queries`` tokens there are, where blocks of ``keys`` lie within them or around."""
+    return cube_counts(grid, queries, keys)[0]
+
+
+def cube_counts(grid: Grid, queries: int, keys: int) -> tuple[int, int]:
+    """How many groups there are, and how many blocks of video."""
     axes = cut_grid(grid, queries, keys, min(CELL, queries, keys))
-    return cubes_in(axes.large if queries >= keys else axes.small)
+    large, small = cubes_in(axes.large), cubes_in(axes.small)
+    return (large, small) if queries >= keys else (small, large)
 
 
 def cubes_in(axes: Axes) -> int:

@@ -20,7 +20,8 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.nodes import Module
 from arachnec.model_state.kept_gradients import drop_gradients
-from arachnec.model_state.sparse_predictors import ListFiles, SparsePredictors
+from arachnec.model_state.key_list_files import ListFiles
+from arachnec.model_state.sparse_predictors import SparsePredictors
 
 
 def with_predictors(
