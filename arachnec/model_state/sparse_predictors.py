@@ -159,7 +159,7 @@ class SparsePredictors:
             self._cascades[cascade.name] = SparseCascade(
                 {self.names[number]: self._on_the_faster_path(number, cascade) for number in numbers},
                 token_grid(cascade.tokens, clip.frames, clip.height, clip.width),
-                f"{seed}/{step}/{clip.id}",
+                tuple(f"{seed}/{step}/{name}" for name in own),
                 weight=weight,
                 sizes=self.sizes,
                 replay=replay,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from arachnec.backends.torch_distributed.executor.iteration import Run
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.supported import SparseCannotRun, demand_supported
 from arachnec.backends.torch_distributed.run.training_run import Trainer
+from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
@@ -52,12 +53,17 @@ ON_THREE = (
 
 
 def planned(
-    rank: int, works: tuple[Work, ...] = WORKS, world: int = 2, nodes: int = 1, **more: Value
+    rank: int,
+    works: tuple[Work, ...] = WORKS,
+    world: int = 2,
+    nodes: int = 1,
+    clips: Sequence[VideoClip] = CLIPS,
+    **more: Value,
 ) -> tuple[Module, Module]:
     """The traced module and the program. Keys are in many blocks, so that a small step of a density leaves one out.
     Predictors of rank 4, the size of a head, are right from the first step. Sparse kernels are so fast that they pay
     whatever a head needs."""
-    source = traced(world, [CLIPS])
+    source = traced(world, [clips])
     (stage,) = source.stages
     density = density_rows({layer: LayerDensity(0.5, (0.2,) * 3) for layer in range(2)})
     attrs = stage.attrs.updated(
@@ -88,10 +94,11 @@ def executable(
     world: int = 2,
     pipeline: str = QUICK,
     nodes: int = 1,
+    clips: Sequence[VideoClip] = CLIPS,
     **more: Value,
 ) -> Path:
     """Without a ``rank`` the same plan, dense."""
-    source, program = planned(rank or 1, works, world, nodes, **more)
+    source, program = planned(rank or 1, works, world, nodes, clips, **more)
     if rank is None:
         source = traced(2, [CLIPS])
         program = lowered(source, [replace(work, attrs=()) for work in WORKS])
@@ -105,7 +112,7 @@ def executable(
         traced=source,
         pipeline=pipeline,
         model_file=file,
-        clips=CLIPS,
+        clips=clips,
         training=Training(clip_norm=0.5),
     )
     return folder
@@ -193,6 +200,29 @@ def test_given_the_same_lists_any_two_plans_have_the_same_losses(tmp_path: Path)
         read_lists(tmp_path / "here", 2)
     with pytest.raises(UserError, match="cannot be replayed: there are none"):
         read_lists(tmp_path / "here", 7)
+
+
+ALIKE = tuple(clip(name, 60) for name in "abcd")
+ASIDE = (*SPARSE, ("degree", 1), ("side", 2), ("ulysses", None), ("ring", None))
+BATCHED = (Work((0, 1), (0, 1), 0.0, attrs=SPARSE), Work((2, 3), (0, 1), 1.0, attrs=ASIDE))
+EACH = tuple(Work((n,), (n % 2,), n // 2, attrs=SPARSE) for n in range(4))
+
+
+def test_a_plan_that_batches_clips_learns_and_chooses_what_one_that_does_not_does(tmp_path: Path) -> None:
+    """Two clips in one batch on two ranks, two side by side, against each alone. What is drawn is the clip's own. (The
+    predictors are right from the first step, so that their loss is what rounding makes of it.)"""
+    works = {"batched": BATCHED, "each": EACH}
+    folders = {name: executable(tmp_path / name, 4, of, clips=ALIKE) for name, of in works.items()}
+    reports = [trained(folder, steps=4, save_lists=tmp_path / f"lists-{name}") for name, folder in folders.items()]
+    one, other = ([step["loss"] for step in report["steps"]] for report in reports)
+    assert one == pytest.approx(other, rel=1e-5)
+    for mine, theirs in zip(*(report["sparse_layers"] for report in reports), strict=True):
+        assert mine["sparse"] and theirs["sparse"]
+        for measured in ("density", "sparsity", "mass", "of_best"):
+            assert mine[measured] == pytest.approx(theirs[measured], rel=1e-3)
+    lists = [read_lists(tmp_path / f"lists-{name}", 3) for name in works]
+    assert len(lists[0]) == len(ALIKE) * len(LAYERS)
+    assert share_that_differs(*lists) <= 1e-3
 
 
 def test_what_a_step_measured_plans_the_step_after_the_next_and_changes_no_loss(tmp_path: Path) -> None:
