@@ -1,4 +1,4 @@
-"""The predictors of a run's sparse layers, alike on all ranks: learned beside the model, measured once a step.
+"""The predictors of a run's sparse layers, alike on all ranks: learned beside the model and measured in some steps.
 
 In: a program whose trained stages have densities, its model in sequence-parallel form, and what its cascades measured.
 Out: the sparse attention of every cascade, the state that a checkpoint keeps, and a summary of every layer.
@@ -38,7 +38,7 @@ from arachnec.kernels.sparse.token_cubes import CELL
 from arachnec.model_state.key_list_files import Key, ListsUnreadable, layer_key, read_lists, together, write_lists
 from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.planning.sparse_summary import Forecast, forecasts
-from arachnec.sparsity.key_fetch import MEASURED_EVERY
+from arachnec.sparsity.learning_steps import learns
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
@@ -145,7 +145,8 @@ class SparsePredictors:
         trains: bool = True,
     ) -> SparseCascade | None:
         """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
-        With a ``weight`` its layers learn and are measured. One that ``trains`` may be done again."""
+        With a ``weight`` its layers learn and are measured, those whose turn it is. One that ``trains`` may be done
+        again."""
         if not sparse_layers(cascade):
             return None
         first = next(n for n, stage in self.stages.items() if stage.name == cascade.stage)
@@ -154,6 +155,7 @@ class SparsePredictors:
             clip = clips[cascade.clips[0]]
             heads = {self.names[number]: self.layers[number].site.heads for number in numbers}
             own = [str(clips[number].id) for number in cascade.clips]
+            resting = self._resting(step) & set(numbers)
             replay = self.files.lists(step, own, heads) if weight is not None else {}
             self._clips[cascade.name] = own
             self._cascades[cascade.name] = SparseCascade(
@@ -166,8 +168,8 @@ class SparsePredictors:
                 mass=self.mass,
                 parts={self.names[first + layer]: parts for layer, parts in parts_by_layer(cascade).items()},
                 groups=integer(cascade.attrs.get("groups", 0)),
-                room=self._room(numbers) if trains and self.fetches(step) else {},
-                done_again=self.all_keys,
+                room=self._room(resting) if trains and self.fetches(step) else {},
+                resting=frozenset(self.names[number] for number in resting),
             )
         return self._cascades[cascade.name]
 
@@ -187,9 +189,13 @@ class SparsePredictors:
         return max((row for row in self.stages.items() if row[0] <= number), key=lambda row: row[0])
 
     def fetches(self, step: int) -> bool:
-        """Whether ranks get only the keys that they chose, in layers that are sparse: between machines, and but for the
-        steps that measure, which need all keys. It follows from the step, so that no plan changes what is learned."""
-        return self.node > 0 and not self.all_keys and step % MEASURED_EVERY != 0
+        """Whether ranks get only the keys that they chose, in sparse layers that do not learn in this step: between
+        machines, as those that learn need all keys."""
+        return self.node > 0 and not self.all_keys and bool(self._resting(step))
+
+    def _resting(self, step: int) -> set[int]:
+        """The layers that do not learn in this step. No plan changes them."""
+        return {number for number, state in self.layers.items() if not learns(number, step, state.sparse)}
 
     def _room(self, numbers: Iterable[int]) -> dict[Layer, Room]:
         known = {n: self.spread.get(n, (1.0,) * self.layers[n].site.heads) for n in numbers}

@@ -91,8 +91,8 @@ class SparseCascade:
     runs again in the backward takes them from there. ``weight`` None trains no predictor. ``parts`` say which rank of a
     clip computes which of so many ``groups`` of which head, of layers that run sparse; heads of others, and of a
     sequence that is cut into another number of groups, go by number. Sparse layers with ``room`` get only the keys that
-    they chose, and measure and learn nothing, as they do not see the others; ``overflowed`` says for each whether a key
-    had no room. So do those ``done_again`` with all keys: what is learned is that of a step that had room."""
+    they chose, and must be among the ``resting``, as they do not see the others; ``overflowed`` says for each whether a
+    key had no room. Layers that are ``resting`` measure and learn nothing."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
@@ -104,7 +104,7 @@ class SparseCascade:
     parts: Mapping[Layer, Sequence[HeadPart]] = field(default_factory=dict)
     groups: int = 0
     room: Mapping[Layer, Room] = field(default_factory=dict)
-    done_again: bool = False
+    resting: Set[Layer] = frozenset()
     overflowed: list[Tensor] = field(default_factory=list)
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
     shares: dict[Layer, Shares] = field(default_factory=dict)  # whose lists these are
@@ -218,8 +218,7 @@ class OfBlock:
             else:
                 cascade.lists[layer] = self._chosen(state, by, query, key, cubes, heads) if state.sparse else None
         out = video_attention(query, key, value, cubes, cascade.lists[layer], mask=mask, scale=scale)
-        learns_nothing = cascade.done_again or layer in cascade.room
-        if cascade.weight is None or (learns_nothing and cascade.lists[layer] is not None):
+        if cascade.weight is None or layer in cascade.resting:
             return out
         if layer not in cascade.measured:
             with saved_tensors_hooks(_as_it_is, _as_it_is):  # what is saved here is none of the checkpoint's
@@ -290,10 +289,12 @@ class OfBlock:
             )
             for some in _slices(len(heads), max(1, SCORES // scores))
         ]
-        loss, sparsity, of_query, of_key, *of_drawn = (torch.cat(part) for part in zip(*parts, strict=True))
+        by_head = (torch.cat(part) for part in zip(*parts, strict=True))
+        loss, sparsity, of_query, of_key, needed, held, of_best = by_head
         of_query, of_key = of_query / state.site.heads, of_key / state.site.heads
         numbers = tuple(share.head for share in heads)
-        return Measured(counted.float().mean(0), loss, sparsity, *of_drawn, taken, alone, (of_query, of_key), numbers)
+        seen = counted.float().mean(0)
+        return Measured(seen, loss, sparsity, needed, held, of_best, taken, alone, (of_query, of_key), numbers)
 
 
 @dataclass(frozen=True)

@@ -74,6 +74,21 @@ def test_training_predictors_beside_a_dense_model_changes_no_bit_of_its_gradient
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_layers_that_rest_learn_nothing_whatever_their_path(
+    joint: tuple[SequenceModel, dict[Layer, LayerState]],
+) -> None:
+    sequence, layers = joint
+    first, *others = layers
+    for sparse in (False, True):
+        states = {layer: replace(state, sparse=sparse) for layer, state in layers.items()}
+        cascade = SparseCascade(states, GRID, ("0/0/a",), weight=1.0, resting=frozenset((first,)))
+        output, gradients = step(sequence, cascade)
+        every, _ = step(sequence, SparseCascade(states, GRID, ("0/0/a",), weight=1.0))
+        assert torch.equal(output, every) and set(cascade.measured) == set(others)
+        learned = {name.rsplit(".", 1)[0] for name in gradients if "sparse_" in name}
+        assert learned == {path for path, _ in others}
+
+
 def test_a_predictor_s_gradient_is_its_share_of_the_loss_whatever_the_model_s_is(
     joint: tuple[SequenceModel, dict[Layer, LayerState]],
 ) -> None:
