@@ -2,8 +2,8 @@
 
 Of a sparse layer the terms in S^2 are split by head and scaled by its density. The terms in S*T stay: captions are
 always kept, and their own queries are dense. Prediction and choice are work of their own, once: a recomputed forward
-and the backward use the lists of the first forward. So is what its predictor learns in a step. A layer waits for the
-rank that has most of its heads.
+and the backward use the lists of the first forward. So is what its predictor learns, as its share of a
+step. A layer waits for the rank that has most of its heads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import formula_in, squared
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
-from arachnec.sparsity.key_fetch import MEASURED_EVERY, keys_sent, share_inside
+from arachnec.sparsity.key_fetch import keys_sent, share_inside
+from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
 
 ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD, Phase.DENOISE)
 NO_SPEEDS = (1.0, 1.0, 1.0)
@@ -42,7 +43,7 @@ class SparseLoad:
     received: float  # attentions' traffic: layers, each counted by the rank that gets most
     layers: int
     learning: float = 0.0  # layers whose predictors learn, sparse by now or not, each by its heaviest rank
-    learners: float = 0.0  # layers whose predictors learn; a part of one learns in a part of the steps
+    learners: float = 0.0  # layers whose predictors learn: one counts by the share of the steps in which it does
 
 
 NO_LOAD = SparseLoad(0.0, 0.0, 0.0, 0.0, 0.0, 0)
@@ -63,13 +64,7 @@ class SparseLoads:
         """Of a clip of the cascade on ``degree`` ranks: as its ``heads`` say, or as they would be divided."""
         layers = self._running(cascade)
         dense = len(sparse_layers(cascade)) - len(layers)  # they learn until they turn sparse
-        return self._learning_too(self._of_layers(cascade, degree, layers), cascade.stage, degree, dense)
-
-    def _learning_too(self, load: SparseLoad, name: str, degree: int, dense: int) -> SparseLoad:
-        """Those that run sparse learn in some steps only where ranks get only chosen keys."""
-        share = 1 / MEASURED_EVERY if self._apart(name) else 1.0
-        learning = load.choice * share + dense / degree
-        return replace(load, learning=learning, learners=load.layers * share + dense)
+        return _learning_too(self._of_layers(cascade, degree, layers), degree, dense)
 
     def _apart(self, name: str) -> int:
         """Ranks of a machine, where ranks of another get only chosen keys; 0 where all keys travel: of stages of a
@@ -124,6 +119,12 @@ class SparseLoads:
         if table is None:
             table = self._densities[stage] = latest_densities(self.stages[stage])
         return table
+
+
+def _learning_too(load: SparseLoad, degree: int, dense: int) -> SparseLoad:
+    """With the layers that learn in a step behind the first ones, on the average, so many dense ones among them."""
+    learning = load.choice / SPARSE_EVERY + dense / DENSE_EVERY / degree
+    return replace(load, learning=learning, learners=load.layers / SPARSE_EVERY + dense / DENSE_EVERY)
 
 
 def given_divisions(cascade: Cascade) -> Mapping[int, Division]:
@@ -186,11 +187,15 @@ def faster_sparse(
     stage: Stage, tokens: int, text: int, densities: Mapping[int, LayerDensity] | None = None
 ) -> tuple[int, ...]:
     """The layers that take less time sparse than dense, for clips of this length: on one rank, one clip, forward and
-    backward. So the answer is the same in every plan. Without ``densities`` by those that the stage assumes."""
+    backward. So the answer is the same in every plan. Without ``densities`` by those that the stage assumes, and with
+    what is learned meanwhile: a layer that is not to be sparse learns nothing, and one that may be does on either
+    path."""
     table = layer_densities(stage) if densities is None else densities
     forward, backward = (squared(formula_in(stage, name)) * tokens**2 for name in ("forward", "backward"))
     ahead, back, _ = speeds(stage)
     choosing = choice_time(stage, tokens, text) + choice_overhead(stage)
+    if densities is None:
+        choosing += (learning_time(stage, tokens, text) + learning_overhead(stage)) / SPARSE_EVERY
     return tuple(
         layer
         for layer, density in table.items()

@@ -122,7 +122,7 @@ def sparse_attention(
     return SparseCascade(
         {(paths[number], SITE): layers[number] for number in numbers},
         token_grid(cascade.tokens, clip.frames, clip.height, clip.width),
-        "",
+        (),
         sizes=(queries, keys, min(CELL, queries, keys)),
         mass=float(mass),
         parts={(paths[number], SITE): parts for number, parts in divided.items()},

@@ -75,10 +75,9 @@ def write_lists(
             groups = lists.counts.shape[2]
             ends = [groups if share.end is None else share.end for share in cascade.shares[layer]]
             rows = [(share.head, share.first, end) for share, end in zip(cascade.shares[layer], ends, strict=True)]
-            shares = torch.tensor(rows, dtype=torch.int32)
             sizes = lists.counts.flatten(1).sum(1).tolist()
             for clip, indices, counts in zip(clips, torch.split(lists.indices, sizes), lists.counts, strict=True):
-                parts = (indices.cpu(), counts.cpu(), shares)
+                parts = (indices.cpu(), counts.cpu(), torch.tensor(rows, dtype=torch.int32))  # none shares memory
                 tensors |= {f"{clip}|{layer_key(layer)}|{n}": x.contiguous() for n, x in zip(PARTS, parts, strict=True)}
     place = folder / f"step-{step}"
     place.mkdir(parents=True, exist_ok=True)

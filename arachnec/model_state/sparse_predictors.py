@@ -1,4 +1,4 @@
-"""The predictors of a run's sparse layers, alike on all ranks: learned beside the model, measured once a step.
+"""The predictors of a run's sparse layers, alike on all ranks: learned beside the model and measured in some steps.
 
 In: a program whose trained stages have densities, its model in sequence-parallel form, and what its cascades measured.
 Out: the sparse attention of every cascade, the state that a checkpoint keeps, and a summary of every layer.
@@ -38,7 +38,7 @@ from arachnec.model_state.key_list_files import ListFiles, ListSizes, write_list
 from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.planning.sparse_summary import Forecast, forecasts
 from arachnec.sparsity.clip_cubes import caption_blocks
-from arachnec.sparsity.key_fetch import MEASURED_EVERY
+from arachnec.sparsity.learning_steps import learns
 from arachnec.sparsity.list_room import lists_fit
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.chosen_fetch import Room
@@ -147,7 +147,8 @@ class SparsePredictors:
         trains: bool = True,
     ) -> SparseCascade | None:
         """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
-        With a ``weight`` its layers learn and are measured. One that ``trains`` may be done again."""
+        With a ``weight`` its layers learn and are measured, those whose turn it is. One that ``trains`` may be done
+        again."""
         if weight is not None:
             self._keep_dense(cascade, clips, step)
         if not sparse_layers(cascade):
@@ -159,20 +160,21 @@ class SparsePredictors:
             own = [str(clips[number].id) for number in cascade.clips]
             grid = token_grid(cascade.tokens, clip.frames, clip.height, clip.width)
             sizes = {self.names[number]: self._list_sizes(number, grid, stage, cascade.text) for number in numbers}
+            resting = self._resting(step) & set(numbers)
             replay = self.files.lists(step, own, sizes) if weight is not None else {}
             self._clips[cascade.name] = own
             self._cascades[cascade.name] = SparseCascade(
                 {self.names[number]: self._on_the_faster_path(number, cascade) for number in numbers},
                 grid,
-                f"{seed}/{step}/{clip.id}",
+                tuple(f"{seed}/{step}/{name}" for name in own),
                 weight=weight,
                 sizes=self.sizes,
                 replay=replay,
                 mass=self.mass,
                 parts=self._parts(first, cascade, sizes),
                 groups=integer(cascade.attrs.get("groups", 0)),
-                room=self._room(numbers) if trains and self.fetches(step) else {},
-                done_again=self.all_keys,
+                room=self._room(resting) if trains and self.fetches(step) else {},
+                resting=frozenset(self.names[number] for number in resting),
             )
         return self._cascades[cascade.name]
 
@@ -226,9 +228,13 @@ class SparsePredictors:
         return next((first, stage) for first, stage in self.stages.items() if stage.name == name)
 
     def fetches(self, step: int) -> bool:
-        """Whether ranks get only the keys that they chose, in layers that are sparse: between machines, and but for the
-        steps that measure, which need all keys. It follows from the step, so that no plan changes what is learned."""
-        return self.node > 0 and not self.all_keys and step % MEASURED_EVERY != 0
+        """Whether ranks get only the keys that they chose, in sparse layers that do not learn in this step: between
+        machines, as those that learn need all keys."""
+        return self.node > 0 and not self.all_keys and bool(self._resting(step))
+
+    def _resting(self, step: int) -> set[int]:
+        """The layers that do not learn in this step. No plan changes them."""
+        return {number for number, state in self.layers.items() if not learns(number, step, state.sparse)}
 
     def _room(self, numbers: Iterable[int]) -> dict[Layer, Room]:
         known = {n: self.spread.get(n, (1.0,) * self.layers[n].site.heads) for n in numbers}

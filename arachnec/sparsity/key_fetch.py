@@ -1,13 +1,14 @@
 """How many of a head's keys travel to a rank that computes some of its query groups, on plain numbers.
 
 Inside a machine all of them do. Between machines those that the groups chose, as far as there is room for them, and in
-every ``MEASURED_EVERY``-th step all, since what is measured there needs them. docs/sparse_planning.md.
+the steps in which the layer learns all, since what is measured there needs them. docs/sparse_planning.md.
 """
 
 from __future__ import annotations
 
+from arachnec.sparsity.learning_steps import SPARSE_EVERY
+
 MARGIN = 1.5  # of room over what groups took when it was last measured
-MEASURED_EVERY = 4  # steps
 
 
 def independent(density: float, groups: int) -> float:
@@ -20,7 +21,7 @@ def keys_sent(density: float, groups: int, inside: float = 1.0) -> float:
     """The share of a head's keys that a rank gets for so many groups, mean over steps. ``inside`` is the share of the
     other ranks that are on its own machine."""
     chosen = min(1.0, MARGIN * independent(density, groups))
-    between = 1 / MEASURED_EVERY + (1 - 1 / MEASURED_EVERY) * chosen
+    between = 1 / SPARSE_EVERY + (1 - 1 / SPARSE_EVERY) * chosen
     return inside + (1 - inside) * between
 
 

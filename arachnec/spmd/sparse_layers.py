@@ -65,11 +65,12 @@ class LayerState:
 
 @dataclass(frozen=True)
 class Measured:
-    """Of the heads that were computed here, [heads] each: 1 where the drawn group was, else 0; loss and sparsity, of a
-    head that is cut the part of its own queries; of the drawn group the share of blocks that it needs, the attention
-    that its chosen blocks hold and that share of the best choice's; the blocks that the groups here chose together, and
-    those that as many would, if each chose by itself; and the projections' gradients. Over the ranks of a clip these
-    add up to those of one rank, but for ``taken`` and ``alone``: of a head that is cut they are of its parts."""
+    """Of the heads that were computed here, [heads] each, means over clips: 1 where the drawn group was, else 0; loss
+    and sparsity, of a head that is cut the part of its own queries; of the drawn group the share of blocks that it
+    needs, the attention that its chosen blocks hold and that share of the best choice's; the blocks that the groups
+    here chose together, and those that as many would, if each chose by itself; and the projections' gradients. Over the
+    ranks of a clip these add up to those of one rank, but for ``taken`` and ``alone``: of a head that is cut they are
+    of its parts."""
 
     counted: Tensor
     loss: Tensor
@@ -90,12 +91,12 @@ class SparseCascade:
     runs again in the backward takes them from there. ``weight`` None trains no predictor. ``parts`` say which rank of a
     clip computes which of so many ``groups`` of which head, of layers that run sparse; heads of others, and of a
     sequence that is cut into another number of groups, go by number. Sparse layers with ``room`` get only the keys that
-    they chose, and measure and learn nothing, as they do not see the others; ``overflowed`` says for each whether a key
-    had no room. So do those ``done_again`` with all keys: what is learned is that of a step that had room."""
+    they chose, and must be among the ``resting``, as they do not see the others; ``overflowed`` says for each whether a
+    key had no room. Layers that are ``resting`` measure and learn nothing."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
-    draw: str  # seed/step/clip
+    draws: tuple[str, ...]  # seed/step/clip, of every clip of a micro-batch
     weight: float | None = None
     sizes: tuple[int, int, int] = (QUERIES, KEYS, CELL)  # tokens of a group, a block and a cell
     replay: Mapping[Layer, KeyLists | None] = field(default_factory=dict)
@@ -103,7 +104,7 @@ class SparseCascade:
     parts: Mapping[Layer, Sequence[HeadPart]] = field(default_factory=dict)
     groups: int = 0
     room: Mapping[Layer, Room] = field(default_factory=dict)
-    done_again: bool = False
+    resting: Set[Layer] = frozenset()
     overflowed: list[Tensor] = field(default_factory=list)
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
     shares: dict[Layer, Shares] = field(default_factory=dict)  # whose lists these are
@@ -217,8 +218,7 @@ class OfBlock:
             else:
                 cascade.lists[layer] = self._chosen(state, by, query, key, cubes, heads) if state.sparse else None
         out = video_attention(query, key, value, cubes, cascade.lists[layer], mask=mask, scale=scale)
-        learns_nothing = cascade.done_again or layer in cascade.room
-        if cascade.weight is None or (learns_nothing and cascade.lists[layer] is not None):
+        if cascade.weight is None or layer in cascade.resting:
             return out
         if layer not in cascade.measured:
             with saved_tensors_hooks(_as_it_is, _as_it_is):  # what is saved here is none of the checkpoint's
@@ -252,17 +252,17 @@ class OfBlock:
         scale: float,
         heads: Shares,
     ) -> Measured:
-        """On rows of scores that are drawn for this layer, and on all rows of one group: of a head that is cut on those
-        that are here."""
-        rng = torch.Generator().manual_seed(_seed(f"{self.cascade.draw}/{layer[0]}/{layer[1]}"))
-        drawn = cubes.order[: cubes.video][torch.randint(cubes.video, (min(ROWS, cubes.video),), generator=rng)]
-        group = int(torch.randint(len(cubes.groups) - 1, (), generator=rng))
-        here = [torch.ones_like(drawn) if s.rows is None else torch.isin(drawn, s.rows) for s in heads]
-        drawn_in = torch.tensor([s.end is None or s.first <= group < s.end for s in heads])
-        tables = (torch.stack(here).bool(), drawn_in, drawn)
-        own, counted, rows = (on_device(table, query.device) for table in tables)
+        """On rows of scores that are drawn for this layer and each clip, and on all rows of one group: of a head that
+        is cut on those that are here."""
+        draws = [_drawn(f"{draw}/{layer[0]}/{layer[1]}", cubes) for draw in self.cascade.draws]
+        # A model that attends to its clips twice, as one that repeats its batch, has the same draws twice.
+        rows, groups = map(torch.stack, zip(*(draws[n % len(draws)] for n in range(query.shape[0])), strict=True))
+        here = [torch.ones_like(rows) if s.rows is None else torch.isin(rows, s.rows) for s in heads]
+        drawn_in = [torch.ones_like(groups) if s.end is None else (groups >= s.first) & (groups < s.end) for s in heads]
+        tables = (torch.stack(here, 1).bool(), torch.stack(drawn_in, 1).bool(), groups, rows)
+        own, counted, group, rows = (on_device(table, query.device) for table in tables)
+        of_group, weights = (on_device(table, query.device) for table in _of_groups(cubes, groups))
         order = order_on(cubes, query.device)[: cubes.video]
-        of_group = order[int(cubes.groups[group]) : int(cubes.groups[group + 1])]
         with torch.no_grad():
             lists = self.cascade.lists[layer]
             if lists is None:
@@ -273,35 +273,39 @@ class OfBlock:
             spans = self._kept(state, cubes, heads)[1]
             by_itself = [independent(state.densities[s.head], b - a) for s, (a, b) in zip(heads, spans, strict=True)]
             alone = on_device(torch.tensor(by_itself), taken.device)
-        scores = query.shape[0] * cubes.video * max(len(rows), len(of_group))
-        drawn_rows = DrawnRows(rows, of_group, order, cubes.blocks[: video + 1], scale, self.cascade.mass)
+        scores = query.shape[0] * cubes.video * max(rows.shape[1], of_group.shape[1])
+        drawn_rows = DrawnRows(rows, of_group, weights, order, cubes.blocks[: video + 1], scale, self.cascade.mass)
+        clip = torch.arange(query.shape[0], device=query.device)
+        chosen = table[clip, :, group]
         parts = [
             _of_heads(
                 query[:, some],
                 key[:, some],
                 Projections(by.query[some], by.key[some]),
-                own[some],
-                table[:, some, group],
+                own[:, some],
+                counted[:, some],
+                chosen[:, some],
                 drawn_rows,
             )
             for some in _slices(len(heads), max(1, SCORES // scores))
         ]
-        loss, sparsity, of_query, of_key, *of_drawn = (torch.cat(part) for part in zip(*parts, strict=True))
+        by_head = (torch.cat(part) for part in zip(*parts, strict=True))
+        loss, sparsity, of_query, of_key, needed, held, of_best = by_head
         of_query, of_key = of_query / state.site.heads, of_key / state.site.heads
-        needed, held, of_best = (torch.where(counted, x, 0.0) for x in of_drawn)
         numbers = tuple(share.head for share in heads)
-        return Measured(
-            counted.float(), loss, sparsity, needed, held, of_best, taken, alone, (of_query, of_key), numbers
-        )
+        seen = counted.float().mean(0)
+        return Measured(seen, loss, sparsity, needed, held, of_best, taken, alone, (of_query, of_key), numbers)
 
 
 @dataclass(frozen=True)
 class DrawnRows:
-    """What is measured on: the queries of some ``rows`` and those of one ``group``, tokens of the sequence, and all
-    keys of video in their ``order``; ``blocks`` are starts in it."""
+    """What is measured on, of every clip: the queries of some ``rows`` [B, n] and those of one ``group`` [B, m], tokens
+    of the sequence, whose ``weights`` [B, m] add up to 1; and all keys of video in their ``order``; ``blocks`` are
+    starts in it."""
 
     rows: Tensor
     group: Tensor
+    weights: Tensor
     order: Tensor
     blocks: Tensor
     scale: float
@@ -309,24 +313,49 @@ class DrawnRows:
 
 
 def _of_heads(
-    query: Tensor, key: Tensor, by: Projections, own: Tensor, chosen: Tensor, drawn: DrawnRows
+    query: Tensor, key: Tensor, by: Projections, own: Tensor, counted: Tensor, chosen: Tensor, drawn: DrawnRows
 ) -> tuple[Tensor, ...]:
-    """Of some heads, [heads] each: the predictor's loss and the sparsity on ``own`` rows [heads, n], the gradients of
-    the projections, and of the group the blocks it needs, and what the ``chosen`` ones hold."""
+    """Of some heads, [heads] each, means over clips: the predictor's loss and the sparsity on ``own`` rows [B, heads,
+    n], the gradients of the projections, and of the group, where it is ``counted`` [B, heads], the blocks it needs, and
+    what the ``chosen`` ones hold."""
     keys = key.index_select(2, drawn.order)
     with torch.enable_grad():
         leaves = [x.detach().requires_grad_() for x in (by.query, by.key)]
-        queries = query.index_select(2, drawn.rows)
+        queries = _rows_of(query, drawn.rows)
         true = true_scores(queries, keys, drawn.scale)
         by_row = score_loss(predicted_scores(queries, keys, Projections(leaves[0], leaves[1])), true)
         loss = torch.where(own, by_row, 0.0).mean((0, 2))
         of_query, of_key = torch.autograd.grad(loss.sum(), leaves)
     with torch.no_grad():
         sparsity = torch.where(own, measured_sparsity(true, drawn.mass), 0.0).mean((0, 2))
-        of_block = block_mass(true_scores(query.index_select(2, drawn.group), keys, drawn.scale), drawn.blocks)
-        held, of_best = held_mass(of_block, chosen)
-        needed = needed_blocks(of_block, drawn.mass)
+        of_group = true_scores(_rows_of(query, drawn.group), keys, drawn.scale)
+        of_block = block_mass(of_group, drawn.blocks, drawn.weights)
+        of_drawn = (needed_blocks(of_block, drawn.mass), *held_mass(of_block, chosen))
+        needed, held, of_best = (torch.where(counted, x, 0.0).mean(0) for x in of_drawn)
     return loss.detach(), sparsity, of_query, of_key, needed, held, of_best
+
+
+def _drawn(seed: str, cubes: TokenCubes) -> tuple[Tensor, Tensor]:
+    """Some tokens of video and one group."""
+    rng = torch.Generator().manual_seed(_seed(seed))
+    rows = cubes.order[: cubes.video][torch.randint(cubes.video, (min(ROWS, cubes.video),), generator=rng)]
+    return rows, torch.randint(len(cubes.groups) - 1, (), generator=rng)
+
+
+def _of_groups(cubes: TokenCubes, groups: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens of one group of every clip [B, m], and their weights: those of shorter groups are filled up with
+    tokens that weigh nothing."""
+    sizes = cubes.groups.diff()[groups.long()]
+    place = torch.arange(int(sizes.max()))
+    inside = place < sizes[:, None]
+    starts = cubes.groups[groups.long()][:, None]
+    tokens = cubes.order[torch.where(inside, starts + place, starts)]
+    return tokens, inside / sizes[:, None].float()
+
+
+def _rows_of(query: Tensor, rows: Tensor) -> Tensor:
+    """[B, H, n, D]: of each clip its own rows [B, n] of queries [B, H, S, D]."""
+    return query.take_along_dim(rows[:, None, :, None], 2)
 
 
 def _slices(count: int, at_once: int) -> list[slice]:

@@ -43,7 +43,7 @@ def _of_stage(summary: SparseSummary) -> list[str]:
         longest = max(cascade.tokens for cascade in summary.dense)
         sentences.append(
             f"{len(summary.dense)} of {counted(total, 'cascade')} stay dense, up to {longest} tokens a clip: choosing "
-            "keys would take longer than it saves."
+            "keys and learning which would take longer than it saves."
         )
     if summary.imbalance > 1:
         how = "cut between query groups" if summary.stage.attrs.get("division") != "heads" else "kept whole"

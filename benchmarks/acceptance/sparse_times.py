@@ -156,7 +156,7 @@ def measuring(clip: Clip, lists: KeyLists, density: float) -> Callable[[], Any]:
     heads, layer = query.shape[1], ("block", 0)
     densities = (density,) * heads
     state = LayerState(Site(0, heads, HEAD, None), clip.projections, (0.0,) * heads, densities, sparse=True)
-    block = SparseCascade({layer: state}, clip.grid, "0/0/0", weight=1.0, lists={layer: lists}).of_block("block")
+    block = SparseCascade({layer: state}, clip.grid, ("0/0/0",), weight=1.0, lists={layer: lists}).of_block("block")
     shares = tuple(map(HeadShare, range(heads)))
     return lambda: block._measured(state, layer, clip.projections, query, key, clip.cubes, SCALE, shares)
 

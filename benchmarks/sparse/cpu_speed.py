@@ -1,14 +1,17 @@
 """Sparse attention on one CPU thread against dense, forward and backward, predictor and choice included.
 
-    python benchmarks/sparse/cpu_speed.py [--rounds 3] [--cases short|long|all|block] [--json FILE]
+    python benchmarks/sparse/cpu_speed.py [--rounds 3] [--cases short|long|all|block] [--tokens N] [--json FILE]
 
 fp32, heads of 64, random q, k, v. Each round runs dense (``scaled_dot_product_attention``) and sparse one after the
-other, in turn first; times are CPU times of the process, the median over rounds. ``order`` puts tokens into cubes and
-back, and is part of sparse. ``taken`` is what the planner would take (``arachnec.cost.sparse_attention.faster_sparse``)
-with the dense time that was fitted. Below the table: what the measured times give for ``PathSpeed`` by least squares,
-with its residuals, and what the choice between the paths costs at lengths where dense is taken. ``block`` is a whole
-block as wide as Wan2.1-1.3B's instead: 12 heads of 128, attention to 512 text tokens, a feed-forward of 8960, at 16,384
-tokens and density 0.1, forward and backward with all gradients.
+other, in turn first; times are CPU times of the process, the median over rounds. ``learning`` is what a layer's
+predictor learns and is measured by, which a sparse layer does in every fourth step (``learning_steps.SPARSE_EVERY``)
+and a dense one in every sixteenth behind the first (``DENSE_EVERY``): ``with learning`` is dense over sparse with that
+share in it, ``dense slower`` by how much a dense layer that learns takes longer. ``taken`` is what the planner would
+take (``arachnec.cost.sparse_attention.faster_sparse``) with the dense time that was fitted. Below the table: what the
+measured times give for ``PathSpeed`` by least squares, with its residuals, and what the choice between the paths costs
+at lengths where dense is taken. ``block`` is a whole block as wide as Wan2.1-1.3B's instead: 12 heads of 128,
+attention to 512 text tokens, a feed-forward of 8960, at 16,384 tokens and density 0.1, forward and backward with all
+gradients.
 """
 
 from __future__ import annotations
@@ -31,12 +34,16 @@ from arachnec.cost.sparse_attention import faster_sparse
 from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.kernels.attention.divided_heads import HeadShare
 from arachnec.kernels.sparse.predictor import RANK, Projections, initial_projections, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL, Grid, TokenCubes, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
 from arachnec.passes.sparsify import Sparsify
-from arachnec.planning.sparse_stages import Choice, ClassAttention, choice_flops
+from arachnec.planning.sparse_stages import Choice, ClassAttention, choice_flops, learning_flops
 from arachnec.sparsity.kernel_speeds import CPU
+from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
+from arachnec.spmd.sparse_block import Site
+from arachnec.spmd.sparse_layers import LayerState, SparseCascade
 
 HEAD = 64
 UNEVEN = (0.30, 0.22, 0.16, 0.10, 0.07, 0.05, 0.04, 0.02)  # densities: 70 to 98 % sparse, 88 % in the mean
@@ -78,7 +85,10 @@ def taken(case: Case, dense_pair: float) -> str:
     """What the planner takes on a CPU for one layer of these heads, whose dense pair takes so many nanoseconds."""
     heads, options = len(case.densities), Sparsify()
     speed, overhead = (CPU.forward, CPU.backward, CPU.choice), CPU.head_overhead * heads
-    choice = Choice(CPU.group, options.block, CELL, RANK, options.mass, options.division, CPU.moved, overhead, speed)
+    cut = (CPU.group, options.block, CELL, RANK)
+    choice = Choice(*cut, options.mass, options.division, CPU.moved, overhead, speed, CPU.learning)
+
+    attention = ClassAttention(heads, HEAD)
 
     def pairs(per_head: float, unit: str) -> Formula:
         return Formula((Term(per_head * heads, (("B", 1), ("S", 2))),), unit)
@@ -88,9 +98,10 @@ def taken(case: Case, dense_pair: float) -> str:
         "forward": pairs(dense_pair * 1e-6 / 3, "ms"),
         "backward": pairs(dense_pair * 2e-6 / 3, "ms"),
         "density": density_rows({0: LayerDensity(1.0, case.densities)}),
-        "choice": choice_flops(ClassAttention(heads, HEAD), choice),
+        "choice": choice_flops(attention, choice),
         "choice_overhead": Quantity(choice.overhead, "ms"),
         "sparse_speed": speed,
+        "learning": learning_flops(attention, choice),
     }
     return "sparse" if faster_sparse(Stage("layer", True, Attributes.of(**values)), case.tokens, 0) else "dense"
 
@@ -111,6 +122,19 @@ def sparse_step(heads: Sequence[Tensor], grad: Tensor, cubes: TokenCubes, by: Pr
     torch.autograd.grad(video_attention(query, key, value, cubes, lists), heads, grad)
 
 
+def learning(
+    heads: Sequence[Tensor], grid: Grid, cubes: TokenCubes, by: Projections, densities: Sequence[float]
+) -> Callable[[], object]:
+    """What a step of learning takes of one layer, once its lists are there."""
+    query, key = heads[0].detach(), heads[1].detach()
+    layer, count = ("block", 0), len(densities)
+    lists = predicted_lists(query, key, by, cubes, kept_blocks(densities, len(cubes.blocks) - 1))
+    state = LayerState(Site(0, count, HEAD, None), by, (0.0,) * count, tuple(densities), sparse=True)
+    block = SparseCascade({layer: state}, grid, ("0/0/0",), weight=1.0, lists={layer: lists}).of_block("block")
+    shares = tuple(map(HeadShare, range(count)))
+    return lambda: block._measured(state, layer, by, query, key, cubes, HEAD**-0.5, shares)
+
+
 def measured(case: Case, rounds: int) -> dict[str, object]:
     torch.manual_seed(0)
     count = len(case.densities)
@@ -123,13 +147,15 @@ def measured(case: Case, rounds: int) -> dict[str, object]:
         "dense": lambda: dense_step(heads, grad),
         "sparse": lambda: sparse_step(heads, grad, cubes, by, kept),
         "choice": lambda: predicted_lists(heads[0], heads[1], by, cubes, kept),
+        "learning": learning(heads, case.grid, cubes, by, case.densities),
     }
     calls["sparse"]()
+    calls["learning"]()
     times: dict[str, list[float]] = {name: [] for name in calls}
     for number in range(rounds):
         for name in sorted(calls, reverse=bool(number % 2)):
             times[name].append(seconds(calls[name]))
-    dense, sparse, choice = (statistics.median(times[name]) for name in calls)
+    dense, sparse, choice, learned = (statistics.median(times[name]) for name in calls)
     return {
         "tokens": case.tokens,
         "heads": count,
@@ -137,7 +163,10 @@ def measured(case: Case, rounds: int) -> dict[str, object]:
         "dense_ms": round(dense * 1e3, 1),
         "sparse_ms": round(sparse * 1e3, 1),
         "choice_ms": round(choice * 1e3, 2),
+        "learning_ms": round(learned * 1e3, 1),
         "ratio": round(dense / sparse, 2),
+        "ratio_with_learning": round(dense / (sparse + learned / SPARSE_EVERY), 2),
+        "dense_slower": round(learned / DENSE_EVERY / dense, 4),
         "target": case.target,
     }
 
@@ -241,6 +270,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--cases", choices=("short", "long", "all", "block"), default="all")
+    parser.add_argument("--tokens", type=int, help="of these cases, those of so many tokens")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -251,9 +281,10 @@ def main() -> None:
             options.json.write_text(json.dumps(block | {"torch": torch.__version__}, indent=1) + "\n")
         return
     cases = {"short": SHORT, "long": LONG, "all": (*SHORT, *LONG)}[options.cases]
+    cases = tuple(case for case in cases if options.tokens in (None, case.tokens))
     print(
-        f"{'tokens':>7} {'heads':>5} {'density':>7} {'dense ms':>9} {'sparse ms':>9} {'choice ms':>9} {'ratio':>6}"
-        " target"
+        f"{'tokens':>7} {'heads':>5} {'density':>7} {'dense ms':>9} {'sparse ms':>9} {'choice ms':>9}"
+        f" {'learning ms':>11} {'ratio':>6} {'with learning':>13} {'dense slower':>12} target"
     )
     rows = []
     for case in cases:
@@ -261,7 +292,8 @@ def main() -> None:
         rows.append(row)
         print(
             f"{row['tokens']:>7} {row['heads']:>5} {row['density']:>7} {row['dense_ms']:>9} {row['sparse_ms']:>9}"
-            f" {row['choice_ms']:>9} {row['ratio']:>6} {row['target'] or '':>6}",
+            f" {row['choice_ms']:>9} {row['learning_ms']:>11} {row['ratio']:>6} {row['ratio_with_learning']:>13}"
+            f" {row['dense_slower']:>12} {row['target'] or '':>6}",
             flush=True,
         )
     overhead = {tokens: dispatch_overhead(tokens) for tokens in (64, 256, 1024)}

@@ -28,6 +28,7 @@ from scipy.optimize import nnls
 
 from arachnec.cost.sparse_attention import WORTH
 from arachnec.sparsity.kernel_speeds import GPU, KernelSpeeds
+from arachnec.sparsity.learning_steps import SPARSE_EVERY
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu_acceptance_nvidia_h200.json"
 HEAD, RANK, CELL = 128, 16, 8  # features of a head and of a predictor, tokens of a cell
@@ -108,14 +109,18 @@ def speeds_of(rows: Sequence[Row]) -> tuple[KernelSpeeds, dict[str, tuple[float,
     return speeds, residuals
 
 
-def planned_ratio(speeds: KernelSpeeds, row: Row, rate: float) -> float:
-    """Dense over sparse in a plan, on a device whose dense forward does so many TFLOP in a ms."""
+def planned_ratio(speeds: KernelSpeeds, row: Row, rate: float, learning: bool = False) -> float:
+    """Dense over sparse in a plan, on a device whose dense forward does so many TFLOP in a ms; with what is learned in
+    every fourth step, or without."""
     heads, tokens, density = row["heads"], row["tokens"], row["density"]
     dense = 4 * heads * tokens**2 * HEAD / 1e12 / rate
     kernels = density * dense * (1 / speeds.forward + 2 / speeds.backward)
     linear = heads * tokens * HEAD * (2 + 4 * RANK / CELL + speeds.moved)
     choice = (2 * heads * RANK / CELL**2 * tokens**2 + linear) / 1e12 / rate / speeds.choice
-    return 3 * dense / (kernels + choice + speeds.overhead)
+    of_pair, of_feature, launches = speeds.learning
+    learned = heads * tokens * (tokens * of_pair + HEAD * of_feature) / 1e12 / rate + launches
+    share = 1 / SPARSE_EVERY if learning else 0.0
+    return 3 * dense / (kernels + choice + speeds.overhead + learned * share)
 
 
 def main() -> None:
@@ -129,7 +134,7 @@ def main() -> None:
         print(f"{part:>20}: largest residual {max(map(abs, of_part)):.3f}")
     for row in sparse_rows(rows):
         by_fit, in_plan = planned_ratio(speeds, row, rate), planned_ratio(GPU, row, rate)
-        path = "sparse" if in_plan * WORTH > 1 else "dense"
+        path = "sparse" if planned_ratio(GPU, row, rate, learning=True) * WORTH > 1 else "dense"
         told = f"measured {row['both_over_dense']:.2f}, fitted {by_fit:.2f}, in a plan {in_plan:.2f}: {path}"
         print(f"{row['tokens']:>8} tokens, {row['heads']:>2} heads, density {row['density']:<4}: {told}")
 

@@ -275,10 +275,11 @@ def train(task: Task, way: str, steps: int, seed: int, like: Run | None, saved: 
     def cascade(step: int, count: int, weight: float | None) -> SparseCascade:
         known = layers if way == "sparse" else {at: replace(state, sparse=False) for at, state in layers.items()}
         replay: dict[Layer, KeyLists | None] = {}
+        draws = tuple(f"{seed}/{step}/{clip}" for clip in range(count))
         if like is not None:
             for at, kept in like.kept[min(step, len(like.kept) - 1)].items():
                 replay[at] = kept and fixed_lists(way, kept, cubes, task.grid, count, step)
-        return SparseCascade(known, task.grid, f"{seed}/{step}/clips", weight=weight, sizes=task.sizes, replay=replay)
+        return SparseCascade(known, task.grid, draws, weight=weight, sizes=task.sizes, replay=replay)
 
     begin = 0
     if saved is not None and saved.exists():

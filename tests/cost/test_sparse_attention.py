@@ -18,12 +18,14 @@ from arachnec.cost.sparse_attention import (
     with_sparse_layers,
 )
 from arachnec.cost.strategy import Attention
+from arachnec.ir.head_density import layer_densities
 from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.head_division import with_heads
 from arachnec.lowering.order import forward_share
 from arachnec.sparsity.key_fetch import keys_sent, share_inside
+from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
 from arachnec.verification.heads import check_heads
 
 TOKENS = 40_000
@@ -143,6 +145,25 @@ def test_short_clips_stay_dense_where_choosing_takes_longer_than_it_saves() -> N
     assert cost.time(chosen, 4) - model(stage()).time(chosen, 4) == pytest.approx(0.1)
     mixed = stage(((0.1,) * 4, (1.0,) * 4))
     assert faster_sparse(mixed, TOKENS, 0) == (0,), "a layer that needs all keys stays dense"
+
+
+def test_learning_counts_by_the_share_of_the_steps_in_which_it_is_done() -> None:
+    """A sparse layer learns in every fourth step, one that is dense in every sixteenth, on any cluster."""
+    learning = formula("TFLOP", 1e-8, 0.0)  # 16 ms of a clip and layer
+    of = stage(learning=learning, learning_overhead=Quantity(2.0, "ms"))
+    for cluster in ("8:h100-80g", "2x8:h100-80g"):
+        took = model(of, cluster).time(clip(sparse=(0, 1)), 1) - model(stage(), cluster).time(clip(sparse=(0, 1)), 1)
+        assert took == pytest.approx(2 * (16 + 2) / SPARSE_EVERY)
+    one = ((0,), 0.5, (0.1,) * 4)
+    late, without = (replace(s, attrs=s.attrs.updated(measured=(one,))) for s in (of, stage()))
+    took = model(late).time(clip(sparse=(0, 1)), 1) - model(without).time(clip(sparse=(0, 1)), 1)
+    assert took == pytest.approx(18 / SPARSE_EVERY + 18 / DENSE_EVERY)
+
+
+def test_a_layer_that_would_gain_less_than_it_learns_stays_dense_and_learns_nothing() -> None:
+    dear = stage(learning=formula("TFLOP", 8e-6))  # a quarter of it takes longer than attention saves
+    assert faster_sparse(dear, TOKENS, 0) == ()
+    assert faster_sparse(dear, TOKENS, 0, layer_densities(dear)) == (0, 1), "one that is listed learns on either path"
 
 
 def test_a_scheduled_cascade_keeps_its_path() -> None:

@@ -229,10 +229,10 @@ def _compare_sparse(name: str, sequence: SequenceModel, groups: ProcessGroups, s
     shard = groups.shard(step.ranks, uneven(case.tokens(step.size), degree), step.ulysses, step.ring)
     learns = None if step.node else 1.0
     room = {at: Room(step.node, (1.0,) * state.site.heads, 2.0) for at, state in layers.items() if step.node}
-    alone = SparseCascade(layers, grid, "0/0/a", weight=learns, sizes=sizes)
+    alone = SparseCascade(layers, grid, ("0/0/a",), weight=learns, sizes=sizes)
     with sequence.use(None, sparse=alone):
         true_loss, truth = _step(sequence.model, arguments, 1.0)
-    chosen = SparseCascade(layers, grid, "0/0/a", sizes=sizes, parts=parts, groups=count, room=room)
+    chosen = SparseCascade(layers, grid, ("0/0/a",), sizes=sizes, parts=parts, groups=count, room=room)
     with sequence.use(shard, sparse=chosen), torch.no_grad():
         sequence.model(**arguments)
     for layer, lists in chosen.lists.items():
@@ -242,7 +242,7 @@ def _compare_sparse(name: str, sequence: SequenceModel, groups: ProcessGroups, s
         assert lists is not None and theirs is not None and len(theirs.indices)
         assert torch.equal(lists.indices, theirs.of_shares(own, lists.indices.device).indices)
     replayed = SparseCascade(
-        layers, grid, "0/0/a", learns, sizes, replay=alone.lists, parts=parts, groups=count, room=room
+        layers, grid, ("0/0/a",), learns, sizes, replay=alone.lists, parts=parts, groups=count, room=room
     )
     with sequence.use(shard, recompute=bool(step.recompute), sparse=replayed):
         loss, partial = _step(sequence.model, arguments, 1 / degree)

@@ -21,7 +21,7 @@ def test_a_plan_says_what_is_sparse_and_what_stays_dense() -> None:
         "In @dit all layers may attend to chosen keys: predicted 19.8 % of the keys, from 4 % to 50 % by head."
     )
     assert sentences[1] == "1 of 2 cascades do, from 32760 tokens a clip on."
-    assert "stay dense, up to 16 tokens a clip: choosing keys would take longer" in sentences[2]
+    assert "stay dense, up to 16 tokens a clip: choosing keys and learning which" in sentences[2]
     assert "cut between query groups" in sentences[3]
     assert sentences[4] == "`Block/cross` of @dit attends to all keys: its keys are no tokens."
     (row,) = plan_report(planned, 0.0)["sparse"]

@@ -94,15 +94,17 @@ def measured_sparsity(scores: Tensor, mass: float = MASS) -> Tensor:
     return 1 - needed.clamp_max(scores.shape[-1]).float() / scores.shape[-1]
 
 
-def block_mass(scores: Tensor, blocks: Tensor) -> Tensor:
+def block_mass(scores: Tensor, blocks: Tensor, weights: Tensor | None = None) -> Tensor:
     """[B, H, N]: the share of one group's attention that each block holds, of the scores [B, H, n, video] of its
-    queries and the blocks' starts [N + 1]."""
-    return _sums(scores.softmax(-1).mean(2), 2, blocks)
+    queries and the blocks' starts [N + 1]. ``weights`` [B, n] of queries add up to 1; without, all weigh alike."""
+    masses = scores.softmax(-1)
+    of_group = masses.mean(2) if weights is None else (weights[:, None, None] @ masses)[:, :, 0]
+    return _sums(of_group, 2, blocks)
 
 
 def held_mass(of_block: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """[H] each, mean over clips: the attention of one group that its chosen blocks hold, and the share of that which
-    the best choice of that size would hold.
+    """[B, H] each: the attention of one group that its chosen blocks hold, and the share of that which the best choice
+    of that size would hold.
 
     ``of_block`` [B, H, N] as ``block_mass`` gives it, ``chosen`` [B, H, N] bool.
     """
@@ -111,17 +113,17 @@ def held_mass(of_block: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
     counts = chosen.sum(-1, keepdim=True)
     best = torch.where(counts > 0, order.gather(-1, (counts - 1).clamp_min(0)), 0.0)[..., 0]
     ratio = torch.where(best > 0, held / best.clamp_min(torch.finfo(best.dtype).tiny), 1.0)
-    return held.mean(0), ratio.mean(0)
+    return held, ratio
 
 
 def needed_blocks(of_block: Tensor, mass: float = MASS) -> Tensor:
-    """[H], mean over clips: the fewest blocks that hold ``mass`` of one group's attention, as a share of all blocks.
+    """[B, H]: the fewest blocks that hold ``mass`` of one group's attention, as a share of all blocks.
 
     Queries of a group share one list, so a group needs more than each of its queries does.
     """
     held = of_block.sort(-1, descending=True).values.cumsum(-1)
     needed = (held < mass).sum(-1) + 1
-    return needed.clamp_max(held.shape[-1]).float().mean(0) / held.shape[-1]
+    return needed.clamp_max(held.shape[-1]).float() / held.shape[-1]
 
 
 def moved(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:

@@ -139,7 +139,7 @@ def test_no_host_waits_for_a_device_to_predict_choose_or_list(grid: tuple[int, i
     scores = true_scores(features[:, :, :5], features[:, :, : cubes.video], 0.5)
     video = cubes.blocks[: blocks - cubes.captions + 1]
     of_block = block_mass(scores, video)
-    assert held_mass(of_block, chosen)[0].shape == needed_blocks(of_block).shape == (2,)
+    assert held_mass(of_block, chosen)[0].shape == needed_blocks(of_block).shape == (2, 2)
     launch = lists_of(indices, counts, cubes.order.to("meta"), cubes.groups, cubes.blocks)
     assert launch.query_slots(8)[1] == launch.key_slots(2)[1] == 2
     assert len(launch.indices) == len(launch.readers()[0]) == len(indices) + 4 * blocks

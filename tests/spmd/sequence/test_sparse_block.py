@@ -60,8 +60,8 @@ def test_training_predictors_beside_a_dense_model_changes_no_bit_of_its_gradient
     joint: tuple[SequenceModel, dict[Layer, LayerState]], recompute: bool
 ) -> None:
     sequence, layers = joint
-    untrained, truth = step(sequence, SparseCascade(layers, GRID, "0/0/a"), recompute)
-    cascade = SparseCascade(layers, GRID, "0/0/a", weight=0.5)
+    untrained, truth = step(sequence, SparseCascade(layers, GRID, ("0/0/a",)), recompute)
+    cascade = SparseCascade(layers, GRID, ("0/0/a",), weight=0.5)
     output, gradients = step(sequence, cascade, recompute)
     assert torch.equal(output, untrained)
     assert all(torch.equal(gradients[name], gradient) for name, gradient in truth.items() if "sparse_" not in name)
@@ -74,11 +74,26 @@ def test_training_predictors_beside_a_dense_model_changes_no_bit_of_its_gradient
         torch.testing.assert_close(gradients[name], gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_layers_that_rest_learn_nothing_whatever_their_path(
+    joint: tuple[SequenceModel, dict[Layer, LayerState]],
+) -> None:
+    sequence, layers = joint
+    first, *others = layers
+    for sparse in (False, True):
+        states = {layer: replace(state, sparse=sparse) for layer, state in layers.items()}
+        cascade = SparseCascade(states, GRID, ("0/0/a",), weight=1.0, resting=frozenset((first,)))
+        output, gradients = step(sequence, cascade)
+        every, _ = step(sequence, SparseCascade(states, GRID, ("0/0/a",), weight=1.0))
+        assert torch.equal(output, every) and set(cascade.measured) == set(others)
+        learned = {name.rsplit(".", 1)[0] for name in gradients if "sparse_" in name}
+        assert learned == {path for path, _ in others}
+
+
 def test_a_predictor_s_gradient_is_its_share_of_the_loss_whatever_the_model_s_is(
     joint: tuple[SequenceModel, dict[Layer, LayerState]],
 ) -> None:
     sequence, layers = joint
-    halves = [step(sequence, SparseCascade(layers, GRID, "0/0/a", weight=w))[1] for w in (1.0, 0.25)]
+    halves = [step(sequence, SparseCascade(layers, GRID, ("0/0/a",), weight=w))[1] for w in (1.0, 0.25)]
     for name in (name for name in halves[0] if "sparse_" in name):
         torch.testing.assert_close(halves[0][name] * 0.25, halves[1][name])
 
@@ -90,13 +105,13 @@ def test_lists_are_chosen_once_and_replayed_by_recomputation_backward_and_anothe
     sparse = {
         layer: replace(state, sparse=True, densities=(0.4,) * state.site.heads) for layer, state in layers.items()
     }
-    first = SparseCascade(sparse, GRID, "0/0/a", weight=1.0)
+    first = SparseCascade(sparse, GRID, ("0/0/a",), weight=1.0)
     output, gradients = step(sequence, first)
     assert all(isinstance(lists, KeyLists) for lists in first.lists.values())
-    dense, _ = step(sequence, SparseCascade(layers, GRID, "0/0/a"))
+    dense, _ = step(sequence, SparseCascade(layers, GRID, ("0/0/a",)))
     assert not any(is_full(lists, first.cubes(96 + SIZE.text, "first")) for lists in first.lists.values() if lists)
     for recompute in (True, False):
-        again = SparseCascade(layers, GRID, "0/0/a", weight=1.0, replay=first.lists)  # predictors say dense
+        again = SparseCascade(layers, GRID, ("0/0/a",), weight=1.0, replay=first.lists)  # predictors say dense
         output2, gradients2 = step(sequence, again, recompute)
         assert torch.equal(output, output2)
         assert all(torch.equal(gradients[name], gradients2[name]) for name in gradients)
@@ -105,7 +120,7 @@ def test_lists_are_chosen_once_and_replayed_by_recomputation_backward_and_anothe
 
 def test_a_layer_s_state_follows_what_was_measured(joint: tuple[SequenceModel, dict[Layer, LayerState]]) -> None:
     sequence, layers = joint
-    cascade = SparseCascade(layers, GRID, "0/0/a", weight=1.0)
+    cascade = SparseCascade(layers, GRID, ("0/0/a",), weight=1.0)
     step(sequence, cascade)
     for layer, state in layers.items():
         measured = cascade.measured[layer]

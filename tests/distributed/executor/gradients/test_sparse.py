@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+import json
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,6 +19,7 @@ from arachnec.backends.torch_distributed.executor.iteration import Run
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.supported import SparseCannotRun, demand_supported
 from arachnec.backends.torch_distributed.run.training_run import Trainer
+from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
@@ -28,6 +31,7 @@ from arachnec.model_state import sparse_predictors
 from arachnec.model_state.key_list_files import read_lists, share_that_differs
 from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
+from arachnec.sparsity.learning_steps import FIRST
 from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
@@ -52,12 +56,17 @@ ON_THREE = (
 
 
 def planned(
-    rank: int, works: tuple[Work, ...] = WORKS, world: int = 2, nodes: int = 1, **more: Value
+    rank: int,
+    works: tuple[Work, ...] = WORKS,
+    world: int = 2,
+    nodes: int = 1,
+    clips: Sequence[VideoClip] = CLIPS,
+    **more: Value,
 ) -> tuple[Module, Module]:
     """The traced module and the program. Keys are in many blocks, so that a small step of a density leaves one out.
     Predictors of rank 4, the size of a head, are right from the first step. Sparse kernels are so fast that they pay
     whatever a head needs."""
-    source = traced(world, [CLIPS])
+    source = traced(world, [clips])
     (stage,) = source.stages
     density = density_rows({layer: LayerDensity(0.5, (0.2,) * 3) for layer in range(2)})
     attrs = stage.attrs.updated(
@@ -88,10 +97,11 @@ def executable(
     world: int = 2,
     pipeline: str = QUICK,
     nodes: int = 1,
+    clips: Sequence[VideoClip] = CLIPS,
     **more: Value,
 ) -> Path:
     """Without a ``rank`` the same plan, dense."""
-    source, program = planned(rank or 1, works, world, nodes, **more)
+    source, program = planned(rank or 1, works, world, nodes, clips, **more)
     if rank is None:
         source = traced(2, [CLIPS])
         program = lowered(source, [replace(work, attrs=()) for work in WORKS])
@@ -105,7 +115,7 @@ def executable(
         traced=source,
         pipeline=pipeline,
         model_file=file,
-        clips=CLIPS,
+        clips=clips,
         training=Training(clip_norm=0.5),
     )
     return folder
@@ -132,8 +142,8 @@ def test_beside_dense_layers_predictors_learn_and_no_bit_of_the_model_s_training
 
 def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
     folder, alone = executable(tmp_path / "sparse", 4), executable(tmp_path / "alone", None)
-    through = trained(folder, steps=3)
-    dense = trained(alone, steps=3)
+    through = trained(folder, steps=5)
+    dense = trained(alone, steps=2)
     losses = [step["loss"] for step in through["steps"]]
     assert losses[0] == dense["steps"][0]["loss"]
     assert losses[1] != dense["steps"][1]["loss"]
@@ -142,10 +152,13 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
         assert layer["sparse"] and layer["loss"] < 0.01 and 0.97 <= layer["of_best"] <= 1
         assert all(0 < density < 1 for density in layer["density"])
     trained(folder, steps=2, checkpoint=tmp_path / "kept")
-    resumed = trained(folder, steps=1, checkpoint=tmp_path / "kept", resume=True)
+    resumed = trained(folder, steps=3, checkpoint=tmp_path / "kept", resume=True)
     assert [step["loss"] for step in resumed["steps"]] == losses[2:]
+    first, second = (layer["history"] for layer in through["sparse_layers"])
+    assert [a == b for a, b in pairwise(first)] == [True, True, True, False], "layer 0 learns in steps 0 and 4"
+    assert [a == b for a, b in pairwise(second)] == [True, True, False, True], "and layer 1 in steps 0 and 3"
     for layer in (*resumed["sparse_layers"], *through["sparse_layers"]):
-        assert layer.pop("steps") == ([2] if layer["history"][1:] == [] else [0, 1, 2])
+        assert layer.pop("steps") == ([2, 3, 4] if len(layer["history"]) == 3 else [0, 1, 2, 3, 4])
         assert layer.pop("history")[-1] == pytest.approx(layer["sparsity"], abs=1e-4)
         assert layer["planned_density"] == [0.2] * 3 and layer["known_imbalance"] <= layer["imbalance"]
     assert resumed["sparse_layers"] == through["sparse_layers"]
@@ -196,12 +209,36 @@ def test_given_the_same_lists_any_two_plans_have_the_same_losses(tmp_path: Path)
         read_lists(tmp_path / "here", 7)
 
 
+ALIKE = tuple(clip(name, 60) for name in "abcd")
+ASIDE = (*SPARSE, ("degree", 1), ("side", 2), ("ulysses", None), ("ring", None))
+BATCHED = (Work((0, 1), (0, 1), 0.0, attrs=SPARSE), Work((2, 3), (0, 1), 1.0, attrs=ASIDE))
+EACH = tuple(Work((n,), (n % 2,), n // 2, attrs=SPARSE) for n in range(4))
+
+
+def test_a_plan_that_batches_clips_learns_and_chooses_what_one_that_does_not_does(tmp_path: Path) -> None:
+    """Two clips in one batch on two ranks, two side by side, against each alone. What is drawn is the clip's own. (The
+    predictors are right from the first step, so that their loss is what rounding makes of it.)"""
+    works = {"batched": BATCHED, "each": EACH}
+    folders = {name: executable(tmp_path / name, 4, of, clips=ALIKE) for name, of in works.items()}
+    reports = [trained(folder, steps=4, save_lists=tmp_path / f"lists-{name}") for name, folder in folders.items()]
+    one, other = ([step["loss"] for step in report["steps"]] for report in reports)
+    assert one == pytest.approx(other, rel=1e-5)
+    for mine, theirs in zip(*(report["sparse_layers"] for report in reports), strict=True):
+        assert mine["sparse"] and theirs["sparse"]
+        for measured in ("density", "sparsity", "mass", "of_best"):
+            assert mine[measured] == pytest.approx(theirs[measured], rel=1e-3)
+    lists = [read_lists(tmp_path / f"lists-{name}", 3) for name in works]
+    assert len(lists[0]) == len(ALIKE) * len(LAYERS)
+    assert share_that_differs(*lists) <= 1e-3
+
+
 def test_what_a_step_measured_plans_the_step_after_the_next_and_changes_no_loss(tmp_path: Path) -> None:
-    """Step 1 makes both layers sparse, so step 3 has a plan for their densities. The planner's is faster than ours. It
-    has every clip attend to lists, and so has ours: what is measured is of the same clips."""
+    """Step 0 makes both layers sparse, so step 2 has a plan for their densities, which fall when they next learn, in
+    steps 3 and 4. The planner's is faster than ours. It has every clip attend to lists, and so has ours: what is
+    measured is of the same clips."""
     every = tuple(replace(work, attrs=SPARSE) for work in WORKS)
     following = executable(tmp_path / "following", 4, every, pipeline=f"sparsify,{QUICK}")
-    reports = [trained(folder, steps=4) for folder in (following, executable(tmp_path / "kept", 4, every))]
+    reports = [trained(folder, steps=5) for folder in (following, executable(tmp_path / "kept", 4, every))]
     losses = [[step["loss"] for step in report["steps"]] for report in reports]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for layer, kept in zip(*(report["sparse_layers"] for report in reports), strict=True):
@@ -241,17 +278,20 @@ def train_counting_repeats(folder: Path, options: RunOptions, margin: float) -> 
 
 
 def test_between_machines_chosen_keys_change_no_loss_and_without_room_a_step_is_done_again(tmp_path: Path) -> None:
-    """Step 0 measures and makes the layers sparse, steps 1 and 2 get only the keys that they chose."""
+    """Step 0 measures and makes the layers sparse, steps 1 and 2 get only the keys that they chose. In step 3 layer 1
+    learns, with all keys, and layer 0 does not."""
     apart, here = executable(tmp_path / "apart", 4, nodes=2), executable(tmp_path / "here", 4)
     saved = {margin: tmp_path / f"lists-{margin}" for margin in (2.0, 0.0)}
     runs = {}
     for margin, lists in saved.items():
-        repeats = run_ranks(2, train_counting_repeats, apart, RunOptions(steps=3, save_lists=lists), margin)
-        assert repeats == ([2, 2] if margin == 0 else [0, 0])
+        repeats = run_ranks(2, train_counting_repeats, apart, RunOptions(steps=4, save_lists=lists), margin)
+        assert repeats == ([3, 3] if margin == 0 else [0, 0])
         runs[margin] = losses(apart / "run.json")
     assert runs[0.0] == pytest.approx(runs[2.0], rel=1e-6)
-    again = trained(here, steps=3, replay_lists=saved[2.0])
+    again = trained(here, steps=4, replay_lists=saved[2.0])
     assert [step["loss"] for step in again["steps"]] == pytest.approx(runs[2.0], rel=1e-6)
+    for told in (json.loads((apart / "run.json").read_text()), again):
+        assert [a == b for a, b in pairwise(told["sparse_layers"][1]["history"])] == [True, True, False]
 
 
 def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:
@@ -288,6 +328,26 @@ class Known:
     def state(self, rank: int) -> LayerState:
         values = Projections(torch.ones(3, 4, rank), torch.ones(3, 4, rank))
         return LayerState(Site(0, 3, 4, None), values, (0.0,) * 3, (1.0,) * 3)
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_which_layers_learn_follows_from_the_step_and_their_state_on_every_cluster(node: int) -> None:
+    _, program = planned(2)
+    predictors = SparsePredictors.of(program, Known(), 0)
+    predictors.node = node
+    clips = dict(enumerate(CLIPS))
+
+    def resting(step: int) -> set[int]:
+        predictors.collect(step)  # forgets the cascades
+        cascade = predictors.cascade(program.cascades[0], clips, 0, step, 1.0)
+        assert cascade is not None and set(cascade.room) == (set(cascade.resting) if node else set())
+        assert predictors.fetches(step) == bool(cascade.room)
+        return {number for number, (path, _) in enumerate(LAYERS) if (path, 0) in cascade.resting}
+
+    assert resting(0) == resting(1) == resting(FIRST - 1) == set()
+    predictors.layers[1] = replace(predictors.layers[1], sparse=True)
+    assert [resting(step) for step in range(1, 6)] == [{1}, {1}, set(), {1}, {1}]
+    assert [resting(step) for step in (FIRST, FIRST + 3, FIRST + 15)] == [{1}, {0}, {0}]
 
 
 def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None:

@@ -138,7 +138,7 @@ def test_a_run_goes_on_in_stages_and_back_on_one_rank(tmp_path: Path, whole: tup
     for one, other in zip(expected["sparse_layers"], last["sparse_layers"], strict=True):
         assert one["sparse"] and other["sparse"]
         assert other["sparsity"] == pytest.approx(one["sparsity"], abs=1e-4)
-        assert other["loss"] == pytest.approx(one["loss"], rel=1e-2, abs=1e-6)
+        assert (other["loss"] is None) == (one["layer"] != 2), "in step 2 the third of four sparse layers learns"
 
 
 def test_plans_of_stages_follow_what_a_run_measures(tmp_path: Path, whole: tuple[Path, dict[str, Any]]) -> None:
