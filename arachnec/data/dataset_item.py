@@ -99,6 +99,8 @@ def _remedy(name: str, value: object) -> str | None:
         return (
             "decode it in the dataset, to text" if known else "decode it in the dataset, to a tensor; or leave it out"
         )
+    if isinstance(value, Mapping) and not known:
+        return f'make its keys those of the item, {{**item.pop("{name}"), **item}}; or leave it out'
     if isinstance(value, list | tuple | Mapping) and (not known or name == VIDEO):
         return "give a tensor or an array of numbers; or leave it out"
     return None

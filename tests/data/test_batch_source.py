@@ -118,6 +118,7 @@ def raising() -> Iterator[Any]:
         pytest.param(leaving(), None, "raised SystemExit: 5 after 1 clip", id="leaves"),
         pytest.param([[item(video=[[1.0]])]], None, "is a dict whose `video` is a list", id="list"),
         pytest.param([[item(more={"a": 1})]], None, "is a dict whose `more` is a dict", id="nested"),
+        pytest.param([[item(json={"a": 1})]], None, '{**item.pop("json"), **item}', id="webdataset"),
         pytest.param([[item(caption=b"a cat")]], None, "to text", id="bytes-caption"),
         pytest.param([[item(video=np.array([None]))]], None, "`video` is a ndarray of object", id="objects"),
         pytest.param(
@@ -222,7 +223,7 @@ def test_tar_shards_by_their_own_loader_and_one_that_is_cut_short(tmp_path: Path
 
     def drawn(path: Path) -> list[tuple[VideoClip, ...]]:
         loader = webdataset.WebDataset(str(path), shardshuffle=False).decode()
-        return all_of(BatchSource(loader.map(lambda s: {"__key__": s["__key__"], "txt": s["txt"], **s["json"]}), 2))
+        return all_of(BatchSource(loader.map(lambda item: {**item.pop("json"), **item}), 2))
 
     (clips,) = drawn(shard)
     assert [(clip.id, clip.shape) for clip in clips] == [(n, (5, 16, 32, 2001)) for n in ("first", "second")]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -19,10 +20,12 @@ from arachnec.checkpoint.files import write_file
 from arachnec.checkpoint.folder import Position, step_folder, write_commit
 from arachnec.checkpoint.parts import Part
 from arachnec.checkpoint.trained_predictors import FILE, TrainedLayer, trained_predictors
+from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import MODEL
 from arachnec.executable.training_options import Training
 from arachnec.export.folder import Exported, export
 from arachnec.ir.diagnostic import UserError
+from arachnec.models.batch import make_batch, prediction_of
 from arachnec.models.file import load_model_file
 from arachnec.models.initial_weights import model_folder
 from arachnec.models.weight_files import weight_files
@@ -179,6 +182,58 @@ def test_an_adapter_is_added_in_or_a_file_of_its_own(
     pipeline = diffusers.WanPipeline(None, None, None, diffusers.FlowMatchEulerDiscreteScheduler(), base)
     pipeline.load_lora_weights(tmp_path / "lora")
     torch.testing.assert_close(output(base), output(run.model), rtol=1e-5, atol=1e-5)
+
+
+OTHER_FAMILIES = {
+    "CogVideoX": """
+import torch
+from peft import LoraConfig
+from arachnec.models.diffusers import cogvideox
+
+model = cogvideox.text_to_video(num_layers=1, num_attention_heads=2, attention_head_dim=16, in_channels=4,
+                                out_channels=4, text_embed_dim=16, time_embed_dim=8, sample_height=8, sample_width=8,
+                                sample_frames=9)
+""",
+    "HunyuanVideo": """
+import torch
+from peft import LoraConfig
+from arachnec.models.diffusers import hunyuan_video
+
+model = hunyuan_video.text_to_video(num_layers=1, num_single_layers=1, num_refiner_layers=1, num_attention_heads=2,
+                                    attention_head_dim=12, in_channels=4, out_channels=4, text_embed_dim=16,
+                                    pooled_projection_dim=8, rope_axes_dim=(4, 4, 4))
+""",
+}
+BUILT = """
+sample, loss = model.sample, model.loss
+CONFIG = LoraConfig(r=2, lora_alpha=6, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False)
+
+
+def build():
+    transformer = model.build()
+    return transformer
+"""
+
+
+@pytest.mark.parametrize("name", OTHER_FAMILIES)
+@torch.no_grad()
+def test_the_pipelines_of_other_families_load_the_adapters_file(
+    trained: Callable[..., Trained], tmp_path: Path, name: str
+) -> None:
+    plain = OTHER_FAMILIES[name] + BUILT
+    run = trained(plain.replace("    return", "    transformer.requires_grad_(False).add_adapter(CONFIG)\n    return"))
+    run(tmp_path / "lora", lora=True)
+    file = load_model_file(_with(tmp_path / "plain.py", plain))
+    torch.manual_seed(4)
+    base: Any = file.build().eval()
+    arguments, _ = make_batch(file, [VideoClip("a", 5, 32, 48, 6, "a cat", None, 0)], 0, 3, "cpu")
+    expected = prediction_of(run.model(**arguments))
+    assert not torch.allclose(prediction_of(base(**arguments)), expected, atol=1e-3)
+    kind = getattr(diffusers, f"{name}Pipeline")
+    parts = dict.fromkeys(inspect.signature(kind.__init__).parameters.keys() - {"self"})
+    pipeline = kind(**parts | {"scheduler": diffusers.FlowMatchEulerDiscreteScheduler(), "transformer": base})
+    pipeline.load_lora_weights(tmp_path / "lora")
+    torch.testing.assert_close(prediction_of(base(**arguments)), expected, rtol=1e-5, atol=1e-5)
 
 
 OF_OWN = """
