@@ -74,6 +74,7 @@ def at_outcomes(
     folder: Path, program: Module, switch: Switch, outcomes: Sequence[int], requests: tuple[Request, ...]
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The latents of every request for each of these K, by K and id. The ranks build and capture their models once."""
+    (folder / "out").mkdir(exist_ok=True)
     told = run_ranks(len(program.programs), _at_outcomes, folder, print_module(program), switch, outcomes, requests)
     latents: dict[tuple[int, str], torch.Tensor] = {}
     for rank in told:
