@@ -29,6 +29,7 @@ def command(program: Path, equivalence: bool) -> None:
     from arachnec.ir.diagnostic import counted
     from arachnec.ir.sampling import is_sampling, outcomes_of
     from arachnec.passes.check import checked
+    from arachnec.verification.memory_claims import only_claimed
 
     module = checked(read_program(program))
     if samples(program):
@@ -57,6 +58,9 @@ def command(program: Path, equivalence: bool) -> None:
         f"  inputs    all there before they are used\n"
         f"  memory    at most {peak.total:.2f} of {limit:.2f} GiB, on rank {peak.rank}"
     )
+    if believed := only_claimed(module):
+        names = ", ".join(f"@{name}" for name in believed)
+        click.echo(f"  claimed   what {names} take while they run is the program's word: no `saved` or `workspace`")
     if equivalence:
         from arachnec.equivalence.compare import demand_equivalent
 

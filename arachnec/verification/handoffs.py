@@ -102,7 +102,7 @@ Pairs: TypeAlias = dict[tuple[int, int], list[tuple[int, Instruction]]]
 
 def match_handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Handoff]:
     """All handoffs of a module, those from one rank to another in their order; what does not match is a problem."""
-    sends, receives = _by_pair(values)
+    sends, receives = by_pair(values)
     for source, target in sorted({*sends, *receives}):
         sent, received = sends[source, target], receives[source, target]
         unmatched = list(_unmatched(source, target, sent, received))
@@ -153,7 +153,8 @@ def _sources_on(
                 yield PartMissing(step.span, program.rank, written(step), name, min(missing))
 
 
-def _by_pair(values: Values) -> tuple[Pairs, Pairs]:
+def by_pair(values: Values) -> tuple[Pairs, Pairs]:
+    """Sends and receives from one rank to another, in the order of their lists, with their indices there."""
     sends: Pairs = defaultdict(list)
     receives: Pairs = defaultdict(list)
     for program in values.module.programs:

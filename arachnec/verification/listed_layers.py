@@ -51,12 +51,12 @@ def check_listed_layers(values: Values) -> Iterator[UnknownLayer | NoneHeld]:
                 yield from _unknown(program.rank, step, "layers", step.target, last[step.target] + 1)
             elif step.op in ("forward", "backward", "weight"):
                 stage = values.cascades[step.target].stage
-                for word, outside in LISTS.items():
-                    yield from _unknown(program.rank, step, word, stage, last[stage] + outside)
-                held = integer(step.attrs.get("held", 1))
-                if held < 1:
-                    span = step.attrs.span("held") or step.span
-                    yield NoneHeld(span, program.rank, written(step), held)
+                for word, value in step.attrs.pairs:
+                    if word in LISTS:
+                        yield from _unknown(program.rank, step, word, stage, last[stage] + LISTS[word])
+                    elif word == "held" and integer(value) < 1:
+                        span = step.attrs.span("held") or step.span
+                        yield NoneHeld(span, program.rank, written(step), integer(value))
 
 
 def _unknown(rank: int, step: Instruction, word: str, stage: str, end: int) -> Iterator[UnknownLayer]:

@@ -14,7 +14,7 @@ from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_h
 from arachnec.analysis.uses import Values, gib, written
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import Cascade, Instruction, Phase, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, quantity
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.recomputation import recomputed_blocks
 
@@ -79,6 +79,13 @@ def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
             if key not in needs:
                 needs[key] = _need(cost, step.op, values.cascades[step.target])
             yield from _too_low(program.rank, step, values.cascades[step.target], needs[key])
+
+
+def only_claimed(module: Module) -> tuple[str, ...]:
+    """The stages that cascades run and that have no formula of their memory: claims of them are believed."""
+    run = {cascade.stage for cascade in module.cascades}
+    known = {stage.name for stage in module.stages if {"saved", "workspace"} & set(stage.attrs)}
+    return tuple(stage.name for stage in module.stages if stage.name in run - known)
 
 
 def _of_cascades(values: Values, cost: CostModel) -> Iterator[CascadeMemoryTooLow]:

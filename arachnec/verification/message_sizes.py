@@ -21,7 +21,7 @@ from arachnec.ir.nodes import Instruction, Stage, integer
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
 from arachnec.ir.span import Span
 from arachnec.ir.stage_sizes import element_bytes, gradient_bytes, gradient_element_bytes
-from arachnec.verification.handoffs import match_handoffs
+from arachnec.verification.handoffs import by_pair
 from arachnec.verification.memory_claims import RELATIVE, ROUNDING_GIB, handed_sizes
 
 GIB = 2**30
@@ -52,12 +52,12 @@ class TooFewBytes(Diagnostic):
 
 
 def check_message_sizes(values: Values) -> Iterator[UnequalBytes | TooFewBytes]:
-    programs = {program.rank: program.instructions for program in values.module.programs}
-    for one in match_handoffs(values, []):
-        send, receive = programs[one.source][one.send], programs[one.target][one.receive]
-        if bytes_of(send) != bytes_of(receive):
-            texts = written(receive), bytes_of(receive), one.source, bytes_of(send)
-            yield UnequalBytes(_at(receive), one.target, *texts)
+    sends, receives = by_pair(values)
+    for (source, target), received in receives.items():
+        for (_, send), (_, receive) in zip(sends.get((source, target), ()), received, strict=False):
+            if bytes_of(send) != bytes_of(receive) and send.target == receive.target:  # else they are matched wrongly
+                texts = written(receive), bytes_of(receive), source, bytes_of(send)
+                yield UnequalBytes(_at(receive), target, *texts)
     yield from _of_collectives(values)
     yield from _too_few(values)
 

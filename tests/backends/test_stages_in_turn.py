@@ -14,6 +14,8 @@ from arachnec.driver import compile as compile_model
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Cascade, Phase
+from arachnec.ir.values import Quantity
 from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import clip, plain_loop
 from tests.distributed.pipeline_cases import MODEL, executable, pipeline_of
@@ -22,21 +24,41 @@ CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2))
 
 
 @pytest.mark.parametrize(
-    ("stages", "schedule", "encoder"),
-    [("p=2", "schedule=1f1b", False), ("p=4", "schedule=zb-h1", True), ("cuts=[1,3]", "schedule=gpipe", False)],
+    ("stages", "schedule", "encoder", "cell"),
+    [
+        ("p=2", "schedule=1f1b", False, 1),
+        ("p=4", "schedule=zb-h1", True, 1),
+        ("cuts=[1,3]", "schedule=gpipe", False, 1),
+        ("p=4", "schedule=zb-h2", False, 1),
+        ("p=2", "schedule=1f1b,recompute=true", False, 2),
+        ("p=4", "schedule=zb-v", False, 2),
+        ("p=4", "schedule=interleaved-1f1b", False, 1),
+    ],
 )
 def test_stages_in_turn_have_the_gradients_of_plain_pytorch(
-    tmp_path: Path, stages: str, schedule: str, encoder: bool
+    tmp_path: Path, stages: str, schedule: str, encoder: bool, cell: int
 ) -> None:
     """With a skip connection, a weight and a table of two stages, an unused parameter, mixed lengths, in float64."""
     world = 3 if "cuts" in stages else 4
-    folder = executable(tmp_path, world, [CLIPS], pipeline_of(stages, schedule), encoder=encoder)
+    folder = executable(tmp_path, world, [CLIPS], pipeline_of(stages, schedule, cell=cell), encoder=encoder)
     read = read_executable(folder)
     outcome = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)))
     loss, expected = plain_loop(folder, CLIPS)
     assert abs(outcome.loss - loss) <= 1e-12 * abs(loss)
     assert set(outcome.gradients) == set(expected)
     for name, value in expected.items():
+        torch.testing.assert_close(outcome.gradients[name], value, rtol=1e-9, atol=1e-14)
+
+
+def test_stages_that_run_some_blocks_again_have_the_gradients_of_plain_pytorch(tmp_path: Path) -> None:
+    def partly(cascade: Cascade) -> Cascade:
+        pipelined = cascade.phase in (Phase.FORWARD, Phase.BACKWARD)
+        return cascade.with_attrs(recompute=1, memory=Quantity(1e-3, "GiB")) if pipelined else cascade
+
+    folder = executable(tmp_path, 2, [CLIPS], pipeline_of("p=2", "schedule=1f1b"), change=partly)
+    read = read_executable(folder)
+    outcome = run_reference(read.program, read.model_file(), dict(enumerate(read.clips)))
+    for name, value in plain_loop(folder, CLIPS)[1].items():
         torch.testing.assert_close(outcome.gradients[name], value, rtol=1e-9, atol=1e-14)
 
 

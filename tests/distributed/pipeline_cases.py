@@ -83,14 +83,18 @@ def figures(classes: Mapping[str, Sequence[str]], gib: Formula = GIB) -> Attribu
     )  # fmt: skip
 
 
-def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False) -> Module:
-    """The traced module, its figures made up: ``tests/tracing`` holds those of ``trace``."""
+def traced(world: int, iterations: Sequence[Sequence[VideoClip]], *, encoder: bool = False, blocks: int = 2) -> Module:
+    """The traced module, its figures made up: ``tests/tracing`` holds those of ``trace``. ``blocks`` are of a class."""
     small = Quantity(1e-3, "GiB")
     stages = [Stage("vae", False, Attributes.of(params=12, dtype="f32", flops=TFLOP, output=small))] if encoder else []
-    attrs = figures({"Block": ("first.0", "first.1"), "Block_2": ("second.0", "second.1")}).updated(
-        params=4108, dtype="f64", hidden=12, heads=3, attentions=4, joint=False, flops=TFLOP, saved=GIB,
-        saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small, optimizer=Quantity(5e-4, "GiB"),
-        tied_layers=(((0, 3), 48), ((2, 3), 12)),
+    paths = {
+        name: tuple(f"{of}.{n}" for n in range(blocks)) for name, of in (("Block", "first"), ("Block_2", "second"))
+    }
+    last = 2 * blocks - 1
+    attrs = figures(paths).updated(
+        params=108 + 2000 * blocks, dtype="f64", hidden=12, heads=3, attentions=2 * blocks, joint=False,
+        flops=TFLOP, saved=GIB, saved_recompute=GIB, workspace=GIB, traffic=GIB, state=small,
+        optimizer=Quantity(5e-4, "GiB"), tied_layers=(((0, last), 48), ((blocks, last), 12)),
     )  # fmt: skip
     of_host = cluster(world)
     of_host = replace(of_host, attrs=of_host.attrs.updated(host_memory=Quantity(1.0, "GiB")))
@@ -135,6 +139,7 @@ def executable(
     passes: str,
     *,
     encoder: bool = False,
+    blocks: int = 2,
     more: str = "",
     trained: Sequence[str] | None = None,
     training: Training | None = None,
@@ -143,15 +148,17 @@ def executable(
 ) -> Path:
     """An executable folder of the hard model by these passes.
 
-    ``more`` is code at the end of the model file; with ``trained`` only layers of these paths train; ``crowded`` are
-    devices on which two copies of the optimizer's state do not fit. ``change`` is made to every placed cascade.
+    ``blocks`` are of each of two classes; ``more`` is code at the end of the model file; with ``trained`` only layers
+    of these paths train; ``crowded`` are devices on which two copies of the optimizer's state do not fit. ``change`` is
+    made to every placed cascade.
     """
     from tests.distributed.executor_cases import ENCODER
 
     folder.mkdir(parents=True, exist_ok=True)
     source = folder / "source.py"
-    source.write_text(MODEL + (ENCODER if encoder else "") + more)
-    module = traced(world, iterations, encoder=encoder)
+    model_text = MODEL.replace("in range(2)", f"in range({blocks})")
+    source.write_text(model_text + (ENCODER if encoder else "") + more)
+    module = traced(world, iterations, encoder=encoder, blocks=blocks)
     if trained is not None:
         module = replace(module, stages=(*module.stages[:-1], partly_trained(module.stages[-1], trained)))
     if crowded:

@@ -14,6 +14,8 @@ from arachnec.equivalence.compare import DidNotRun, NotEquivalent, demand_equiva
 from arachnec.equivalence.small_program import small
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, Program
+from arachnec.ir.parser import parse_module
+from arachnec.ir.verify import verify
 from arachnec.passes.check import checked, find_problems
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "check"
@@ -130,3 +132,53 @@ def test_what_check_refuses_of_cells_and_stages_hangs_aborts_or_computes_somethi
     with pytest.raises(UserError) as seen:
         demand_equivalent(module, seconds=8.0)
     assert isinstance(seen.value.diagnostics[0], NotEquivalent | DidNotRun)
+
+
+# stands on rank 2 as well, below
+ON_RANK_1 = "forward %t0 on [1, 2] { time = 16 ms, start = 4 ms, memory = 40 GiB, weight = 0.5"
+WITHOUT_CLIP_1 = {
+    "send %e1": "// ", "receive %e1": "// ", "encode %e1 {": "// ", "free %e1": "// ", "%e1 = encode": "// ",
+    "forward %t1": "// ", "backward %t1": "// ", "%t1 = train": "// ",
+    "reduce @dit (%t0, %t1)": "reduce @dit (%t0)", "weight = 0.5": "weight = 1.0",
+}  # fmt: skip
+REDUCED = "\n    reduce @dit on [0..2] { bytes = 4000000, time = 1 ms }"
+STEPPED = "\n    step @dit { time = 1 ms }"
+BROKEN_TEXTS = {
+    # ranks of a forward that split it in other ways
+    "ulysses and ring on one rank": {ON_RANK_1: f"{ON_RANK_1}, ulysses = 1, ring = 2"},
+    "shards on one rank": {ON_RANK_1: f"{ON_RANK_1}, shards = [32760, 0]"},
+    "recompute on one rank": {ON_RANK_1: f"{ON_RANK_1}, recompute = true"},
+    "another clip's encode": {"text 64 (%e1)": "text 64 (%e0)"},
+    "no encode": {"text 64 (%e1)": "text 64", "send %e1": "// ", "receive %e1": "// "},
+    "a clip gone": WITHOUT_CLIP_1,
+    "an idle rank left out": {
+        **WITHOUT_CLIP_1,
+        "clip 1 :": "// ",
+        f"free %e1\n    free %e0{REDUCED}{STEPPED}": "free %e1\n    free %e0",  # rank 0
+        "reduce @dit on [0..2]": "reduce @dit on [1, 2]",
+    },
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN_TEXTS)
+def test_what_check_refuses_of_splits_encodes_clips_and_ranks_hangs_aborts_or_computes_something_else(
+    kind: str,
+) -> None:
+    text = (GOLDEN / "valid.cascade").read_text(encoding="utf-8")
+    for old, new in BROKEN_TEXTS[kind].items():
+        assert old in text, old
+        text = text.replace(old, f"{new}{old}" if new == "// " else new, 1 if old == ON_RANK_1 else -1)
+    seen_not_to_run(parse_module(text))
+
+
+@pytest.mark.parametrize("name", ["collectives_in_two_orders", "buckets_in_two_orders"])
+def test_collectives_in_two_orders_hang_or_abort(name: str) -> None:
+    seen_not_to_run(read_program(GOLDEN / f"{name}.cascade"))
+
+
+def seen_not_to_run(module: Module) -> None:
+    assert not verify(module)
+    assert find_problems(module)
+    with pytest.raises(UserError) as seen:
+        demand_equivalent(module, seconds=5.0)
+    assert isinstance(seen.value.diagnostics[0], NotEquivalent | DidNotRun), seen.value

@@ -33,6 +33,8 @@ def assert_exact(saved: Path, expected: dict[str, torch.Tensor]) -> None:
         (2, "p=2", "schedule=gpipe"),
         (2, "p=2", "schedule=1f1b"),
         (2, "p=2", "schedule=zb-h1"),
+        (2, "p=2", "schedule=zb-h2"),
+        (4, "p=4", "schedule=zb-h2"),
         (2, "p=4", "schedule=interleaved-1f1b"),
         (2, "p=4", "schedule=zb-v"),
         (4, "p=4", "schedule=zb-h1"),
@@ -51,6 +53,12 @@ def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, world: int, stages
     loss, expected = plain_loop(folder, CLIPS)
     assert report["steps"][0]["loss"] == pytest.approx(loss, rel=ROUNDING)
     assert_exact(tmp_path / "g.safetensors", expected)
+
+
+def test_three_runs_of_stages_on_each_rank_have_the_gradients_of_plain_pytorch(tmp_path: Path) -> None:
+    folder = executable(tmp_path, 2, [CLIPS], pipeline_of("p=6", "schedule=interleaved-1f1b,v=3"), blocks=3)
+    train_on(2, folder, save_gradients=tmp_path / "g.safetensors", steps=1)
+    assert_exact(tmp_path / "g.safetensors", plain_loop(folder, CLIPS)[1])
 
 
 def test_sequence_parallel_stages_that_recompute_have_the_gradients_of_plain_pytorch(tmp_path: Path) -> None:
