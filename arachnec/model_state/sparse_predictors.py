@@ -36,6 +36,7 @@ from arachnec.kernels.sparse.predictor import MASS, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL
 from arachnec.model_state.key_list_files import ListFiles, ListSizes, write_lists
 from arachnec.model_state.layer_summary import LayerSummary
+from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
 from arachnec.planning.sparse_summary import Forecast, forecasts
 from arachnec.sparsity.clip_cubes import caption_blocks
 from arachnec.sparsity.learning_steps import learns
@@ -46,7 +47,6 @@ from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCasca
 
 RATE = 3e-3  # of the predictors' Adam
 LEAST = 1e-6  # of a density that is planned for
-MOST = 128  # steps whose sparsities are kept
 MEASURES = 8  # rows of what is measured by head
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -93,8 +93,8 @@ class SparsePredictors:
     rank: int = 0
     places: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = ()
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
-    files: ListFiles = field(default_factory=lambda: ListFiles())
-    history: SparsityHistory = field(default_factory=lambda: SparsityHistory())
+    files: ListFiles = field(default_factory=ListFiles)
+    history: SparsityHistory = field(default_factory=SparsityHistory)
     node: int = 0  # consecutive ranks of one of several machines; 0 where all keys travel
     spread: dict[int, tuple[float, ...]] = field(default_factory=dict)  # as in ``Room``, of the last step that measured
     all_keys: bool = False  # in the step that is done now, as some had no room
@@ -351,13 +351,16 @@ class SparsePredictors:
 
     def tensors(self) -> dict[str, Tensor | Part]:
         """What the next step depends on: projections and moments over the memory in use, and of every layer sparsities,
-        densities and whether it is sparse. What was loaded into these goes to ``loaded``. What the ranks of a stage
-        alone have, the first of them writes."""
-        state: dict[str, Tensor | Part] = {}
+        densities, whether it is sparse, and its spread; and the history. What was loaded into these goes to ``loaded``.
+        What the ranks of a stage alone have, the first of them writes."""
+        state: dict[str, Tensor | Part] = {f"{HISTORY}steps": self.history.numbers()}
         writer = {number: ranks[0] for ranks, numbers in self.places for number in numbers}
         for number, (path, site) in self.names.items():
             name = f"{path}.{site}"
+            heads = self.layers[number].site.heads
             state[f"predictor/layer/{name}"] = _row(self.layers[number])
+            state[f"{HISTORY}layer/{name}"] = self.history.of_layer(number, heads)
+            state[f"{HISTORY}spread/{name}"] = torch.tensor(self.spread.get(number, (1.0,) * heads))
             for side, value in zip(("query", "key"), _parameters(self.layers[number]), strict=True):
                 if not value.numel():
                     continue
@@ -369,7 +372,8 @@ class SparsePredictors:
         return state
 
     def loaded(self, tensors: Mapping[str, Any]) -> None:
-        """Take the layers' states from tensors as ``tensors`` gave them, filled by now."""
+        """Take the layers' states from tensors as ``tensors`` gave them, filled by now; those of ``HISTORY`` where
+        there are some."""
         for number, state in self.layers.items():
             path, site = self.names[number]
             values, heads = tensors[f"predictor/layer/{path}.{site}"].tolist(), state.site.heads
@@ -379,6 +383,12 @@ class SparsePredictors:
                 densities=tuple(values[heads : 2 * heads]),
                 sparse=bool(values[-1]),
             )
+        if f"{HISTORY}steps" not in tensors:
+            return
+        names = {number: f"{path}.{site}" for number, (path, site) in self.names.items()}
+        self.spread = {number: tuple(tensors[f"{HISTORY}spread/{name}"].tolist()) for number, name in names.items()}
+        rows = {number: tensors[f"{HISTORY}layer/{name}"] for number, name in names.items()}
+        self.history = SparsityHistory.of(tensors[f"{HISTORY}steps"], rows)
 
     def summary(self, module: Module) -> list[LayerSummary]:
         """``module`` is the program of the last step."""
@@ -415,25 +425,6 @@ class SparsePredictors:
             steps=self.history.steps,
             history=[[round(x, 4) for x in row[number]] for row in self.history.rows],
         )
-
-
-@dataclass
-class SparsityHistory:
-    """Sparsities by layer and head after steps. Where there are more than ``MOST`` every second is forgotten."""
-
-    steps: list[int] = field(default_factory=list)
-    rows: list[Mapping[int, tuple[float, ...]]] = field(default_factory=list)
-    every: int = 1
-
-    def add(self, step: int, row: Mapping[int, tuple[float, ...]]) -> None:
-        if step % self.every:
-            return
-        self.steps.append(step)
-        self.rows.append(row)
-        while len(self.steps) > MOST:
-            self.every *= 2
-            kept = [place for place, known in enumerate(self.steps) if known % self.every == 0]
-            self.steps, self.rows = [self.steps[p] for p in kept], [self.rows[p] for p in kept]
 
 
 def _parameters(state: LayerState) -> tuple[Tensor, Tensor]:

@@ -63,6 +63,7 @@ from arachnec.launch.start_times import StartClock
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.layer_summary import LayerSummary
+from arachnec.model_state.sparsity_history import HISTORY
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
@@ -506,7 +507,8 @@ class Trainer:
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
         if whole is not None:
-            state = self._state()
+            stored = set(checkpoint.tensors_of(whole))
+            state = {n: x for n, x in self._state().items() if n in stored or not n.startswith(HISTORY)}
             checkpoint.restore(whole, state, self._position(whole.position.steps))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps

@@ -30,6 +30,7 @@ from arachnec.kernels.sparse.predictor import Projections
 from arachnec.model_state import sparse_predictors
 from arachnec.model_state.key_list_files import read_lists, share_that_differs
 from arachnec.model_state.sparse_predictors import SparsePredictors
+from arachnec.model_state.sparsity_history import HISTORY, MOST
 from arachnec.models.file import load_model_file
 from arachnec.sparsity.learning_steps import FIRST
 from arachnec.spmd.chosen_fetch import Room
@@ -158,8 +159,8 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
     assert [a == b for a, b in pairwise(first)] == [True, True, True, False], "layer 0 learns in steps 0 and 4"
     assert [a == b for a, b in pairwise(second)] == [True, True, False, True], "and layer 1 in steps 0 and 3"
     for layer in (*resumed["sparse_layers"], *through["sparse_layers"]):
-        assert layer.pop("steps") == ([2, 3, 4] if len(layer["history"]) == 3 else [0, 1, 2, 3, 4])
-        assert layer.pop("history")[-1] == pytest.approx(layer["sparsity"], abs=1e-4)
+        assert layer["steps"] == [0, 1, 2, 3, 4] and len(layer["history"]) == 5
+        assert layer["history"][-1] == pytest.approx(layer["sparsity"], abs=1e-4)
         assert layer["planned_density"] == [0.2] * 3 and layer["known_imbalance"] <= layer["imbalance"]
     assert resumed["sparse_layers"] == through["sparse_layers"]
 
@@ -316,6 +317,21 @@ def test_what_cannot_run_is_refused_at_load_with_what_to_do_instead() -> None:
         with pytest.raises(UserError, match=said) as error:
             demand_supported(module, module.programs)
         assert [type(problem) for problem in error.value.diagnostics] == [SparseCannotRun]
+
+
+def test_a_checkpoint_keeps_the_history_and_the_spread_and_one_without_them_is_taken() -> None:
+    """Of more steps than are kept those that are left, which go on as before."""
+    _, program = planned(2)
+    before, after = (SparsePredictors.of(program, Known(), 0) for _ in range(2))
+    for step in range(MOST + 3):
+        before.history.add(step, dict.fromkeys(before.layers, (step / 512, 0.0, 0.5)))
+    before.spread = dict.fromkeys(before.layers, (0.25, 0.5, 1.0))
+    tensors = before.tensors()
+    after.loaded(tensors)
+    assert (after.history, after.spread) == (before.history, before.spread) and after.history.every == 2
+    older = SparsePredictors.of(program, Known(), 0)
+    older.loaded({name: value for name, value in tensors.items() if not name.startswith(HISTORY)})
+    assert older.history.steps == [] and older.spread == {}
 
 
 class Known:
