@@ -65,7 +65,7 @@ def compared(one: Path, other: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folders", nargs="*", type=Path, metavar="FOLDER", help="two, of lists that runs saved")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--ranks", default="2,3", help="of a clip, in the runs beside that on one rank")
