@@ -34,7 +34,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -269,7 +268,7 @@ def _exit_code(arguments: list[str]) -> int:
         except SystemExit as end:
             code = end.code
         except BaseException:
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())
             code = 1
         if code is not None and not isinstance(code, int):
             print(code, file=sys.stderr)
