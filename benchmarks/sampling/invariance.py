@@ -37,6 +37,7 @@ from tests.distributed.harness import run_ranks
 from tests.generation.cases import WAN_PAIR, Forced, expected, lowered, partitioned, run, sampling_of, written
 
 STEPS, WORLD = 50, 4
+LONGEST_S = 3600.0  # for all outcomes of a switch
 REQUESTS = (
     Request("a", "fox", 3, 16, 16, steps=STEPS, guidance=3.0, seed=1, text_tokens=4),
     Request("b", "a cat", 2, 16, 16, steps=STEPS, guidance=2.0, seed=2, text_tokens=6),
@@ -75,7 +76,8 @@ def at_outcomes(
 ) -> dict[tuple[int, str], torch.Tensor]:
     """The latents of every request for each of these K, by K and id. The ranks build and capture their models once."""
     (folder / "out").mkdir(exist_ok=True)
-    told = run_ranks(len(program.programs), _at_outcomes, folder, print_module(program), switch, outcomes, requests)
+    text, ranks = print_module(program), len(program.programs)
+    told = run_ranks(ranks, _at_outcomes, folder, text, switch, outcomes, requests, timeout=LONGEST_S)
     latents: dict[tuple[int, str], torch.Tensor] = {}
     for rank in told:
         for outcome, id, steps, produced in rank:
