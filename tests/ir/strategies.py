@@ -7,6 +7,7 @@ from dataclasses import replace
 from hypothesis import strategies as st
 
 from arachnec.ir import kinds, nodes, tables
+from arachnec.ir.figure_rules import OF_BORDERS, OF_CLASSES, OF_ENDS, OF_LAYERS, OF_SOME_LAYERS
 from arachnec.ir.nodes import Level, Module, Phase
 from arachnec.ir.values import UNITS, Attributes, Formula, Quantity, Symbol, Term, Value
 
@@ -131,6 +132,7 @@ UNSAID: dict[str, None] = dict.fromkeys(
         "sparse_speed",
         "query_group",
         "key_block",
+        *(*OF_CLASSES, *OF_ENDS, *OF_LAYERS, *OF_BORDERS, *OF_SOME_LAYERS),
     )
 )
 
@@ -209,7 +211,7 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
         clips=clips,
         stages=stages,
         cascades=tuple(cascades),
-        attrs=draw(_by_table(tables.MODULE, level, makespan=Quantity(1e4, "ms"))),
+        attrs=draw(_by_table(tables.MODULE, level, makespan=Quantity(1e4, "ms"), models=None, decoder=None)),
     )
     if level >= Level.SCHEDULED:
         module = replace(
