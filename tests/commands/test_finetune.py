@@ -91,7 +91,7 @@ def trained(path: Path, pretrained: Path, kept: Path) -> Any:
     initial_weights(pretrained, model).fill(model)
     newest = max(kept.glob("step-*"))
     assert newest.name == "step-00000003"
-    parameters, found = dict(model.named_parameters()), set()
+    parameters, filled = dict(model.named_parameters()), set()
     with torch.no_grad():
         for place in newest.glob("rank-*.safetensors"):
             with safe_open(place, "pt") as file:
@@ -100,8 +100,8 @@ def trained(path: Path, pretrained: Path, kept: Path) -> Any:
                     if name != key:
                         run = file.get_tensor(key)
                         parameters[name].view(-1)[first : first + len(run)] = run
-                        found.add(name)
-    assert found == {name for name, value in parameters.items() if value.requires_grad}
+                        filled.add(name)
+    assert filled == {name for name, value in parameters.items() if value.requires_grad}
     return model
 
 
