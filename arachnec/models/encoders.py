@@ -181,15 +181,19 @@ class TextEncoder(nn.Module):
         self.masked = masked
         self.model = model.requires_grad_(False).eval()
 
+    def length(self, clip: VideoClip) -> int:
+        """Tokens that the model is given."""
+        return clip.text_tokens
+
     def load(self, clip: VideoClip, device: torch.device | str) -> Tensor:
-        """int64 ``[1, 2, text_tokens]``: token ids and their attention mask. Raises ``UserError`` without a caption."""
+        """int64 ``[1, 2, length]``: token ids and their attention mask. Raises ``UserError`` without a caption."""
         if torch.device(device).type == "meta":
-            return torch.empty((1, 2, clip.text_tokens), dtype=torch.int64, device=device)
+            return torch.empty((1, 2, self.length(clip)), dtype=torch.int64, device=device)
         if clip.caption is None:
             raise UserError(NoCaption(None, clip.id))
         tokens = self.tokenizer(
             self.tidy(clip.caption),
-            padding="max_length", max_length=clip.text_tokens, truncation=True, return_tensors="pt",
+            padding="max_length", max_length=self.length(clip), truncation=True, return_tensors="pt",
         )  # fmt: skip
         return torch.stack([tokens["input_ids"], tokens["attention_mask"]], dim=1).to(device)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError, render_all
@@ -58,7 +58,6 @@ def pretrained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     torch.manual_seed(11)
     model = getattr(diffusers, kind)(**config)
     model.save_pretrained(folder / "transformer")
-    save_file({"text": torch.rand(1, 6, 16), "pooled": torch.rand(1, 8)}, folder / "a.safetensors")
     return Pretrained(folder, model.eval())
 
 
@@ -67,7 +66,7 @@ def documented(pretrained: Pretrained) -> ModelFile:
     name = next(name for name, (kind, _) in TINY.items() if kind == type(pretrained.model).__name__)
     source = next(text for text in EXAMPLES if f"import {name}\n" in text)
     path = pretrained.folder / "model.py"
-    source = re.sub(r'"/data/captions"|"/data/[^"]*"', f'"{pretrained.folder}"', source)
+    source = re.sub(r'"/data/[^"]*"', f'"{pretrained.folder}"', source)
     path.write_text(source.replace("bfloat16", "float32"))
     return load_model_file(path)
 
@@ -106,7 +105,8 @@ def test_targets_that_match_nothing_are_one_message(pretrained: Pretrained) -> N
         ('wan.text_to_video("{other}")', "has no config.json of a Wan transformer, but a MochiTransformer3DModel's"),
         ('wan.text_to_video("{newer}")', "`Wan` has no configuration key `num_layer`"),
         ('pipeline_encoders("{other}")', "is no pipeline's folder: it has no model_index.json"),
-        ('pipeline_encoders("{hunyuan}")', "how HunyuanVideoPipeline encodes captions is not known here"),
+        ('pipeline_encoders("{unknown}")', "how MochiPipeline encodes captions is not known here"),
+        ('pipeline_encoders("{hunyuan}")', "is no pipeline's folder: it has no tokenizer_2/"),
         ('pipeline_encoders("{parts}")', "is no pipeline's folder: it has no vae/"),
     ],
 )
@@ -114,12 +114,15 @@ def test_a_folder_that_will_not_do_is_one_message(tmp_path: Path, source: str, m
     written = {
         "other/config.json": {"_class_name": "MochiTransformer3DModel"},
         "newer/config.json": {"_class_name": "WanTransformer3DModel", "num_layer": 1},
+        "unknown/model_index.json": {"_class_name": "MochiPipeline"},
         "hunyuan/model_index.json": {"_class_name": "HunyuanVideoPipeline"},
         "parts/model_index.json": {"_class_name": "WanPipeline"},
     }
     for name, content in written.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(json.dumps(content))
+    for part in ("vae", "text_encoder", "tokenizer", "text_encoder_2"):
+        (tmp_path / "hunyuan" / part).mkdir()
     folders = {name.split("/")[0]: tmp_path / name.split("/")[0] for name in written}
     path = tmp_path / "model.py"
     path.write_text(
@@ -169,3 +172,60 @@ def test_captions_are_encoded_as_the_pipeline_does(pipeline: Path, kind: str, ca
     assert torch.equal(ours, expected)
     if caption == "a cat":
         assert bool((expected[0, 6:] == 0).all()) == (kind == "WanPipeline")
+
+
+@pytest.fixture(scope="module")
+def hunyuan(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A HunyuanVideo pipeline's folder without its transformer, tiny."""
+    folder = tmp_path_factory.mktemp("hunyuan")
+    torch.manual_seed(5)
+    llama = transformers.LlamaConfig(
+        vocab_size=384, hidden_size=16, intermediate_size=32, num_hidden_layers=4, num_attention_heads=2, pad_token_id=0
+    )
+    clip = transformers.CLIPTextConfig(
+        vocab_size=384, hidden_size=8, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, eos_token_id=1
+    )
+    transformers.LlamaModel(llama).save_pretrained(folder / "text_encoder")
+    transformers.CLIPTextModel(clip).save_pretrained(folder / "text_encoder_2")
+    for tokenizer in ("tokenizer", "tokenizer_2"):
+        transformers.ByT5Tokenizer().save_pretrained(folder / tokenizer)
+    vae = diffusers.AutoencoderKLHunyuanVideo(block_out_channels=(4, 4, 4, 4), norm_num_groups=2, latent_channels=4)
+    vae.save_pretrained(folder / "vae")
+    (folder / "model_index.json").write_text(json.dumps({"_class_name": "HunyuanVideoPipeline"}))
+    return folder
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(("caption", "tokens"), [("a cat", 12), ("a cat", 7), ("a cat in a hat {on a mat}", 12)])
+def test_hunyuan_videos_captions_are_encoded_as_its_pipeline_does(
+    hunyuan: Path, monkeypatch: pytest.MonkeyPatch, caption: str, tokens: int
+) -> None:
+    """Also where they are padded, and where they are cut. A short template, since a byte is a token here."""
+    from diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video import DEFAULT_PROMPT_TEMPLATE, HunyuanVideoPipeline
+
+    from arachnec.models.diffusers.common import shown_text
+    from arachnec.models.diffusers.pretrained import pipeline_encoders
+
+    monkeypatch.setitem(DEFAULT_PROMPT_TEMPLATE, "template", "say: {}!")
+    monkeypatch.setitem(DEFAULT_PROMPT_TEMPLATE, "crop_start", 5)
+    encoders: Any = pipeline_encoders(hunyuan, text_dtype=torch.float32)
+    theirs: Any = object.__new__(HunyuanVideoPipeline)
+    theirs.__dict__["_internal_dict"] = {}
+    for name, number, kind in (("text", "", transformers.LlamaModel), ("pooled", "_2", transformers.CLIPTextModel)):
+        weights = encoder_weights(hunyuan, name, encoders[name])
+        assert weights is not None
+        weights.fill(encoders[name])
+        theirs.__dict__[f"text_encoder{number}"] = kind.from_pretrained(hunyuan / f"text_encoder{number}").eval()
+        tokenizer = transformers.AutoTokenizer.from_pretrained(hunyuan / f"tokenizer{number}")
+        theirs.__dict__[f"tokenizer{number}"] = tokenizer
+    given = {"prompt": caption, "max_sequence_length": tokens, "device": torch.device("cpu"), "dtype": torch.float32}
+    embeddings, pooled, mask = theirs.encode_prompt(**given)
+    clip = VideoClip("a", 1, 16, 16, tokens, caption, None, 0)
+    ours = {name: encoders[name](encoders[name].load(clip, "cpu")) for name in ("text", "pooled")}
+    torch.testing.assert_close(ours["text"], embeddings * mask[..., None])
+    torch.testing.assert_close(ours["pooled"], pooled)
+    assert torch.equal(shown_text(ours["text"]), mask.bool())
+    with torch.device("meta"):
+        planned = pipeline_encoders(hunyuan)
+    assert planned["text"](planned["text"].load(clip, "meta")).shape == embeddings.shape
+    assert planned["pooled"](planned["pooled"].load(clip, "meta")).shape == pooled.shape

@@ -215,6 +215,11 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     return encoded, real
 
 
+def shown_text(text: Tensor) -> Tensor:
+    """bool ``[1, T]``: which embeddings are a caption's. Padding is zero, by the encoder or by ``text_embeddings``."""
+    return (text != 0).any(-1)
+
+
 def pooled_text(clip: VideoClip, width: int) -> Tensor:
     """``[1, width]``: the output of the encoder named ``pooled``, or noise seeded by the caption (or the clip's id)."""
     if "pooled" in clip.encoded:

@@ -57,12 +57,12 @@ class HunyuanTextToVideo:
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0, tokens = common.latents(clip, self.geometry), self.geometry.tokens(clip)
         x_t, timestep, target = common.flow_matching(x0, generator, common.timesteps_of(clip), tokens)
-        text, real = common.text_embeddings(clip, "HunyuanVideo", self.config["text_embed_dim"], self.text_length)
+        text, _ = common.text_embeddings(clip, "HunyuanVideo", self.config["text_embed_dim"], self.text_length)
         arguments = {
             "hidden_states": x_t,
             "timestep": timestep,
             "encoder_hidden_states": text,
-            "encoder_attention_mask": (torch.arange(text.shape[1], device=text.device) < real)[None],
+            "encoder_attention_mask": common.shown_text(text),
             "pooled_projections": common.pooled_text(clip, self.config["pooled_projection_dim"]),
             "return_dict": False,
         }
@@ -81,8 +81,9 @@ def text_to_video(
     Without a name, the class's defaults with ``config``.
 
     The model reads a clip's ``text_tokens`` text tokens; ``text_length`` (256 in HunyuanVideo's own training) pads all
-    captions to one length instead, and the attention mask hides the padding. The pooled text embedding is the output of
-    an encoder named ``pooled``, ``[1, pooled_projection_dim]``; without one it is noise seeded by the caption.
+    captions to one length instead. The attention mask hides what is padding, embeddings of zeros. The pooled text
+    embedding is the output of an encoder named ``pooled``, ``[1, pooled_projection_dim]``; without one it is noise
+    seeded by the caption.
     ``dtype`` is the precision of the weights and of what the model is given. Raises ``UserError`` for an unknown
     name or key.
     """

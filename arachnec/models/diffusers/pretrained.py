@@ -1,12 +1,14 @@
 """The encoders of a Diffusers pipeline's folder. In: the folder. Out: encoders without weights, which --init reads.
 
 Captions are encoded as the pipeline does it: Wan tidies them, and pads with zeros, which the text encoder does not
-see; CogVideoX takes them as they are, and its text encoder sees the padding. HunyuanVideo's uses a template and a layer
-below the last, which ``TextEncoder`` does not.
+see; CogVideoX takes them as they are, and its text encoder sees the padding. HunyuanVideo has a template, states below
+the last layers, and a pooled embedding beside them.
 """
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -16,16 +18,13 @@ from torch import nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.diffusers.common import constructor
+from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
 from arachnec.models.encoders import TextEncoder, VideoEncoder
 from arachnec.models.initial_weights import read_config, read_json_object
 from arachnec.models.prompts import wan_prompt
 
 INDEX = "model_index.json"
-# Whether the text encoder is told what is padding, and what is done to captions before.
-CAPTIONS: dict[str, dict[str, Any]] = {
-    "WanPipeline": {"masked": True, "tidy": wan_prompt},
-    "CogVideoXPipeline": {"masked": False},
-}
+TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,8 @@ class OtherPipeline(Diagnostic):
 def pipeline_encoders(
     folder: str | Path, multiple: int = 16, *, text_dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, nn.Module]:
-    """``encoders()`` of a model file: ``vae`` and ``text``, made from their configs, their weights as drawn.
+    """``encoders()`` of a model file: ``vae``, ``text`` and, of HunyuanVideo, ``pooled``, made from their configs.
+    Their weights are as drawn.
 
     ``multiple`` is an adapter's ``geometry.multiple``. The VAE stays in fp32. Raises ``UserError`` where the folder
     lacks a part, or is of a pipeline that encodes captions in a way of its own.
@@ -63,20 +63,45 @@ def pipeline_encoders(
     pipeline = read_json_object(folder / INDEX).get("_class_name")
     if pipeline not in CAPTIONS:
         raise UserError(OtherPipeline(None, str(pipeline), ", ".join(CAPTIONS)))
-    for part in ("vae", "text_encoder", "tokenizer"):
+    parts = ("text_encoder_2", "tokenizer_2") if pipeline == "HunyuanVideoPipeline" else ()
+    for part in ("vae", "text_encoder", "tokenizer", *parts):
         if not (folder / part).is_dir():
             raise UserError(NoPipeline(None, str(folder), f"{part}/"))
     config = read_config(folder / "vae")
     kind = constructor("diffusers", config["_class_name"])
-    vae = kind.from_config(config)
-    text = _text_model(folder / "text_encoder").to(text_dtype)
-    tokenizer = constructor("transformers", "AutoTokenizer").from_pretrained(folder / "tokenizer")
+    return {"vae": VideoEncoder(kind.from_config(config), multiple), **CAPTIONS[pipeline](folder, text_dtype)}
+
+
+def _wan(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    return {"text": TextEncoder(_tokenizer(folder), _text_model(folder, dtype), tidy=wan_prompt)}
+
+
+def _cogvideox(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    return {"text": TextEncoder(_tokenizer(folder), _text_model(folder, dtype), masked=False)}
+
+
+def _hunyuan_video(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    template = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE
     return {
-        "vae": VideoEncoder(vae, multiple),
-        "text": TextEncoder(tokenizer, text, **CAPTIONS[pipeline]),
+        "text": TemplateEncoder(
+            _tokenizer(folder), _text_model(folder, dtype), template["template"], template["crop_start"]
+        ),
+        "pooled": PooledEncoder(_tokenizer(folder, "_2"), _text_model(folder, dtype, "_2")),
     }
 
 
-def _text_model(folder: Path) -> Any:
-    config = constructor("transformers", "AutoConfig").from_pretrained(folder)
-    return constructor("transformers", config.architectures[0])(config)
+# How a pipeline encodes captions.
+CAPTIONS: dict[str, Callable[[Path, torch.dtype], dict[str, nn.Module]]] = {
+    "WanPipeline": _wan,
+    "CogVideoXPipeline": _cogvideox,
+    "HunyuanVideoPipeline": _hunyuan_video,
+}
+
+
+def _tokenizer(folder: Path, number: str = "") -> Any:
+    return constructor("transformers", "AutoTokenizer").from_pretrained(folder / f"tokenizer{number}")
+
+
+def _text_model(folder: Path, dtype: torch.dtype, number: str = "") -> Any:
+    config = constructor("transformers", "AutoConfig").from_pretrained(folder / f"text_encoder{number}")
+    return constructor("transformers", config.architectures[0])(config).to(dtype)

@@ -370,11 +370,10 @@ def _cogvideox_text(adapter: Any, clip: VideoClip, latents: Tensor, request: Req
 
 
 def _hunyuan_text(adapter: Any, clip: VideoClip, latents: Tensor, request: Request) -> dict[str, object]:
-    text, real = common.text_embeddings(clip, "HunyuanVideo", adapter.config["text_embed_dim"], adapter.text_length)
-    mask = (torch.arange(text.shape[1]) < real)[None]
+    text, _ = common.text_embeddings(clip, "HunyuanVideo", adapter.config["text_embed_dim"], adapter.text_length)
     own: dict[str, object] = {
         "encoder_hidden_states": text.to(latents.device),
-        "encoder_attention_mask": mask.to(latents.device),
+        "encoder_attention_mask": common.shown_text(text).to(latents.device),
         "pooled_projections": common.pooled_text(clip, adapter.config["pooled_projection_dim"]).to(latents.device),
     }
     if adapter.config["guidance_embeds"]:
