@@ -95,9 +95,8 @@ def sparse(machine: Machine, folder: Path, whole: Row) -> Row:
     lists = machine.scratch / "lists"
     with counted_blocks() as counts:
         report = ran(machine, folder, STEPS, save_lists=lists)
-    saved = read_lists(lists, STEPS - 1).values()
-    blocks = [1 + int(known.indices.max()) for known in saved if known is not None]
-    listed = [density(known, of).mean().item() for known, of in zip(saved, blocks, strict=True) if known is not None]
+    saved = [known for known in read_lists(lists, STEPS - 1).values() if known is not None]
+    listed = [density(known, 1 + int(known.indices.max())).mean().item() for known in saved]
     row = {"pipeline": "sparse", **beside(report, whole), "blocks": counts, "listed": listed}
     row |= {"sparse_layers": report["sparse_layers"]}
     ran_sparse = len(listed) == LAYERS and max(listed) < 1 and counts["sparse"] == STEPS * LAYERS

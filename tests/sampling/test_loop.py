@@ -1,5 +1,7 @@
 """One request's loop: Diffusers' own latents, both ends of the switch, and a state that can be handed on."""
 
+import copy
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -95,6 +97,16 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
 }
 
 
+@functools.cache
+def made(name: str) -> Any:
+    return SCHEDULERS[name]()
+
+
+def maker(name: str) -> Callable[[], Any]:
+    """Of a scheduler as it was made: some take a thousand steps to be made."""
+    return lambda: copy.deepcopy(made(name))
+
+
 def stepped(
     schedule: Schedule, first: int, last: int, latents: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
@@ -109,7 +121,7 @@ def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int,
     noise = torch.randn(shape, generator=torch.Generator().manual_seed(1))
 
     def begun() -> tuple[Schedule, torch.Generator]:
-        schedule = Schedule(SCHEDULERS[name], 6)
+        schedule = Schedule(maker(name), 6)
         schedule.restart(since)
         return schedule, torch.Generator().manual_seed(2)
 
@@ -120,7 +132,7 @@ def test_a_history_that_is_handed_on_continues_to_the_bit(name: str, since: int,
         latents = stepped(before, since, border, noise, generator)
         before.demand_counted(since, border, latents)
         history = before.history(latents)
-        after = Schedule(SCHEDULERS[name], 6)
+        after = Schedule(maker(name), 6)
         assert [tensor.dtype for tensor in history] == after.kept(since, border, latents)
         after.restore(since, border, history, shape=latents.shape)
         assert torch.equal(stepped(after, border, len(after), latents, generator), expected), border
