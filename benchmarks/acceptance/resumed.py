@@ -49,7 +49,7 @@ def rows(machine: Machine) -> Iterator[Row]:
 def sparse_passes(machine: Machine, rank: int) -> str:
     """The pipeline, with layers that turn sparse after the first step: predictors of a head's own ``rank``."""
     small = ",group=16,block=1" if machine.dry else ""
-    fast = "overhead=0ms,forward_speed=1000,backward_speed=1000,choice_speed=1000"
+    fast = "overhead=0ms,forward_speed=1e6,backward_speed=1e6,choice_speed=1e6,learning_speed=1e9"
     return PIPELINES["sparse"].replace("sparsify", f"sparsify{{mass=0.3,rank={rank}{small},{fast}}}", 1)
 
 
