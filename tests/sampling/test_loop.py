@@ -98,13 +98,13 @@ SCHEDULERS: dict[str, Callable[[], Any]] = {
 
 
 @functools.cache
-def made(name: str) -> Any:
+def scheduler_of(name: str) -> Any:
     return SCHEDULERS[name]()
 
 
 def maker(name: str) -> Callable[[], Any]:
     """Of a scheduler as it was made: some take a thousand steps to be made."""
-    return lambda: copy.deepcopy(made(name))
+    return lambda: copy.deepcopy(scheduler_of(name))
 
 
 def stepped(
