@@ -12,6 +12,8 @@ from torch import Tensor
 from arachnec.runtime.device_runtime import DeviceRuntime, Event
 from arachnec.runtime.host_arena import HostArena, aligned
 
+APART = 2**20  # bytes beside what is lent: each of some thousand parts begins at a round address
+
 
 @dataclass(frozen=True)
 class Arrival:
@@ -69,7 +71,7 @@ class HostCopies:
     def reserve(self, size: int) -> None:
         """Have so many bytes to lend, or as many as were lent at once. Between steps, when a step that failed may have
         left some lent; it may wait for the device."""
-        memory, size, self._lent = self._arena.memory, max(size, self._most), 0
+        memory, size, self._lent = self._arena.memory, max(size + APART if size else 0, self._most), 0
         if size > memory.numel():
             if self._read is not None:
                 self._read.synchronize()

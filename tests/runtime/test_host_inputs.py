@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_arena import HostArena
-from arachnec.runtime.host_copies import HostCopies
+from arachnec.runtime.host_copies import APART, HostCopies
 from arachnec.runtime.host_inputs import HostInputs
 
 BLOCKS, BYTES = 3, 8 * 4
@@ -55,7 +55,7 @@ def test_clips_of_many_lengths_need_no_more_of_the_host_than_the_longest() -> No
         for handle, value in reversed(list(zip(kept, values, strict=True))):
             back = away.get(handle)
             assert back.dtype == dtype and torch.equal(back, value)
-    assert copies.made == [longest]
+    assert copies.made == [longest + APART]
 
 
 def test_what_was_reserved_too_small_is_as_large_as_needed_from_the_next_step_on() -> None:
@@ -65,11 +65,24 @@ def test_what_was_reserved_too_small_is_as_large_as_needed_from_the_next_step_on
     for _ in range(3):
         copies.reserve(256)
         away.begin()
-        values = [torch.full((128,), float(block)) for block in range(BLOCKS)]
+        values = [torch.full((APART // 4,), float(block)) for block in range(BLOCKS)]
         kept = [away.put(value) for value in values]
         for handle, value in reversed(list(zip(kept, values, strict=True))):
             assert torch.equal(away.get(handle), value)
-    assert copies.made == [256, 512, 512, 512, BLOCKS * 512]
+    assert copies.made == [256 + APART, APART, APART, BLOCKS * APART]
+
+
+@pytest.mark.parametrize("size", [1, 3, 257, 1000])
+def test_what_a_plan_says_is_enough_for_inputs_of_any_size(size: int) -> None:
+    """In the first step too: nothing more is locked, though parts begin at round addresses."""
+    copies = Counted(DeviceRuntime.of(torch.device("cpu")))
+    copies.made = []
+    away = HostInputs(copies)
+    copies.reserve(40 * size)
+    away.begin()
+    for block in range(40):
+        away.put(torch.full((size,), block, dtype=torch.uint8))
+    assert len(copies.made) == 1
 
 
 def test_inputs_that_a_failed_step_never_asked_for_do_not_stay() -> None:
@@ -81,7 +94,7 @@ def test_inputs_that_a_failed_step_never_asked_for_do_not_stay() -> None:
         away.begin()
         for block in range(BLOCKS):
             away.put(torch.full((128,), float(block)))
-    assert copies.made == [BLOCKS * 512]
+    assert copies.made == [BLOCKS * 512 + APART]
 
 
 @given(
