@@ -8,8 +8,8 @@ from arachnec.cluster.device_specs import PCIE4
 from arachnec.ir.nodes import Cluster, quantity
 
 FREE = 0.1  # of a host's memory that stays free: the system, loaders, encoders' outputs
-# GB/s of a node's memory to its processors, for the optimizer there: of a rank of 16 cores derived from a step on an H200
-# (docs/host_memory.md), of a whole node assumed.
+# GB/s of a node's memory to its processors, for the optimizer there. That of a rank of 16 cores is derived from a step
+# beside an H200 (docs/host_memory.md), that of a whole node assumed.
 UPDATE_BANDWIDTH, NODE_UPDATE_BANDWIDTH = 24.0, 100.0
 
 

@@ -56,7 +56,7 @@ def has_gpus(cluster: Cluster) -> bool:
 
 def moves_by_cores(cluster: Cluster, ranks: Sequence[int]) -> bool:
     """Whether these ranks' messages are copied by the cores that compute: CPU ranks of one node."""
-    return cluster.attrs["device"] == "cpu" and len({node_of(cluster, rank) for rank in ranks}) == 1
+    return not has_gpus(cluster) and len({node_of(cluster, rank) for rank in ranks}) == 1
 
 
 def rack_of(cluster: Cluster, rank: int) -> int:

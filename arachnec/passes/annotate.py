@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from arachnec.cluster.device_specs import find_device_specs
+from arachnec.cluster.topology import has_gpus
 from arachnec.cost.profile import (
     BATCH,
     FIRST,
@@ -147,7 +148,7 @@ def part_from_profile(stage: Stage, profile: Profile, cluster: Cluster) -> Stage
     if not isinstance(whole, str):
         return None
     counts = {FIRST: int(stage.name == f"{whole}_0"), LAST: int("output" not in stage.attrs)}
-    counts[BATCH] = int(cluster.attrs["device"] == "cpu")
+    counts[BATCH] = int(not has_gpus(cluster))
     blocks = stage.attrs["blocks"]
     assert isinstance(blocks, tuple)
     counts |= {_name(pair[0]): integer(pair[1]) for pair in blocks if isinstance(pair, tuple)}

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from arachnec.cluster.host_memory import copy_speed, device_copy_speed, node_copy_speed
-from arachnec.cluster.topology import host_of, intra_of, moves_by_cores, nic_of, node_of, rack_of, uplink_of
+from arachnec.cluster.topology import has_gpus, host_of, intra_of, moves_by_cores, nic_of, node_of, rack_of, uplink_of
 from arachnec.cost.gathering import measured_collective
 from arachnec.cost.model import CostModel
 from arachnec.cost.profile import HANDOFF, OVERLAPPED
@@ -57,7 +57,7 @@ class Works:
     @property
     def cores(self) -> float | None:
         """Of a node, counted in those of a rank; None for GPUs, which compute for one instruction at a time."""
-        if self.cluster.attrs["device"] != "cpu":
+        if has_gpus(self.cluster):
             return None
         return self.cluster.gpus / crowding(self.cluster)
 
