@@ -40,7 +40,9 @@ engine = arachnec.Engine(
     checkpoint=kept, every=100,
 )
 for step in engine:
-    print(f"rank {torch.distributed.get_rank()} step {step.number} loss {step.loss:.6f}", flush=True)
+    # One write with its end of line: what `print` writes in two parts, the other rank may cut in two.
+    sys.stdout.write(f"rank {torch.distributed.get_rank()} step {step.number} loss {step.loss:.6f}\\n")
+    sys.stdout.flush()
     if how == "raises" and step.number == 1:
         raise KeyError("mine")
 """
