@@ -32,7 +32,7 @@ from arachnec.launch.timeouts import Timeouts
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.passes.trace import trace_model, traced_module
+from arachnec.passes.trace import trace_encoders, traced_module
 from arachnec.tracing.sample import meta_encoders
 
 PIPELINE = "divide-encoders,partition{policy=encode},annotate,schedule-z3,place,lower,check"
@@ -173,7 +173,7 @@ def _left(encoding: Encoding) -> bool:
 def encoding_plan(encoding: Encoding, clips: Sequence[VideoClip], folder: Path, batch: int) -> Path:
     """An executable of encoders alone; its first batch is planned."""
     shutil.rmtree(folder, ignore_errors=True)
-    trace = trace_model(encoding.model_file, clips)
+    trace = trace_encoders(encoding.model_file, clips)
     iterations = [clips[first : first + batch] for first in range(0, len(clips), batch)]
     traced = traced_module(trace, iterations, encoding.cluster)
     stages = tuple(stage for stage in traced.stages if stage.name in encoding.names)

@@ -55,6 +55,21 @@ def read_encoded(clip: VideoClip) -> dict[str, Tensor]:
     return values
 
 
+def encoded_like(clip: VideoClip, encoder: str) -> Tensor | None:
+    """A meta tensor like what a clip's file holds; None where there is no file, or none that can be read."""
+    if encoder not in clip.cached:
+        return None
+    import torch
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(clip.cached[encoder], framework="pt") as file:
+            rows = file.get_slice(TENSOR)
+            return torch.empty(rows.get_shape(), dtype=rows[:0].dtype, device="meta")
+    except (SafetensorError, OSError):
+        return None
+
+
 def is_whole(path: Path) -> bool:
     """Whether a file is there as long as its header says. Its values are not read."""
     from safetensors import SafetensorError, safe_open

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from arachnec.ir.values import Attributes
 from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
 from arachnec.spmd.specialisation import Graphs
-from arachnec.spmd.specialise import specialise
+from arachnec.spmd.specialise import recorded_model, specialise
 from arachnec.spmd.tensor_parallel.stage import with_width
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.clip_trial import Reached, run_clip, sizes_of
@@ -148,21 +149,40 @@ def trace_model(
     where its ``build`` puts it. Without ``gradients`` it only runs forward, and none are verified. ``gpu``: memory is
     that of a GPU's kernels. Raises ``UserError`` for a model that cannot be traced.
     """
-    if not meta:
-        return _trace(source, source.build(), clips, gradients, gpu)
+    trace = partial(_trace, source, clips, gradients, gpu)
+    return _where_it_runs(source, trace) if meta else trace(source.build())
+
+
+def trace_encoders(source: ModelSource, clips: Sequence[VideoClip]) -> Trace:
+    """Trace a model file's encoders alone: the transformer has no stage, and runs only to count the clips' tokens.
+
+    Raises ``UserError`` for a model that cannot be run.
+    """
+    return _where_it_runs(source, partial(_trace_encoders, source, clips))
+
+
+def _where_it_runs(source: ModelSource, trace: Callable[[nn.Module], Trace]) -> Trace:
+    """A trace of the model on the meta device, or where its ``build`` puts it: it reads numbers, or asks torch what
+    the meta device does not answer."""
     with torch.device("meta"):
         model = source.build()
     try:
-        return _trace(source, model, clips, gradients, gpu)
+        return trace(model)
     except UserError as refusal:
         if not cannot_on_meta(refusal):
             raise
-    return _trace(
-        source, source.build(), clips, gradients, gpu
-    )  # it reads numbers, or asks torch what the meta device does not answer
+    return trace(source.build())
 
 
-def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip], gradients: bool, gpu: bool) -> Trace:
+def _trace_encoders(source: ModelSource, clips: Sequence[VideoClip], model: nn.Module) -> Trace:
+    encoders = meta_encoders(source)
+    captured = recorded_model(model, source, clips, encoders)
+    counter = TokenCounter(model, captured, source, encoders)
+    frozen, whole = _encoder_stages(encoders, clips, counter)
+    return Trace(frozen, (), captured, counter, whole)
+
+
+def _trace(source: ModelSource, clips: Sequence[VideoClip], gradients: bool, gpu: bool, model: nn.Module) -> Trace:
     encoders = meta_encoders(source)
     special = specialise(model, source, clips, encoders, gradients=gradients)
     captured, calls = special.captured, special.calls
@@ -174,9 +194,7 @@ def _trace(source: ModelSource, model: nn.Module, clips: Sequence[VideoClip], gr
         trained = measured_stage(TRAINED, model, captured, calls, source=type(model).__name__)
     attributes = exchange_attributes(captured, special.shared) | special.step.attributes
     trained = replace(trained, attrs=trained.attrs.updated(**attributes))
-    beforehand = encoded_beforehand(clips)
-    running = {name: encoder for name, encoder in encoders.items() if name not in beforehand}
-    frozen, whole = _encoder_stages(running, clips, counter)
+    frozen, whole = _encoder_stages(encoders, clips, counter)
     # graphs of one clip shape are not those that run: nothing is fused in them
     one = special.step.graphs is Graphs.ONE
     graphs = tuple(block_graph(block) for block in captured.blocks) if one else ()
@@ -207,10 +225,12 @@ def _own_calls(
 def _encoder_stages(
     encoders: Mapping[str, nn.Module], clips: Sequence[VideoClip], counter: TokenCounter
 ) -> tuple[tuple[Stage, ...], tuple[str, ...]]:
-    """A stage for every encoder, and why there are some whose clips no ranks can share."""
-    measured = {name: encoder_stage(name, encoder, clips, counter) for name, encoder in encoders.items()}
+    """A stage for every encoder that runs, and why there are some whose clips no ranks can share."""
+    beforehand = encoded_beforehand(clips)
+    running = {name: encoder for name, encoder in encoders.items() if name not in beforehand}
+    measured = {name: encoder_stage(name, encoder, clips, counter) for name, encoder in running.items()}
     divided = [
         divided_stage(with_width(measured[name], encoder, clips, counter), encoder, clips, counter)
-        for name, encoder in encoders.items()
+        for name, encoder in running.items()
     ]
     return tuple(stage for stage, _ in divided), tuple(reason for _, reason in divided if reason is not None)

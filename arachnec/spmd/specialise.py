@@ -107,6 +107,18 @@ def _first(refusals: Sequence[UserError]) -> UserError:
     return next((refusal for refusal in refusals if not clips_mixed(refusal)), refusals[0])
 
 
+def recorded_model(
+    model: nn.Module, source: ModelSource, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]
+) -> CapturedModel:
+    """The calls of a model's blocks without their graphs. Raises ``UserError`` for a model that cannot be run."""
+    try:
+        return blocks.whole_blocks(model, sample.example_calls(model, source, clips, encoders))
+    except UserError as refusal:
+        if cannot_on_meta(refusal) or _final(refusal):
+            raise
+        return blocks.whole_blocks(model, sample.example_calls(model, source, clips, encoders, most=1))
+
+
 def captured_again(
     step: Specialisation, model: nn.Module, source: ModelSource, clips: Sequence[VideoClip]
 ) -> CapturedModel:

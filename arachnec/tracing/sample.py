@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.encoded_file import encoded_like
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.span import Span
 from arachnec.models.batch import is_batched
@@ -61,7 +62,7 @@ def sample_of(
     source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn.Module], *, device: str, seed: int = 0
 ) -> tuple[dict[str, Any], Tensor]:
     """The same with the clip's target; ``seed`` draws the numbers, where there are some."""
-    shapes = {name: encoded_shape(encoder, clip) for name, encoder in encoders.items()}
+    shapes = {name: _shape_of(name, encoder, clip) for name, encoder in encoders.items()}
     generator = torch.Generator("cpu").manual_seed(seed)
     if device == "meta":
         try:
@@ -93,11 +94,24 @@ def _quiet() -> Iterator[None]:
         log.disabled = disabled
 
 
+def _shape_of(name: str, encoder: nn.Module, clip: VideoClip) -> Tensor:
+    """As the clip's file has it, where the encoder ran beforehand: a meta tensor."""
+    known = encoded_like(clip, name)
+    return encoded_shape(encoder, clip) if known is None else known
+
+
 def encoded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:
-    """What an encoder on the meta device gives for a clip: a meta tensor."""
+    """What an encoder on the meta device gives for a clip: a meta tensor. One run serves all that is loaded alike."""
+    known: dict[tuple[torch.Size, torch.dtype], Tensor] = encoder.__dict__.setdefault("shapes_of_clips", {})
     with torch.device("meta"), torch.no_grad(), _every_tile_size_once(encoder):
-        output: Tensor = encoder(encoder.load(clip, torch.device("meta")))  # type: ignore[operator]
-        return output
+        loaded = encoder.load(clip, torch.device("meta"))  # type: ignore[operator]
+        if not isinstance(loaded, Tensor):
+            output: Tensor = encoder(loaded)
+            return output
+        key = loaded.shape, loaded.dtype
+        if key not in known:
+            known[key] = encoder(loaded)
+        return known[key]
 
 
 @contextmanager

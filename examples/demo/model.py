@@ -8,7 +8,7 @@ from arachnec.models.diffusers import wan
 from arachnec.models.encoders import TextEncoder, VideoEncoder
 
 model = wan.text_to_video(
-    num_layers=6, num_attention_heads=6, attention_head_dim=32, ffn_dim=768, in_channels=4, out_channels=4, text_dim=64
+    num_layers=2, num_attention_heads=6, attention_head_dim=64, ffn_dim=1536, in_channels=4, out_channels=4, text_dim=64
 )
 build, sample, loss = model.build, model.sample, model.loss
 

@@ -1,15 +1,18 @@
 """From a model file to stages: costs in B, S and T, tokens of any clip, and what `sample` may do while planning."""
 
 import math
+from dataclasses import replace
 from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.encoded_file import TENSOR
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
@@ -17,10 +20,11 @@ from arachnec.ir.printer import print_module
 from arachnec.ir.values import Quantity
 from arachnec.models.file import load_model_file
 from arachnec.passes import trace
-from arachnec.passes.trace import trace_model
+from arachnec.passes.trace import trace_encoders, trace_model
 from arachnec.planning.stage_cuts import parts_of
 from arachnec.tracing.cuts import Cut, single_blocks
 from arachnec.tracing.dataflow import record_dataflow
+from arachnec.tracing.sample import encoded_shape, sample_of
 from tests.commands.small_model import MODEL as SMALL_MODEL
 
 CLIPS = [
@@ -123,6 +127,37 @@ def test_stages_are_the_encoders_and_the_transformer(traced):
     assert [(stage.name, stage.trained) for stage in traced.stages] == [("vae", False), ("text", False), ("dit", True)]
     module = Module("x", Level.TRACED, stages=traced.stages, graphs=traced.graphs)
     assert parse_module(print_module(module)) == module
+
+
+def test_encoders_alone_have_the_stages_and_tokens_that_they_have_beside_the_transformer(traced):
+    encoders = lambda: {"vae": VideoEncoder(), "text": TextEncoder()}  # noqa: E731
+    alone = trace_encoders(source(sample_encoded, encoders), CLIPS)
+    assert alone.stages == traced.stages[:2]
+    assert [alone.tokens(clip) for clip in CLIPS] == [traced.tokens(clip) for clip in CLIPS]
+
+
+def test_an_encoder_that_ran_beforehand_is_not_run_for_the_shape_that_its_file_has(tmp_path):
+    file, vae = tmp_path / "vae.safetensors", VideoEncoder().to("meta")
+    save_file({TENSOR: torch.zeros(1, 3, 5, 6, 7, dtype=torch.bfloat16)}, file)
+    shapes = []
+
+    def told(clip, generator):
+        shapes.append((clip.encoded["vae"].shape, clip.encoded["vae"].dtype))
+        return {}, torch.zeros(1)
+
+    cached = replace(CLIPS[0], cached={"vae": file})
+    sample_of(source(told), cached, {"vae": vae}, device="meta")
+    file.write_bytes(b"damaged")  # a run says so: what is planned is what the encoder would have given
+    sample_of(source(told), cached, {"vae": vae}, device="meta")
+    assert shapes == [((1, 3, 5, 6, 7), torch.bfloat16), ((1, 3, *latent(CLIPS[0])), torch.float32)]
+
+
+def test_an_encoder_runs_once_for_clips_that_it_loads_alike():
+    vae, runs = VideoEncoder().to("meta"), []
+    vae.register_forward_hook(lambda *_: runs.append(1))
+    for clip in (CLIPS[0], replace(CLIPS[0], id=7, text_tokens=9), CLIPS[1]):
+        assert encoded_shape(vae, clip).shape == (1, 3, *latent(clip))
+    assert len(runs) == 2
 
 
 def test_flops_of_the_stage_are_those_that_pytorch_counts_in_the_model(traced):
