@@ -1,4 +1,4 @@
-"""Rules about the figures of a stage: lists that speak of the same layers are of one length, and costs are no gains.
+"""Rules about figures: lists that speak of the same layers or devices are of one length, and costs are no gains.
 
 In: a ``ModuleIndex`` whose names are right. Out: a diagnostic per mistake. Stages are cut and priced by these figures.
 """
@@ -14,6 +14,7 @@ from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Stage, integer, integers
 from arachnec.ir.printer import number
+from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Formula, Value
 
 OF_CLASSES = (
@@ -48,6 +49,24 @@ class BelowZero(Diagnostic):
     shape: str
 
 
+@dataclass(frozen=True)
+class WrongCards(Diagnostic):
+    title: ClassVar[str] = "{node} names {cards} in `nics`"
+    label: ClassVar[str] = "expected one letter for each of {devices}"
+    help: ClassVar[str] = "give devices that share a network card the same letter, or leave `nics` out"
+    node: str
+    cards: str
+    devices: str
+
+
+def every_device_has_a_network_card(index: ModuleIndex) -> Iterator[WrongCards]:
+    cluster = index.module.cluster
+    nics = cluster.attrs.get("nics") if cluster is not None else None
+    if cluster is not None and isinstance(nics, str) and len(nics) != cluster.gpus:
+        cards, devices = counted(len(nics), "network card"), counted(cluster.gpus, "device")
+        yield WrongCards(cluster.attrs.span("nics") or cluster.span, label(cluster), cards, devices)
+
+
 def figures_agree(index: ModuleIndex) -> Iterator[WrongFigures]:
     """Of every stage the first that does not."""
     for stage in index.module.stages:
@@ -76,6 +95,9 @@ def _figures(stage: Stage) -> Iterator[tuple[str, str, str]]:
             named = integers(row[0]) if isinstance(row[0], tuple) else (integer(row[0]),)
             if not named or max(named) >= layers:
                 yield name, f"layer {max(named)}" if named else "no layer", f"some of {counted(layers, 'layer')}"
+    split, state = gib(stage.attrs.get("tensor_split")), gib(stage.attrs.get("state"))
+    if split > state and "state" in stage.attrs and "tensor_parallel" not in stage.attrs:
+        yield "tensor_split", f"{number(split)} GiB", f"no more than its `state`, {number(state)} GiB"
     if "classes" in lists:
         count = len(lists.get("blocks", ()))
         for name in OF_CLASSES:
@@ -116,4 +138,4 @@ def _falls(one: Formula) -> bool:
     return any(term.coefficient < 0 for term in one.terms)
 
 
-FIGURE_RULES = (figures_agree, costs_are_no_gains)
+FIGURE_RULES = (every_device_has_a_network_card, figures_agree, costs_are_no_gains)

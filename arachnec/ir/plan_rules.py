@@ -49,7 +49,7 @@ def cascades_fit_their_stage(index: ModuleIndex) -> Problems:
             yield errors.TooManyClips(cascade.span, label(cascade), clips, symbol(stage.name), most)
         if cascade.phase in GRADIENT and not stage.trained:
             yield errors.FrozenStage(cascade.span, label(cascade), stage.name)
-        elif index.module.level >= Level.COSTED and "times" not in cascade.attrs:
+        elif index.module.level >= Level.COSTED and not cascade.attrs.get("times"):
             wanted = {Phase.TRAIN: ("forward", "backward"), Phase.BACKWARD: ("backward",), Phase.WEIGHT: ("backward",)}
             for name in wanted.get(cascade.phase, ("forward",)):
                 if name not in stage.attrs:

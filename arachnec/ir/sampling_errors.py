@@ -72,6 +72,15 @@ class NotAModel(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NotTwoModels(Diagnostic):
+    title: ClassVar[str] = "{node} has `models` {models}"
+    label: ClassVar[str] = "expected one model, or two different ones"
+    help: ClassVar[str] = "list the stages that denoise, the first one first"
+    node: str
+    models: str
+
+
+@dataclass(frozen=True)
 class SwitchUnsaid(Diagnostic):
     title: ClassVar[str] = "{node} {reason}"
     label: ClassVar[str] = "{remedy}"

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.module_index import ModuleIndex, label
-from arachnec.ir.nodes import Cascade, Clip, Phase, integer, integers
+from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers
 from arachnec.ir.printer import value_text
 from arachnec.ir.sampling import (
     asked_branches,
@@ -24,6 +24,7 @@ from arachnec.ir.sampling import (
 )
 from arachnec.ir.sampling_errors import (
     NotAModel,
+    NotTwoModels,
     SwitchUnsaid,
     UncertainBatch,
     UnlikeRequest,
@@ -35,6 +36,13 @@ from arachnec.ir.span import Span
 
 Problems: TypeAlias = Iterator[Diagnostic]
 MOST_STEPS = 10_000  # every outcome of a switch is looked at
+
+
+def models_are_one_or_two(index: ModuleIndex) -> Problems:
+    module = index.module
+    named = module.attrs.get("models")
+    if isinstance(named, tuple) and not 1 <= len(named) == len(set(named)) <= 2:
+        yield NotTwoModels(_at(module, "models"), label(module), value_text(named))
 
 
 def segments_fit_their_requests(index: ModuleIndex) -> Problems:
@@ -126,8 +134,8 @@ def is_uncertain(segment: tuple[int, int], clip: Clip) -> bool:
     return first < outcomes[-1] and outcomes[0] <= last and len(outcomes) > 1
 
 
-def _at(node: Cascade | Clip, attribute: str) -> Span | None:
+def _at(node: Module | Cascade | Clip, attribute: str) -> Span | None:
     return node.attrs.span(attribute) or node.span
 
 
-SAMPLING_RULES = (segments_fit_their_requests,)
+SAMPLING_RULES = (models_are_one_or_two, segments_fit_their_requests)

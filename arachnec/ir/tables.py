@@ -89,7 +89,7 @@ STAGE = table("""
     blocks          | [[@graph, int > 0]] | traced | optional | its block classes and how often each is repeated
     layers          | [[str, int]]   | traced | optional | path of each block, as they run, and its trained parameters
     hidden          | int > 0        | traced | optional | width of a token
-    heads           | int            | traced | optional | of its attentions, the least
+    heads           | int > 0        | traced | optional | of its attentions, the least
     attentions      | int            | traced | optional | self-attention calls in one forward
     joint           | bool           | traced | optional | whether text tokens take part in attention
     flops           | TFLOP formula  | traced | optional | one forward
@@ -137,7 +137,7 @@ STAGE = table("""
     block_workspace | [GiB formula]  | traced | optional | needed while it runs, beyond what is kept
     block_traffic   | [GiB formula]  | traced | optional | q, k, v and output of its attentions
     block_attentions | [int]         | traced | optional | its self-attention calls
-    block_heads     | [int]          | traced | optional | of its attentions, the least
+    block_heads     | [int > 0]      | traced | optional | of its attentions, the least
     end_params      | [[int, int]]   | traced | optional | embedding, then head: parameters, and how many train
     end_flops       | [TFLOP formula] | traced | optional | one forward of the embedding, and of the head
     end_saved       | [GiB formula]  | traced | optional | kept for the backward by them

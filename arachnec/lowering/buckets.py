@@ -95,6 +95,8 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     """
     sizes = [count * gradient_element_bytes(stage) for _, count in layers_of(stage)]
     number, total = len(sizes), gradient_bytes(stage)
+    if not total:
+        return (number,)
     above = [sum(sizes[layer:]) for layer in range(number + 1)]  # bytes from this layer on
     rate = (time(total) - time(total / 2)) / (total / 2)
     latency = time(total) - rate * total

@@ -33,6 +33,17 @@ class PlaceTooSmall(Diagnostic):
     ranks: str
 
 
+@dataclass(frozen=True)
+class OtherDegree(Diagnostic):
+    title: ClassVar[str] = "%{cascade} takes {ranks}, and %{source}, whose saved values it reads, {others}"
+    label: ClassVar[str] = "runs where they lie"
+    help: ClassVar[str] = "give both the same `degree` and `side`"
+    cascade: str
+    ranks: str
+    source: str
+    others: str
+
+
 def is_pipeline(module: Module) -> bool:
     """Whether some trained stage runs forward and backward as cascades of their own."""
     trained = {stage.name for stage in module.stages if stage.trained}
@@ -62,6 +73,9 @@ def staged_placements(
     for cascade in in_order(cascades):
         inputs = [done[name] for name in cascade.inputs if name in done]
         saved = next((source for source in inputs if reads_saved(cascade, source)), None)
+        if saved is not None and cascade.width != saved.width:
+            ranks, others = (counted(one.width, "rank") for one in (cascade, saved))
+            raise UserError(OtherDegree(cascade.span, cascade.name, ranks, saved.name, others))
         if "assigned" in cascade.attrs:
             placed = on(cascade.with_attrs(assigned=None), integers(cascade.attrs["assigned"]), inputs, free, cost)
         elif saved is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import random
@@ -9,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -31,6 +32,7 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import check_module
 from arachnec.passes.check import checked
+from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.profile_file import read_profile_file
 from arachnec.planning.duration_table import read_table
@@ -42,6 +44,8 @@ from tests.commands.one_attribute import Change, changes
 from tests.pipelining.bert_profile import bert_48
 
 GOLDEN = Path(__file__).parents[1] / "golden"
+OPT = "arachnec opt --passes "
+SLOW = ("choose_layout", "stages_adaptis", "schedule_genetic")  # they search for seconds
 HUGE = "9" * 5000
 ROW = {"frames": 9, "height": 32, "width": 48, "text_tokens": 8}
 
@@ -295,6 +299,32 @@ def test_a_program_with_one_hostile_attribute_ends_with_errors_of_our_own(share:
         said = render_all(error.diagnostics)
         assert said.startswith("error: ")
         assert len(said) < 2 * LONGEST_SHOWN
+
+
+@functools.cache
+def opened_with_passes() -> list[tuple[str, Module, Pipeline]]:
+    """The modules of the passes' golden files that are right, and the pipelines they are for."""
+    cases = []
+    for path in sorted(GOLDEN.glob("*/*.cascade")):
+        first, _, _ = (text := path.read_text(encoding="utf-8")).partition("\n")
+        if path.parent.name not in SLOW and OPT in first:
+            with contextlib.suppress(UserError):
+                cases.append((path.stem, parse_module(text), Pipeline.parse(first.split(OPT)[1].split()[0])))
+    assert len(cases) > 100
+    return cases
+
+
+@settings(max_examples=40)
+@given(case=st.floats(0, 1, exclude_max=True), share=st.floats(0, 1, exclude_max=True))
+def test_passes_over_a_module_with_one_hostile_attribute_end_with_errors_of_our_own(case: float, share: float) -> None:
+    """As `opt` runs them. A pass that gives a wrong module for it is a bug of the pass."""
+    _, module, pipeline = opened_with_passes()[int(case * len(opened_with_passes()))]
+    every = list(changes(module))
+    assume(every)
+    try:
+        pipeline.run(parse_module(print_module(every[int(share * len(every))].on(module))))
+    except UserError as error:
+        assert render_all(error.diagnostics).startswith("error: ")
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

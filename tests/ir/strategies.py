@@ -124,6 +124,7 @@ UNSAID: dict[str, None] = dict.fromkeys(
         "graphs",
         "cell",
         "tensor_parallel",
+        "tensor_split",
         "host",
         "density",
         "measured",
@@ -202,12 +203,12 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
             cascades.append(nodes.Cascade(name, phase, stage, (clip.id,), 1, clip.tokens, clip.text, before, attrs))
     trained = tuple(cascade.name for cascade in cascades if cascade.phase is Phase.TRAIN)
     everyone = tuple(range(world))
+    nics = draw(st.none() | st.text("ABC", min_size=gpus, max_size=gpus))
+    sizes = {"nodes": machines, "gpus": gpus, "rack": rack, "mixed": mixed, "nics": nics}
     module = Module(
         name=draw(names),
         level=level,
-        cluster=nodes.Cluster(
-            "pod", draw(_by_table(tables.CLUSTER, level, nodes=machines, gpus=gpus, rack=rack, mixed=mixed))
-        ),
+        cluster=nodes.Cluster("pod", draw(_by_table(tables.CLUSTER, level, **sizes))),
         clips=clips,
         stages=stages,
         cascades=tuple(cascades),

@@ -163,3 +163,7 @@ def test_rounds_come_one_behind_the_other_whatever_their_times() -> None:
     order = global_order((at("late", 1, 0.0), at("first", 0, 5.0), at("last", 2, 1.0), at("second", 0, 6.0)))
     assert [cascade.name for cascade in order] == ["first", "second", "late", "last"]
     assert round_bounds(order) == [(0, 2), (0, 2), (2, 3), (3, 4)]
+
+
+def test_a_stage_without_parameters_is_one_bucket() -> None:
+    assert best_buckets(stage([0, 0, 0], 0), [(20.0, 12.0)], lambda size: size) == (3,)
