@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor
 from arachnec.data.requests import Request
 from arachnec.data.switch import Switch, parse_switch
 from arachnec.executable.sampling_folder import Settings
-from arachnec.generation.plan import forecast
+from arachnec.generation.plan import Traced, forecast, traced
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import LATENTS, Outcome, Results
 from arachnec.ir.nodes import Cascade, Level, Module, Stage
@@ -135,6 +137,19 @@ def written(folder: Path, more: str = "") -> SamplerFile:
 
 def sampling_of(sampler: SamplerFile, switch: Switch, *names: str) -> Sampling:
     return Sampling(sampler, names or ("large", "small"), switch)
+
+
+def traced_pair(sampling: Sampling, requests: tuple[Request, ...] = REQUESTS) -> Traced:
+    """The tiny pair, traced once: a trace knows no rule, no predictors and no steps. ``requests`` have shapes of those
+    above."""
+    assert {request.shape for request in requests} <= {request.shape for request in REQUESTS}
+    return replace(_traced_pair(), sampling=sampling, requests=requests)
+
+
+@functools.cache
+def _traced_pair() -> Traced:
+    with tempfile.TemporaryDirectory() as folder:
+        return traced(sampling_of(written(Path(folder)), FIXED), REQUESTS)
 
 
 def tokens(request: Request) -> int:
