@@ -215,12 +215,18 @@ def expected(sampling: Sampling, request: Request) -> Tensor:
 
 
 def run(
-    folder: Path, program: Module, switch: Switch, requests: tuple[Request, ...] = REQUESTS, *names: str
+    folder: Path,
+    program: Module,
+    switch: Switch,
+    requests: tuple[Request, ...] = REQUESTS,
+    *names: str,
+    world: int = 1,
 ) -> dict[str, tuple[Outcome, Tensor | None]]:
-    """The program on gloo ranks: what became of every request, by id."""
+    """The program on gloo ranks: what became of every request, by id. The first of ``world`` runs one of one rank."""
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    told = run_ranks(len(program.programs), _run, folder, print_module(program), switch, requests, names)
+    ranks = max(world, len(program.programs))
+    told = run_ranks(ranks, _run, folder, print_module(program), switch, requests, names)
     outcomes = {outcome.id: outcome for rank in told for outcome in rank}
     files = {id: out / f"{id}.safetensors" for id in outcomes}
     return {id: (o, load_file(files[id])[LATENTS] if files[id].exists() else None) for id, o in outcomes.items()}
@@ -231,14 +237,15 @@ def _run(
 ) -> list[Outcome]:
     import torch.distributed as dist
 
+    module = parse_module(program)
+    if dist.get_rank() >= len(module.programs):
+        return []
     sampler = load_sampler_file(folder / "sampler.py")
     sampling = sampling_of(sampler, switch, *names)
     settings = Settings(str(folder / "sampler.py"), sampling.names, str(switch))
     outcomes: list[Outcome] = []
     results = Results(folder / "out", settings, sampler.digest)
-    rank = GenerationRank(
-        dist.get_rank(), sampling, parse_module(program), requests, results, rank_device(), outcomes.append
-    )
+    rank = GenerationRank(dist.get_rank(), sampling, module, requests, results, rank_device(), outcomes.append)
     rank.connect()
     rank.run()
     rank.groups.close()

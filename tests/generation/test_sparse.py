@@ -159,7 +159,7 @@ def test_diffusers_models_with_captions_in_the_sequence(tmp_path: Path, family: 
         program = planned(module, Pipeline.parse(f"{passes}{rest}"))
         assert all(cascade.attrs.get("sparse") == ((0, 1) if passes else None) for cascade in program.cascades)
         (tmp_path / "out" / "a.safetensors").unlink(missing_ok=True)
-        ((_, told),) = run(tmp_path, program, ONE_MODEL, requests, "large").values()
+        ((_, told),) = run(tmp_path, program, ONE_MODEL, requests, "large", world=2).values()
         assert told is not None
         return told
 
