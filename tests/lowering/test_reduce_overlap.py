@@ -184,5 +184,5 @@ def test_one_rank_with_other_buckets_in_its_last_weight_is_rejected(case: str, f
         items = list(module.programs[rank].instructions)
         change(items)
         broken = tuple(replace(p, instructions=tuple(items)) if p.rank == rank else p for p in module.programs)
-        found = {type(problem) for problem in find_problems(replace(module, programs=broken))}
-        assert found & expected, change.__name__
+        problems = {type(problem) for problem in find_problems(replace(module, programs=broken))}
+        assert problems & expected, change.__name__
