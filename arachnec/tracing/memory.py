@@ -54,14 +54,14 @@ class BlockMemory:
 def block_memory(captured: CapturedBlock, chained: Sequence[bool], *, gpu: bool = False) -> BlockMemory:
     """``chained[i]``: input i is a block's output. Fused attention keeps no scores (arXiv 2205.14135), and a GPU's RMS
     norm is one kernel, which keeps its input in its own precision, where a CPU's keeps two copies in fp32."""
-    points = _points(captured)
+    points, graph = _points(captured), _on_meta(captured)
     try:
-        rows = [_saved(captured, point, chained, gpu) for point in points]
+        rows = [_saved(captured, graph, point, chained, gpu) for point in points]
     except RuntimeError:  # as long as that it cannot be: it has a table of positions, say
         points = list(captured.examples)
-        rows = [_saved(captured, point, chained, gpu) for point in points]
+        rows = [_saved(captured, graph, point, chained, gpu) for point in points]
     saved, shared = (fit_polynomial([row[i] for row in rows], points) for i in (0, 1))
-    workspace = fit_polynomial([_peak(captured, point, gpu) for point in points], points)
+    workspace = fit_polynomial([_peak(captured, graph, point, gpu) for point in points], points)
     inputs = zip(captured.input_dims, captured.input_nodes, chained, strict=True)
     kept = (sympy.prod(dims) * node.meta["val"].dtype.itemsize for dims, node, link in inputs if link)
     return BlockMemory(saved, sympy.expand(sum(kept, sympy.Integer(0))), shared, workspace)
@@ -130,7 +130,8 @@ def _points(captured: CapturedBlock) -> list[Point]:
     if set(recorded[0]) - {B, S, T}:
         return list(recorded)
     texts = (64, 224) if len({point[T] for point in recorded}) > 1 else (recorded[0][T],)
-    sizes = [*itertools.product((1, 2, 4), (4096, 5120, 7168), texts), (2, 4096, sum(texts))]
+    grid = itertools.product((1, 2), (4096, 5120, 7168), texts)  # a third batch and caption show what is not linear
+    sizes = [*grid, (2, 4096, sum(texts)), (4, 5120, texts[0]), (4, 7168, texts[-1])]
     return [{B: batch, S: tokens, T: text} for batch, tokens, text in sizes]
 
 
@@ -204,7 +205,7 @@ def _arguments(captured: CapturedBlock, point: Point, *, grad: bool) -> list[Ten
     arguments = []
     for node, slot in zip(nodes, captured.slots, strict=True):
         value = node.meta["val"]
-        shape = [int(size.subs(point)) for size in captured.dims(node)]
+        shape = [int(size if size.is_Integer else size.subs(point)) for size in captured.dims(node)]
         wants = value.requires_grad if slot.kind == "parameter" else False
         if isinstance(slot.target, int):
             wants = captured.input_grads[slot.target]
@@ -216,7 +217,9 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _saved(captured: CapturedBlock, point: Point, chained: Sequence[bool], gpu: bool) -> tuple[int, int]:
+def _saved(
+    captured: CapturedBlock, graph: fx.GraphModule, point: Point, chained: Sequence[bool], gpu: bool
+) -> tuple[int, int]:
     """Bytes of distinct storages that autograd keeps: made in the block or by the one before; given to all blocks."""
     arguments = _arguments(captured, point, grad=True)
     links = iter(chained)
@@ -231,7 +234,7 @@ def _saved(captured: CapturedBlock, point: Point, chained: Sequence[bool], gpu: 
         return tensor
 
     with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
-        outputs = _Meta(_on_meta(captured), gpu).run(*arguments)
+        outputs = _Meta(graph, gpu).run(*arguments)
     assert outputs is not None  # alive until here, and with it all that was packed
     own = sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key, "chained") == "chained")
     return own, sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key) == "shared")
@@ -249,7 +252,7 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _peak(captured: CapturedBlock, point: Point, gpu: bool) -> int:
+def _peak(captured: CapturedBlock, graph: fx.GraphModule, point: Point, gpu: bool) -> int:
     """The most bytes of intermediates alive at once, each freed after its last use; views keep what they view."""
     order: list[fx.Node] = []
     storages: list[dict[int, int]] = []
@@ -262,7 +265,7 @@ def _peak(captured: CapturedBlock, point: Point, gpu: bool) -> int:
         alive.append(tensors)
 
     with torch.no_grad():
-        _Meta(_on_meta(captured), gpu, seen).run(*_arguments(captured, point, grad=False))
+        _Meta(graph, gpu, seen).run(*_arguments(captured, point, grad=False))
     position = {node: i for i, node in enumerate(order)}
     given = {key for node, held in zip(order, storages, strict=True) if node.op == "placeholder" for key in held}
     birth: dict[int, int] = {}

@@ -6,10 +6,12 @@ steps do. Each section has one at least that a command starts.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import statistics
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +22,9 @@ from acceptance.machine import Machine, Row
 
 from arachnec.backends.torch_distributed.engine import train
 from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.cluster.file import parse_cluster
 from arachnec.commands.pass_options import PassOptions
-from arachnec.driver import compile
+from arachnec.driver import Compiled, compile, plan_iteration, plan_model
 from arachnec.executable.folder import read_executable
 from arachnec.passes.infra.registry import installed
 
@@ -48,12 +51,22 @@ def compiled(
     data: Path,
     passes: str = "default",
     profile: Path | None = None,
-    **more: Any,
+    cluster: Path | None = None,
 ) -> Path:
-    """The folder of an executable for one device; planned in this process, which has imported everything."""
-    options = PassOptions(installed(), (), (), False, None, None)
-    cluster = more.pop("cluster", machine.cluster(1))
-    return compile(model, data, cluster, passes=options.pipeline(passes, profile), **more).write(machine.scratch / name)
+    """The folder of an executable for one device; planned in this process, which has imported everything. A model is
+    traced once for all of a section's plans."""
+    first = _by_default(model, data, machine.cluster(1))
+    pipeline = PassOptions(installed(), (), (), False, None, None).pipeline(passes, profile)
+    traced = replace(first.traced, cluster=parse_cluster(cluster or machine.cluster(1)))
+    planned, model_ms = plan_model(traced, pipeline)
+    module, ms = plan_iteration(planned, pipeline, 0)
+    parts = {"traced": traced, "model": planned, "pipeline": pipeline, "module": module}
+    return replace(first, **parts, planning_ms=model_ms + ms).write(machine.scratch / name)
+
+
+@functools.cache
+def _by_default(model: Path, data: Path, cluster: str) -> Compiled:
+    return compile(model, data, cluster)
 
 
 def ran(machine: Machine, folder: Path, steps: int, **options: Any) -> Row:

@@ -27,6 +27,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.programs import lower
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
+from arachnec.passes import trace
 from arachnec.passes.check import checked
 from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.tracing import blocks
@@ -339,16 +340,17 @@ def run(folder: Path, *arguments: str | Path, timeout: float = 250) -> subproces
 
 
 _CAPTURED: dict[Hashable, CapturedModel] = {}
+_MEASURED: dict[Hashable, Stage] = {}
 
 
 @contextlib.contextmanager
 def captured_once() -> Iterator[None]:
-    """A rank keeps what it captures for later tests with the same classes, weights and examples.
+    """A rank keeps what it captures for later tests with the same classes, weights and examples, and its costs.
 
     ``tests.distributed.preloaded`` has captured the models above before the ranks are forked. Ranks that
     ``arachnec run`` starts capture for themselves.
     """
-    capture = blocks.capture_blocks
+    capture, measure = blocks.capture_blocks, trace.trained_stage
 
     def kept(
         model: nn.Module,
@@ -371,8 +373,17 @@ def captured_once() -> Iterator[None]:
             _CAPTURED[key, verify] = capture(model, examples, at=at, verify=verify, gradients=gradients)
         return _CAPTURED[key, (key, True) in _CAPTURED]
 
+    def measured(
+        name: str, model: nn.Module, captured: CapturedModel, calls: Sequence[ExampleCall], **options: Any
+    ) -> Stage:
+        key = (name, captured, *options.items())
+        if key not in _MEASURED:
+            _MEASURED[key] = measure(name, model, captured, calls, **options)
+        return _MEASURED[key]
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "capture_blocks", kept)
+        patch.setattr(trace, "trained_stage", measured)
         yield
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -13,7 +15,7 @@ from torch import Tensor
 from arachnec.data.requests import Request
 from arachnec.data.switch import Switch, parse_switch
 from arachnec.executable.sampling_folder import Settings
-from arachnec.generation.plan import forecast
+from arachnec.generation.plan import Traced, forecast, traced
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import LATENTS, Outcome, Results
 from arachnec.ir.nodes import Cascade, Level, Module, Stage
@@ -137,6 +139,19 @@ def sampling_of(sampler: SamplerFile, switch: Switch, *names: str) -> Sampling:
     return Sampling(sampler, names or ("large", "small"), switch)
 
 
+def traced_pair(sampling: Sampling, requests: tuple[Request, ...] = REQUESTS) -> Traced:
+    """The tiny pair, traced once: a trace knows no rule, no predictors and no steps. ``requests`` have shapes of those
+    above."""
+    assert {request.shape for request in requests} <= {request.shape for request in REQUESTS}
+    return replace(_traced_pair(), sampling=sampling, requests=requests)
+
+
+@functools.cache
+def _traced_pair() -> Traced:
+    with tempfile.TemporaryDirectory() as folder:
+        return traced(sampling_of(written(Path(folder)), FIXED), REQUESTS)
+
+
 def tokens(request: Request) -> int:
     return request.frames * (request.height // 8) * (request.width // 8)
 
@@ -200,12 +215,18 @@ def expected(sampling: Sampling, request: Request) -> Tensor:
 
 
 def run(
-    folder: Path, program: Module, switch: Switch, requests: tuple[Request, ...] = REQUESTS, *names: str
+    folder: Path,
+    program: Module,
+    switch: Switch,
+    requests: tuple[Request, ...] = REQUESTS,
+    *names: str,
+    world: int = 1,
 ) -> dict[str, tuple[Outcome, Tensor | None]]:
-    """The program on gloo ranks: what became of every request, by id."""
+    """The program on gloo ranks: what became of every request, by id. The first of ``world`` runs one of one rank."""
     out = folder / "out"
     out.mkdir(exist_ok=True)
-    told = run_ranks(len(program.programs), _run, folder, print_module(program), switch, requests, names)
+    ranks = max(world, len(program.programs))
+    told = run_ranks(ranks, _run, folder, print_module(program), switch, requests, names)
     outcomes = {outcome.id: outcome for rank in told for outcome in rank}
     files = {id: out / f"{id}.safetensors" for id in outcomes}
     return {id: (o, load_file(files[id])[LATENTS] if files[id].exists() else None) for id, o in outcomes.items()}
@@ -216,14 +237,15 @@ def _run(
 ) -> list[Outcome]:
     import torch.distributed as dist
 
+    module = parse_module(program)
+    if dist.get_rank() >= len(module.programs):
+        return []
     sampler = load_sampler_file(folder / "sampler.py")
     sampling = sampling_of(sampler, switch, *names)
     settings = Settings(str(folder / "sampler.py"), sampling.names, str(switch))
     outcomes: list[Outcome] = []
     results = Results(folder / "out", settings, sampler.digest)
-    rank = GenerationRank(
-        dist.get_rank(), sampling, parse_module(program), requests, results, rank_device(), outcomes.append
-    )
+    rank = GenerationRank(dist.get_rank(), sampling, module, requests, results, rank_device(), outcomes.append)
     rank.connect()
     rank.run()
     rank.groups.close()

@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 
 from arachnec.data.switch import Switch, parse_switch
 from arachnec.executable.sampling_folder import Settings
-from arachnec.generation.plan import traced
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import LATENTS, Outcome, Results
 from arachnec.generation.round_planning import Question, plan_again
@@ -28,7 +27,7 @@ from tests.distributed.executor_cases import cluster
 from tests.distributed.harness import run_ranks
 from tests.distributed.rank_device import rank_device
 from tests.generation import cases
-from tests.generation.cases import ENCODER, REQUESTS, expected, partitioned, sampling_of, written
+from tests.generation.cases import ENCODER, REQUESTS, expected, partitioned, sampling_of, traced_pair, written
 from tests.generation.sparse_cases import FORCED, checkpoint, predictors
 
 pytest.importorskip("diffusers")
@@ -100,7 +99,7 @@ def test_what_is_planned_again_attends_to_the_same_keys(tmp_path: Path) -> None:
     sampling = sampling_of(written(tmp_path, more), RULE)
     sparse = f"sparsify{{{FORCED}}},segment{{length=2}},annotate,schedule-sampling"
     passes = f"{sparse}{{policy=one-degree}},place,rounds{{most=5,least=1us}},lower,check"
-    program = Pipeline.parse(passes).run(traced(sampling, ROWS).module(cluster(2)))
+    program = Pipeline.parse(passes).run(traced_pair(sampling, ROWS).module(cluster(2)))
     (tmp_path / "out").mkdir()
     told = run_ranks(2, _run, tmp_path, print_module(program))
     assert all(taken >= 1 for _, taken, _ in told)
@@ -109,7 +108,7 @@ def test_what_is_planned_again_attends_to_the_same_keys(tmp_path: Path) -> None:
     rounds = {id: load_file(tmp_path / "out" / f"{id}.safetensors")[LATENTS] for id in "abc"}
     for request in ROWS:
         rule = parse_switch(f"fixed={OUTCOMES[request.steps]}")
-        one = traced(sampling_of(sampling.sampler, rule), (request,)).module(cluster(1))
+        one = traced_pair(sampling_of(sampling.sampler, rule), (request,)).module(cluster(1))
         (tmp_path / "out" / f"{request.id}.safetensors").unlink()
         alone = Pipeline.parse(f"{sparse}{{steps=20}},place,lower,check").run(one)
         ((_, latents),) = cases.run(tmp_path, alone, rule, (request,)).values()

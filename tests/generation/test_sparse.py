@@ -21,7 +21,7 @@ from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.sampling.loop import Sampling
 from tests.distributed.executor_cases import cluster
-from tests.generation.cases import FIXED, REQUESTS, expected, lowered, run, sampling_of, written
+from tests.generation.cases import FIXED, REQUESTS, expected, lowered, run, sampling_of, traced_pair, written
 from tests.generation.sparse_cases import FORCED, checkpoint, predictors
 
 pytest.importorskip("diffusers")
@@ -72,7 +72,7 @@ OPTIONS = "overhead=0ms,forward_speed=1e6,choice_speed=1e6,group=8,block=4"
 
 
 def planned_with(folder: Path, world: int, sparse: str, more: str, requests: tuple[Request, ...] = REQUESTS) -> Module:
-    module = traced(sampling_of(written(folder, more), FIXED), requests).module(cluster(world))
+    module = traced_pair(sampling_of(written(folder, more), FIXED), requests).module(cluster(world))
     return planned(module, Pipeline.parse(f"{sparse},{REST}"))
 
 
@@ -99,7 +99,7 @@ def test_latents_do_not_depend_on_the_plan(tmp_path: Path, plan: str) -> None:
     more = predictors(large=checkpoint(tmp_path / "run"), small=tmp_path / "run")
     sampling = sampling_of(written(tmp_path, more), FIXED)
     alone = latents_of(tmp_path, planned_with(tmp_path, 1, SPARSE, more))
-    module = traced(sampling, REQUESTS).module(cluster(world))
+    module = traced_pair(sampling, REQUESTS).module(cluster(world))
     costed = Pipeline.parse(f"{SPARSE},segment{{length=2}},annotate").run(module)
     shared = latents_of(tmp_path, lowered(costed, works))
     for request in REQUESTS:
@@ -125,7 +125,7 @@ def test_layers_that_are_not_ready_and_models_without_predictors_stay_dense(tmp_
 def test_every_request_of_a_batch_has_its_own_keys(tmp_path: Path) -> None:
     more = predictors(large=checkpoint(tmp_path / "run"), small=tmp_path / "run")
     equal = tuple(replace(REQUESTS[0], id=id, seed=seed) for seed, id in enumerate("abc"))
-    module = traced(sampling_of(written(tmp_path, more), FIXED), equal).module(cluster(1))
+    module = traced_pair(sampling_of(written(tmp_path, more), FIXED), equal).module(cluster(1))
     passes = f"{SPARSE},segment{{batch=3}},annotate,schedule-sampling{{steps=20}},place,lower,check"
     program = planned(module, Pipeline.parse(passes))
     assert {cascade.batch for cascade in program.cascades} == {3}
@@ -159,7 +159,7 @@ def test_diffusers_models_with_captions_in_the_sequence(tmp_path: Path, family: 
         program = planned(module, Pipeline.parse(f"{passes}{rest}"))
         assert all(cascade.attrs.get("sparse") == ((0, 1) if passes else None) for cascade in program.cascades)
         (tmp_path / "out" / "a.safetensors").unlink(missing_ok=True)
-        ((_, told),) = run(tmp_path, program, ONE_MODEL, requests, "large").values()
+        ((_, told),) = run(tmp_path, program, ONE_MODEL, requests, "large", world=2).values()
         assert told is not None
         return told
 
@@ -182,7 +182,7 @@ def test_predictors_of_another_model_are_refused(tmp_path: Path, wrong: str) -> 
     of_run, message = WRONG[wrong]
     more = predictors(large=checkpoint(tmp_path / "run", **of_run))
     with pytest.raises(UserError, match=message):
-        traced(sampling_of(written(tmp_path, more), FIXED), REQUESTS).module(cluster(1))
+        traced_pair(sampling_of(written(tmp_path, more), FIXED), REQUESTS).module(cluster(1))
 
 
 @pytest.mark.parametrize(
