@@ -20,13 +20,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
-from typing import IO, ClassVar
+from typing import IO, TYPE_CHECKING, ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.environment import prepare_environment, show_gpus
 from arachnec.launch.failure import ERROR_FD, Failure, read_failure
 from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
 from arachnec.solver.budget import usable_cores
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
 CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
@@ -92,19 +95,10 @@ def launch(
     that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any
     more. ``RankCrashed`` with one traceback for a bug.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     with ExitStack() as open_files:
         listening = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces
+        open_files.callback(listening.close)
         port = listening.getsockname()[1]
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            world_size=None,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
         reading, writing = os.pipe()
         ranks: list[_Rank] = []
         restore = _forward_signals(ranks)
@@ -113,7 +107,7 @@ def launch(
                 error_file = open_files.enter_context(tempfile.TemporaryFile())
                 place = new_memory()
                 open_files.callback(os.close, place)
-                environment = _environment(number, world, store.port, error_file.fileno()) | {PLACE_FD: str(place)}
+                environment = _environment(number, world, port, error_file.fileno()) | {PLACE_FD: str(place)}
                 environment |= {} if beside is None else {CHECKED: "1"}
                 passed = (error_file.fileno(), place, *((writing,) if number == 0 else ()))
                 if number == 0:
@@ -127,6 +121,7 @@ def launch(
                     )
                 ranks.append(_Rank(number, process, error_file, place))
             os.close(writing)
+            store = _store(listening)
             if beside is not None:
                 beside()
                 store.set(CHECKED, "")
@@ -138,6 +133,20 @@ def launch(
             _stop(ranks)
             os.close(reading)
             restore()
+
+
+def _store(listening: socket.socket) -> Store:
+    """The rendezvous store at that socket, where ranks may be waiting for it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        "127.0.0.1",
+        listening.getsockname()[1],
+        world_size=None,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 def _environment(rank: int, world: int, port: int, error_fd: int) -> dict[str, str]:
