@@ -16,14 +16,18 @@ from rich.console import Console
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.reporting.display import Display
 from arachnec.cluster.resize import cluster_for
-from arachnec.executable.folder import demand_folder, read_executable
+from arachnec.cluster.topology import has_gpus
+from arachnec.executable.folder import MODEL, Executable, demand_folder, read_executable, read_part
 from arachnec.executable.train_file import located
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import demand_same_manifests
 from arachnec.ir.diagnostic import UserError, counted
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Cluster, Module
 from arachnec.launch.local_ranks import RankCrashed, launch
+from arachnec.models.imported_libraries import imported_libraries
 from arachnec.views.format import terminal
+
+ENGINE = "arachnec.backends.torch_distributed.engine"
 
 
 def run_here(
@@ -59,7 +63,8 @@ def run_here(
     with Display(console) as display:
         try:
             beside = partial(_while_ranks_start, options, training, tells)
-            launch(world, [str(folder), *options.arguments()], display.show, beside=beside)
+            shared = shared_modules(executable, cluster)
+            launch(world, [str(folder), *options.arguments()], display.show, beside=beside, shared=shared)
         except RankCrashed as crash:
             crashed = str(crash)
     if crashed is not None:
@@ -68,6 +73,14 @@ def run_here(
         sys.exit(1)
     for text in written(folder, options, training.accumulate):
         console.print(text, highlight=False, soft_wrap=True)
+
+
+def shared_modules(executable: Executable, cluster: Cluster) -> tuple[str, ...]:
+    """What ranks without GPUs have imported when they begin. None where a fork may not go on, as on macOS."""
+    if sys.platform != "linux" or has_gpus(cluster):
+        return ()
+    files = [read_part(executable.folder, name) for name in (MODEL, *executable.header.modules)]
+    return (ENGINE, *imported_libraries(files))
 
 
 def _while_ranks_start(options: RunOptions, training: Training, tells: Callable[[], None] | None) -> None:
