@@ -12,8 +12,8 @@ IMPORTED = "xml.sax" in sys.modules  # nothing here imports it by itself
 
 def main(folder: Path, how: str) -> None:
     rank = int(os.environ["RANK"])
-    found = {"process": os.getpid(), "parent": os.getppid(), "imported": IMPORTED}
-    (folder / f"new-{rank}").write_text(json.dumps(found))
+    birth = {"process": os.getpid(), "parent": os.getppid(), "imported": IMPORTED}
+    (folder / f"new-{rank}").write_text(json.dumps(birth))
     (folder / f"new-{rank}").rename(folder / str(rank))
     while len(list(folder.glob("[0-9]"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.01)

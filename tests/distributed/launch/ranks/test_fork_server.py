@@ -39,8 +39,8 @@ def test_forks_have_imported_what_they_share_and_are_of_one_process(tmp_path: Pa
 
 def test_without_shared_modules_every_rank_is_a_process_of_the_launcher(tmp_path: Path) -> None:
     launch(2, (str(tmp_path), "well"), ignored, worker=WORKER)
-    found = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
-    assert not any(rank["imported"] for rank in found)
+    births = [json.loads((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    assert not any(birth["imported"] for birth in births)
 
 
 @pytest.mark.parametrize("shared", [(), SHARED])
