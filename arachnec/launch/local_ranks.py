@@ -16,17 +16,22 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType
-from typing import IO, ClassVar
+from typing import IO, TYPE_CHECKING, ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.environment import prepare_environment, show_gpus
 from arachnec.launch.failure import ERROR_FD, Failure, read_failure
+from arachnec.launch.fork_server import Fork, ForkServer, files_of
 from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
 from arachnec.solver.budget import usable_cores
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
 CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
@@ -71,7 +76,7 @@ class RankCrashed(Exception):
 @dataclass
 class _Rank:
     number: int
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Fork
     error_file: IO[bytes]  # without a name, so that nothing is left where the launcher is killed
     place: int  # of the memory of where it was last
 
@@ -84,49 +89,43 @@ def launch(
     worker: str = WORKER,
     leave_s: float = LEAVE_S,
     beside: Callable[[], None] | None = None,
+    shared: Sequence[str] = (),
 ) -> None:
     """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
 
     ``on_event`` gets each line that rank 0 reports. ``beside`` is done while ranks start; what it raises ends them
-    before they leave anything. Raises ``UserError`` for a user's mistake, for a rank that was killed, and for one
+    before they leave anything. With ``shared`` modules ranks are forks of one process that has imported them; such
+    ranks have no GPUs. Raises ``UserError`` for a user's mistake, for a rank that was killed, and for one
     that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any
     more. ``RankCrashed`` with one traceback for a bug.
     """
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
     with ExitStack() as open_files:
         listening = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces
+        open_files.callback(listening.close)
         port = listening.getsockname()[1]
-        store = TCPStore(
-            "127.0.0.1",
-            port,
-            world_size=None,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listening.detach(),
-        )
         reading, writing = os.pipe()
         ranks: list[_Rank] = []
         restore = _forward_signals(ranks)
         try:
-            for number in range(world):
-                error_file = open_files.enter_context(tempfile.TemporaryFile())
-                place = new_memory()
+            environment = _environment(world, port) | ({} if beside is None else {CHECKED: "1"})
+            error_files = [open_files.enter_context(tempfile.TemporaryFile()) for _ in range(world)]
+            places = [new_memory() for _ in range(world)]
+            for place in places:
                 open_files.callback(os.close, place)
-                environment = _environment(number, world, store.port, error_file.fileno()) | {PLACE_FD: str(place)}
-                environment |= {} if beside is None else {CHECKED: "1"}
-                passed = (error_file.fileno(), place, *((writing,) if number == 0 else ()))
-                if number == 0:
-                    environment[EVENTS_FD] = str(writing)
+            own = [_of_rank(*rank) for rank in zip(range(world), error_files, places, strict=True)]
+            own[0][EVENTS_FD] = str(writing)
+            processes: Iterator[subprocess.Popen[bytes] | Fork]
+            if shared:
                 with _without_interrupts():
-                    process = subprocess.Popen(
-                        [sys.executable, "-m", worker, *arguments],
-                        env=environment,
-                        pass_fds=passed,
-                        stdin=subprocess.DEVNULL,
-                    )
-                ranks.append(_Rank(number, process, error_file, place))
+                    server = ForkServer.start([worker, *arguments], shared, environment, own)
+                open_files.callback(server.close)
+                processes = map(partial(Fork, server), range(world))
+            else:
+                processes = _started([worker, *arguments], environment, own)
+            for number, process in enumerate(processes):
+                ranks.append(_Rank(number, process, error_files[number], places[number]))
             os.close(writing)
+            store = _store(listening)
             if beside is not None:
                 beside()
                 store.set(CHECKED, "")
@@ -140,23 +139,54 @@ def launch(
             restore()
 
 
-def _environment(rank: int, world: int, port: int, error_fd: int) -> dict[str, str]:
+def _store(listening: socket.socket) -> Store:
+    """The rendezvous store at that socket, where ranks may be waiting for it."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    return TCPStore(
+        "127.0.0.1",
+        listening.getsockname()[1],
+        world_size=None,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
+
+
+def _started(
+    command: Sequence[str], environment: Mapping[str, str], own: Sequence[dict[str, str]]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A process for each rank, which has its ``own`` environment on top of the common one."""
+    for more in own:
+        with _without_interrupts():
+            process = subprocess.Popen(
+                [sys.executable, "-m", *command],
+                env={**environment, **more},
+                pass_fds=files_of(more),
+                stdin=subprocess.DEVNULL,
+            )
+        yield process
+
+
+def _environment(world: int, port: int) -> dict[str, str]:
+    """What all ranks have."""
     environment = dict(os.environ)
     show_gpus(environment)
     prepare_environment(environment)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // world)))
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
     return environment | {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
-        ERROR_FD: str(error_fd),
     }
+
+
+def _of_rank(rank: int, error_file: IO[bytes], place: int) -> dict[str, str]:
+    return {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FD: str(error_file.fileno()), PLACE_FD: str(place)}
 
 
 def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None], leave_s: float) -> _Rank | None:
@@ -209,6 +239,7 @@ def _explain(rank: _Rank, ranks: Sequence[_Rank]) -> Exception:
     if failure is not None:
         return RankCrashed(f"rank {rank.number} failed:\n{failure.text}")
     code = rank.process.returncode
+    assert code is not None, "a rank that ended badly has ended"
     what = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     remedy = "its own output above says more; if the system was out of memory, use fewer ranks or smaller clips"
     place = read_place(rank.place)

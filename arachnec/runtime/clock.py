@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import msgspec
 
-from arachnec.runtime.device_runtime import DeviceRuntime, Timer
+if TYPE_CHECKING:  # who reads a report needs no torch
+    from arachnec.runtime.device_runtime import DeviceRuntime, Timer
 
 
 class Interval(msgspec.Struct, frozen=True):

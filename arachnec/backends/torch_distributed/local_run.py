@@ -1,4 +1,7 @@
-"""A run on this machine: the ranks, what they say, and the pictures at the end."""
+"""A run on this machine: the ranks, what they say, and the pictures at the end.
+
+What takes torch or draws is imported when it is needed: the ranks start without it.
+"""
 
 from __future__ import annotations
 
@@ -11,22 +14,20 @@ import msgspec
 from rich.console import Console
 
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.reporting.audit_log import losses
 from arachnec.backends.torch_distributed.reporting.display import Display
-from arachnec.backends.torch_distributed.reporting.report import RunReport
 from arachnec.cluster.resize import cluster_for
-from arachnec.executable.folder import demand_folder, read_executable
+from arachnec.cluster.topology import has_gpus
+from arachnec.executable.folder import MODEL, Executable, demand_folder, read_executable, read_part
 from arachnec.executable.train_file import located
+from arachnec.executable.training_options import Training
 from arachnec.executable.validation import demand_same_manifests
 from arachnec.ir.diagnostic import UserError, counted
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Cluster, Module
 from arachnec.launch.local_ranks import RankCrashed, launch
-from arachnec.models.initial_weights import model_folder
-from arachnec.models.weight_files import weight_files
-from arachnec.optimizers.recipe import demand_torch_takes
-from arachnec.views.executable_page import PAGE
+from arachnec.models.imported_libraries import imported_libraries
 from arachnec.views.format import terminal
-from arachnec.views.sparsity_map import sparsity_map
+
+ENGINE = "arachnec.backends.torch_distributed.engine"
 
 
 def run_here(
@@ -36,12 +37,12 @@ def run_here(
     where none is to be planned anew for other ranks, while the ranks start: none trains before it has come back.
 
     Raises ``UserError`` before anything starts for a folder that is no executable, options out of range, or a number of
-    ranks that the cluster cannot be divided into.
+    ranks that the cluster cannot be divided into; before any rank trains, for what torch or the folder of weights to
+    begin with is no good for.
     """
     executable = read_executable(folder)
     try:
         training = options.training(executable.training)
-        demand_torch_takes(training)
         demand_same_manifests(executable, training)
     except UserError as error:
         raise located(error, options.train) from None
@@ -49,8 +50,6 @@ def run_here(
         demand_folder(place)
     for place in filter(None, (options.checkpoint, options.save_lists)):
         demand_folder(place)
-    if options.init is not None:
-        weight_files(model_folder(options.init))
     cluster = executable.program.cluster
     assert cluster is not None
     world = ranks or cluster.world
@@ -59,11 +58,13 @@ def run_here(
     for name in executable.changed_since():
         told = f"note: {name} has changed since it was compiled; its copy in {folder} runs; compile again"
         console.print(told, highlight=False, soft_wrap=True)
-    beside = partial(_tell_before, before, executable.program, console) if before and world == cluster.world else None
+    tells = partial(_tell_before, before, executable.program, console) if before and world == cluster.world else None
     crashed = None
     with Display(console) as display:
         try:
-            launch(world, [str(folder), *options.arguments()], display.show, beside=beside)
+            beside = partial(_while_ranks_start, options, training, tells)
+            shared = shared_modules(executable, cluster)
+            launch(world, [str(folder), *options.arguments()], display.show, beside=beside, shared=shared)
         except RankCrashed as crash:
             crashed = str(crash)
     if crashed is not None:
@@ -74,12 +75,41 @@ def run_here(
         console.print(text, highlight=False, soft_wrap=True)
 
 
+def shared_modules(executable: Executable, cluster: Cluster) -> tuple[str, ...]:
+    """What ranks without GPUs have imported when they begin. None where a fork may not go on, as on macOS."""
+    if sys.platform != "linux" or has_gpus(cluster):
+        return ()
+    files = [read_part(executable.folder, name) for name in (MODEL, *executable.header.modules)]
+    return (ENGINE, *imported_libraries(files))
+
+
+def _while_ranks_start(options: RunOptions, training: Training, tells: Callable[[], None] | None) -> None:
+    """Look at what takes torch to be looked at. Raises ``UserError``."""
+    from arachnec.models.initial_weights import model_folder
+    from arachnec.models.weight_files import weight_files
+    from arachnec.optimizers.recipe import demand_torch_takes
+
+    try:
+        demand_torch_takes(training)
+    except UserError as error:
+        raise located(error, options.train) from None
+    if options.init is not None:
+        weight_files(model_folder(options.init))
+    if tells is not None:
+        tells()
+
+
 def _tell_before(before: Callable[[Module], str], program: Module, console: Console) -> None:
     console.print(before(program), highlight=False, soft_wrap=True)
 
 
 def written(folder: Path, options: RunOptions, batches: int) -> list[str]:
     """What the run left behind, one line each; makes the pictures. A step has so many ``batches``."""
+    from arachnec.backends.torch_distributed.reporting.audit_log import losses
+    from arachnec.backends.torch_distributed.reporting.report import RunReport
+    from arachnec.views.executable_page import PAGE
+    from arachnec.views.sparsity_map import sparsity_map
+
     place = options.report or folder / "run.json"
     summary = msgspec.json.decode(place.read_bytes(), type=RunReport)
     lines = [

@@ -6,7 +6,6 @@ import hashlib
 import os
 
 import msgspec
-import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.reporting.report import Event, Note, Start, StepReport
 from arachnec.ir.diagnostic import counted
@@ -15,6 +14,8 @@ from arachnec.launch.local_ranks import EVENTS_FD
 
 def emit(event: Event) -> None:
     """Report from rank 0; the other ranks have nothing to say."""
+    import torch.distributed as dist
+
     if dist.get_rank() != 0:
         return
     channel = os.environ.get(EVENTS_FD)

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -16,7 +17,9 @@ from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.launch.start_times import StartTimes
 from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.runtime.clock import Interval
-from arachnec.runtime.device_runtime import DeviceRuntime
+
+if TYPE_CHECKING:
+    from arachnec.runtime.device_runtime import DeviceRuntime
 
 GIB = 2**30
 NO_START = StartTimes()
