@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.length_classes import ByLength
 from arachnec.sparsity.density_file import read_densities
 
 
@@ -19,8 +20,19 @@ def write(path: Path, layers: object, **changed: object) -> Path:
 
 def test_densities_are_by_layer_and_head(tmp_path: Path) -> None:
     told = read_densities(write(tmp_path, [{"layer": 2, "heads": [0.1, 1.0]}]))
-    assert told.layers == {2: (0.1, 1.0)}
+    assert told.layers == {2: ByLength((0.1, 1.0))}
     told.demand_of("Dit", 3, 2)
+
+
+def test_a_layer_may_have_densities_of_classes_of_length_beside_those_of_the_others(tmp_path: Path) -> None:
+    classes = [{"tokens": 4096, "heads": [0.05]}, {"tokens": 1024, "heads": [0.2]}]
+    told = read_densities(write(tmp_path, [{"layer": 0, "heads": [0.1], "classes": classes}]))
+    assert told.layers == {0: ByLength((0.1,), ((1024, (0.2,)), (4096, (0.05,))))}
+
+
+def of_classes(*classes: tuple[int, list[float]]) -> list[dict[str, object]]:
+    own = [{"tokens": tokens, "heads": heads} for tokens, heads in classes]
+    return [{"layer": 0, "heads": [0.1], "classes": own}]
 
 
 @pytest.mark.parametrize(
@@ -32,6 +44,10 @@ def test_densities_are_by_layer_and_head(tmp_path: Path) -> None:
         ([{"layer": 0, "heads": []}], "layer 0 lists no heads"),
         ([{"layer": 0, "head": [0.1]}], r"\$.layers\[0\]"),
         ("all", "Expected `array`"),
+        (of_classes((1000, [0.1])), "layer 0 has a class of 1000 tokens; a class is named by the fewest tokens"),
+        (of_classes((64, [0.1]), (64, [0.2])), "layer 0 lists the class 64 twice"),
+        (of_classes((64, [0.1, 0.2])), "layer 0 has 1 heads, and 2 in the class 64"),
+        (of_classes((64, [1.5])), "head 0 of layer 0, class 64, has the density 1.5"),
     ],
 )
 def test_a_file_that_says_no_densities_is_refused(tmp_path: Path, layers: object, reason: str) -> None:
