@@ -8,8 +8,16 @@ from pathlib import Path
 import pytest
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.head_density import layer_densities
 from arachnec.ir.length_classes import ByLength
+from arachnec.ir.parser import parse_module
+from arachnec.ir.printer import print_module
+from arachnec.ir.stage_sizes import count_in
+from arachnec.ir.verify import verify
+from arachnec.passes.sparsify import Sparsify
 from arachnec.sparsity.density_file import read_densities
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "sparsify"
 
 
 def write(path: Path, layers: object, **changed: object) -> Path:
@@ -28,6 +36,23 @@ def test_a_layer_may_have_densities_of_classes_of_length_beside_those_of_the_oth
     classes = [{"tokens": 4096, "heads": [0.05]}, {"tokens": 1024, "heads": [0.2]}]
     told = read_densities(write(tmp_path, [{"layer": 0, "heads": [0.1], "classes": classes}]))
     assert told.layers == {0: ByLength((0.1,), ((1024, (0.2,)), (4096, (0.05,))))}
+
+
+def test_a_stage_says_what_a_file_says_of_classes_of_length(tmp_path: Path) -> None:
+    case = (GOLDEN / "self_and_cross_attention.cascade").read_text()
+    module = parse_module(case)
+    (stage,) = (stage for stage in module.stages if stage.trained)
+    heads = (0.1,) * count_in(stage, "heads")
+    half = [x / 2 for x in heads]
+    file = tmp_path / "sparsity.json"
+    rows = [{"layer": 0, "heads": heads, "classes": [{"tokens": 4096, "heads": half}]}]
+    file.write_text(json.dumps({"model": stage.attrs["source"], "layers": rows}))
+    marked = Sparsify(file=str(file)).run(module)
+    (stage,) = (stage for stage in marked.stages if stage.trained)
+    assert {n: own.by_length for n, own in layer_densities(stage).items()} == {
+        0: ByLength(heads, ((4096, tuple(half)),))
+    }
+    assert not verify(marked) and parse_module(print_module(marked)) == marked
 
 
 def of_classes(*classes: tuple[int, list[float]]) -> list[dict[str, object]]:
