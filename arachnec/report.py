@@ -55,6 +55,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
                 "stage": summary.stage.name,
                 "layers": summary.sparse,
                 "predicted_density": summary.density,
+                "predicted_by_class": {str(tokens): density for tokens, density in summary.classes.items()},
                 "cascades": len(summary.chosen),
                 "dense_cascades": len(summary.dense),
                 "head_imbalance": summary.imbalance,

@@ -7,7 +7,7 @@ writes, which is of the same form.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -15,10 +15,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from arachnec.checkpoint.class_states import CLASSES, class_numbers, classes_of
 from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs, write_file
 from arachnec.checkpoint.folder import committed, is_intact, read_commit
 from arachnec.checkpoint.parts import Part
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.length_classes import ByLength, Heads
 
 FILE = "sparse_attention.safetensors"  # as an export names it
 LAYER, QUERY, KEY = "predictor/layer/", "predictor/query/", "predictor/key/"
@@ -40,10 +42,10 @@ class NoPredictors(Diagnostic):
 
 @dataclass(frozen=True)
 class TrainedLayer:
-    """What a run has measured of a layer: by head the share of key blocks that a group of queries needs, and whether
-    its predictor is ``ready``: the layer was sparse in the run's next step."""
+    """What a run has measured of a layer: by head and class of length the share of key blocks that a group of queries
+    needs, and whether its predictor is ``ready``: the layer was sparse in the run's next step."""
 
-    densities: tuple[float, ...]
+    densities: ByLength
     ready: bool
 
 
@@ -84,14 +86,30 @@ def trained_predictors(place: Path) -> TrainedPredictors:
         path, _, number = name.rpartition(".")
         if not number.isdigit() or held.size < 3 or held.size % 2 == 0:
             raise UserError(NoPredictors(None, str(place), f"`{name}` is no layer's name and state"))
-        values = torch.empty(held.size, dtype=torch.float64)
-        fill_from(folder, stored, {LAYER + name: Part(values, 0, held.size)})
         heads = held.size // 2
+        values = _read(folder, stored, LAYER + name, held.size)
+        try:
+            of_class = classes_of(_read(folder, stored, CLASSES + name, class_numbers(heads)), heads)
+        except ValueError as wrong:
+            raise UserError(NoPredictors(None, str(place), f"the state of `{name}` {wrong}")) from None
         if not bool(values.isfinite().all()):
             raise UserError(NoPredictors(None, str(place), f"the state of `{name}` is not finite"))
-        densities = tuple(min(1.0, max(LEAST, value)) for value in values[heads : 2 * heads].tolist())
+        every = _shares(values[heads : 2 * heads].tolist())
+        densities = ByLength(every, tuple((length, _shares(own.densities)) for length, own in of_class.items()))
         layers[path, int(number)] = TrainedLayer(densities, bool(values[-1]))
     return TrainedPredictors(str(place), folder, layers, stored)
+
+
+def _read(folder: Path, stored: Mapping[str, StoredRuns], name: str, size: int) -> Tensor:
+    """A tensor of 64 bits; an empty one where there is none."""
+    values = torch.empty(size if name in stored else 0, dtype=torch.float64)
+    if name in stored:
+        fill_from(folder, stored, {name: Part(values, 0, size)})
+    return values
+
+
+def _shares(values: Sequence[float]) -> Heads:
+    return tuple(min(1.0, max(LEAST, value)) for value in values)
 
 
 def write_predictors(folder: Path, stored: Mapping[str, StoredRuns], file: Path, prefix: str = "") -> bool:
@@ -99,9 +117,10 @@ def write_predictors(folder: Path, stored: Mapping[str, StoredRuns], file: Path,
     there are none."""
     parts: dict[str, Part] = {}
     for name, held in stored.items():
-        kind = next((kind for kind in (LAYER, QUERY, KEY) if name.startswith(kind)), None)
+        kind = next((kind for kind in (LAYER, CLASSES, QUERY, KEY) if name.startswith(kind)), None)
         if kind is not None:
-            part = Part(torch.empty(held.size, dtype=torch.float64 if kind == LAYER else torch.float32), 0, held.size)
+            dtype = torch.float64 if kind in (LAYER, CLASSES) else torch.float32
+            part = Part(torch.empty(held.size, dtype=dtype), 0, held.size)
             fill_from(folder, stored, {name: part})
             parts[kind + name.removeprefix(kind).removeprefix(prefix)] = part
     if parts:

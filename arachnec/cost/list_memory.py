@@ -28,7 +28,7 @@ def lists_gib(stage: Stage, cascade: Cascade, ranks: int, clip: Clip | None = No
     groups, blocks = clip_cubes(stage, cascade.tokens, clip)
     captions, table, entries = caption_blocks(stage, cascade.text), latest_densities(stage), 0.0
     for layer in layers:
-        densities = table[layer].heads
+        densities = table[layer].at(cascade.tokens).heads
         kept = [blocks if stage.trained else min(blocks, math.ceil(density * blocks)) for density in densities]
         listed = sum(kept) + len(kept) * (captions + 1)  # with the length of each list
         entries += groups * listed * heads_by_number(len(kept), ranks) / len(kept)

@@ -21,6 +21,7 @@ from arachnec.ir.head_density import (
     sparse_layers,
 )
 from arachnec.ir.head_division import HeadPart, parts_by_layer
+from arachnec.ir.length_classes import length_class
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import formula_in, squared
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
@@ -77,23 +78,24 @@ class SparseLoads:
             return NO_LOAD
         heads = cascade.attrs.get("heads") if cascade.attrs.get("degree") == degree else None
         groups = coarse_groups(group_count(self.stages[cascade.stage], cascade.tokens))
-        key = cascade.stage, layers, groups, degree, heads
+        length = length_class(cascade.tokens)
+        key = cascade.stage, layers, length, groups, degree, heads
         load = self._loads.get(key)
         if load is None:
             given = {} if heads is None else given_divisions(cascade)
             groups = groups if heads is None else integer(cascade.attrs["groups"])
-            load = self._loads[key] = self._load(cascade.stage, layers, groups, degree, given)
+            table = {layer: self.densities(cascade.stage)[layer].at(length) for layer in layers}
+            load = self._loads[key] = self._load(cascade.stage, table, groups, degree, given)
         return load
 
     def _load(
-        self, name: str, layers: tuple[int, ...], groups: int, degree: int, given: Mapping[int, Division]
+        self, name: str, table: Mapping[int, LayerDensity], groups: int, degree: int, given: Mapping[int, Division]
     ) -> SparseLoad:
-        stage, table = self.stages[name], self.densities(name)
+        stage = self.stages[name]
         ahead, back, _ = speeds(stage)
         pairs, dense, choice, received = 0.0, 0.0, 0.0, 0.0
         inside = share_inside(degree, self._apart(name) or degree)
-        for layer in layers:
-            density = table[layer]
+        for layer, density in table.items():
             weights = head_weights(stage, density)
             division = given.get(layer) or divided(stage, density, groups, degree)
             heaviest = imbalance(division, weights, groups) / degree
@@ -101,7 +103,7 @@ class SparseLoads:
             dense += density.share * density.mean * heaviest
             choice += heaviest
             received += most_received(division, density.heads, groups, inside)
-        return SparseLoad(pairs, dense / ahead, dense / back, choice, received, len(layers))
+        return SparseLoad(pairs, dense / ahead, dense / back, choice, received, len(table))
 
     def _running(self, cascade: Cascade) -> tuple[int, ...]:
         """The layers of those that may be sparse which are, as far as a run has told."""
@@ -198,7 +200,7 @@ def faster_sparse(
         choosing += (learning_time(stage, tokens, text) + learning_overhead(stage)) / SPARSE_EVERY
     return tuple(
         layer
-        for layer, density in table.items()
+        for layer, density in ((layer, known.at(tokens)) for layer, known in table.items())
         if density.share * density.mean * (forward / ahead + backward / back) + choosing
         < WORTH * density.share * (forward + backward)
     )

@@ -62,7 +62,7 @@ def with_predictors(stage: Stage, graphs: Sequence[Graph], trained: TrainedPredi
         attention, share = known[numbers[path]]
         ranks.add(_rank(stage, trained, (path, site), attention))
         if layer.ready:
-            rows[numbers[path]] = LayerDensity(share, layer.densities)
+            rows[numbers[path]] = LayerDensity.of(share, layer.densities)
     if len(ranks) > 1:
         raise UserError(OtherPredictors(None, trained.place, stage.name, "they have several ranks"))
     return replace(stage, attrs=stage.attrs.updated(learned=density_rows(rows), predictor_rank=ranks.pop()))
@@ -70,7 +70,7 @@ def with_predictors(stage: Stage, graphs: Sequence[Graph], trained: TrainedPredi
 
 def _rank(stage: Stage, trained: TrainedPredictors, layer: Layer, attention: ClassAttention) -> int:
     """Of one layer's predictor, held to the model's heads."""
-    heads, features = len(trained.layers[layer].densities), trained.features(layer)
+    heads, features = len(trained.layers[layer].densities.heads), trained.features(layer)
     rank, rest = divmod(features, attention.heads * attention.size)
     if heads != attention.heads:
         what = f"`{layer[0]}` has {heads} heads there, and {attention.heads} here"
@@ -110,17 +110,19 @@ def learned_layers(sequence: SequenceModel, stage: Stage, trained: TrainedPredic
 def sparse_attention(
     stage: Stage, layers: Mapping[int, LayerState], cascade: Cascade, clip: VideoClip, ranks: int
 ) -> SparseCascade | None:
-    """The sparse attention of a segment's forwards on so many ranks; None for a segment that is dense."""
+    """The sparse attention of a segment's forwards on so many ranks, with the densities of its clips' class of length;
+    None for a segment that is dense."""
     numbers = sparse_layers(cascade)
     if not numbers:
         return None
-    paths = [path for path, _ in layers_of(stage)]
+    paths, densities = [path for path, _ in layers_of(stage)], layer_densities(stage)
+    own = {n: replace(layers[n], densities=densities[n].at(cascade.tokens).heads) for n in numbers}
     queries, keys = count_in(stage, "query_group"), count_in(stage, "key_block")
     mass = stage.attrs.get("mass", MASS)
     assert isinstance(mass, int | float)
     divided = parts_by_layer(cascade) if ranks == cascade.degree else {}
     return SparseCascade(
-        {(paths[number], SITE): layers[number] for number in numbers},
+        {(paths[number], SITE): state for number, state in own.items()},
         token_grid(cascade.tokens, clip.frames, clip.height, clip.width),
         (),
         sizes=(queries, keys, min(CELL, queries, keys)),

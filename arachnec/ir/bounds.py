@@ -37,7 +37,7 @@ def out_of_bounds(kind: str) -> Callable[[Value], Wrong | None]:
 
 def _in_rows(value: Value, parts: tuple[Callable[[Value], Wrong | None], ...]) -> Iterator[Wrong]:
     for row in value if isinstance(value, tuple) else ():
-        for item, part in zip(row if isinstance(row, tuple) else (), parts, strict=True):
+        for item, part in zip(row if isinstance(row, tuple) else (), parts, strict=False):
             if wrong := part(item):
                 yield wrong
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Cascade, Module, Stage, integers
+from arachnec.ir.length_classes import ByLength, Heads
+from arachnec.ir.nodes import Cascade, Module, Stage, integer, integers
 from arachnec.ir.stage_sizes import count_in
 from arachnec.ir.values import Value
 
@@ -17,7 +18,20 @@ class LayerDensity:
     """Of one layer. A layer that lists none attends to all keys."""
 
     share: float  # of the pairs of tokens that all attentions of the stage compute
-    heads: tuple[float, ...]  # for each head the share of keys that a query attends to
+    heads: Heads  # for each head the share of keys that a query attends to
+    classes: tuple[tuple[int, Heads], ...] = ()  # the same of clips of these classes of length
+
+    @classmethod
+    def of(cls, share: float, densities: ByLength) -> LayerDensity:
+        return cls(share, densities.heads, densities.classes)
+
+    def at(self, tokens: int) -> LayerDensity:
+        """For clips of so many tokens alone."""
+        return LayerDensity(self.share, self.by_length.at(tokens))
+
+    @property
+    def by_length(self) -> ByLength:
+        return ByLength(self.heads, self.classes)
 
     @property
     def mean(self) -> float:
@@ -26,15 +40,33 @@ class LayerDensity:
 
 def layer_densities(stage: Stage, attribute: str = "density") -> Mapping[int, LayerDensity]:
     """The layers that can be sparse, by number; empty for a stage that is dense."""
+    table: dict[int, LayerDensity] = {}
+    classes: dict[int, dict[int, Heads]] = {}
+    for row in density_table(stage, attribute):
+        for layer in row.layers:
+            if row.length is None:
+                table[layer] = LayerDensity(row.share, row.heads)
+            else:
+                classes.setdefault(layer, {})[row.length] = row.heads
+    known = {layer: tuple(sorted(classes.get(layer, {}).items())) for layer in sorted(table)}
+    return {layer: replace(table[layer], classes=own) for layer, own in known.items()}
+
+
+@dataclass(frozen=True)
+class DensityRow:
+    """A row of the attribute: of these layers, for clips of all lengths, or of those of one class of ``length``."""
+
+    layers: tuple[int, ...]
+    share: float
+    heads: Heads
+    length: int | None
+
+
+def density_table(stage: Stage, attribute: str = "density") -> tuple[DensityRow, ...]:
+    """The rows of the attribute as they stand, right or wrong."""
     rows = stage.attrs.get(attribute, ())
     assert isinstance(rows, tuple)
-    table: dict[int, LayerDensity] = {}
-    for row in rows:
-        assert isinstance(row, tuple)
-        layers, share, heads = row
-        density = LayerDensity(_number(share), tuple(map(_number, heads)))  # type: ignore[arg-type]
-        table |= dict.fromkeys(integers(layers), density)
-    return dict(sorted(table.items()))
+    return tuple(_row(*row) for row in rows if isinstance(row, tuple))
 
 
 def measured_densities(stage: Stage) -> Mapping[int, LayerDensity] | None:
@@ -65,11 +97,16 @@ def sparse_stages(module: Module) -> Mapping[int, Stage]:
 
 
 def density_rows(layers: Mapping[int, LayerDensity]) -> tuple[Value, ...]:
-    """The attribute: layers of equal density in one row, by their first."""
-    alike: dict[LayerDensity, list[int]] = {}
+    """The attribute: layers of equal density in one row, by their first; behind these the rows of classes of length."""
+    alike: dict[tuple[float, Heads], list[int]] = {}
+    of_classes: dict[tuple[int, float, Heads], list[int]] = {}
     for layer, density in sorted(layers.items()):
-        alike.setdefault(density, []).append(layer)
-    return tuple((tuple(numbers), density.share, density.heads) for density, numbers in alike.items())
+        alike.setdefault((density.share, density.heads), []).append(layer)
+        for length, heads in density.classes:
+            of_classes.setdefault((length, density.share, heads), []).append(layer)
+    every = tuple((tuple(numbers), *row) for row, numbers in alike.items())
+    own = sorted(of_classes.items(), key=lambda item: item[0][0])
+    return (*every, *((tuple(numbers), share, heads, length) for (length, share, heads), numbers in own))
 
 
 def part_densities(
@@ -77,7 +114,7 @@ def part_densities(
 ) -> Mapping[int, LayerDensity]:
     """Those of layers ``begin`` to ``end`` - 1, numbered from 0, which compute ``pairs`` of the pairs of all."""
     return {
-        layer - begin: LayerDensity(density.share / pairs, density.heads)
+        layer - begin: replace(density, share=density.share / pairs)
         for layer, density in layers.items()
         if begin <= layer < end
     }
@@ -96,6 +133,12 @@ def group_count(stage: Stage, tokens: int) -> int:
 def total_share(layers: Iterable[LayerDensity]) -> float:
     """The share of the pairs of tokens that these layers compute."""
     return math.fsum(layer.share for layer in layers)
+
+
+def _row(layers: Value, share: Value, heads: Value, length: Value | None = None) -> DensityRow:
+    assert isinstance(heads, tuple)
+    known = None if length is None else integer(length)
+    return DensityRow(integers(layers), _number(share), tuple(map(_number, heads)), known)
 
 
 def _number(value: Value) -> float:

@@ -1,8 +1,8 @@
 """Attribute types: from the text in a table to a predicate on values, and to words for messages.
 
 ``int``, ``float``, ``str``, ``bool``; a unit (``ms``, ``GiB``, ...); ``ms formula``; ``@graph``; lists ``[int]`` and
-``[str]``, lists of rows ``[[int, ms]]``. Numbers are zero or more; above zero where the type says ``int > 0``; of any
-sign where it says ``any int``, and in formulas.
+``[str]``, lists of rows ``[[int, ms]]``, whose last item may be left out where it says ``int?``. Numbers are zero or
+more; above zero where the type says ``int > 0``; of any sign where it says ``any int``, and in formulas.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from arachnec.ir.values import UNITS, Attributes, Formula, Quantity, Symbol, Val
 
 Test: TypeAlias = Callable[[Value], bool]
 VARIABLES = ("B", "S", "T")
-POSITIVE, ANY = " > 0", "any "
+POSITIVE, ANY, OPTIONAL = " > 0", "any ", "?"
 SCALES = {"us": ("time", 1e-3), "ms": ("time", 1.0), "MiB": ("memory", 1 / 1024), "GiB": ("memory", 1.0)}
 
 
@@ -25,13 +25,15 @@ def test(kind: str) -> Test:
     """The predicate of a type's text. Raises KeyError for a text that names no type."""
     kind = plain(kind)
     if kind.startswith("[["):
-        parts = tuple(map(test, columns(kind)))
+        named = columns(kind)
+        parts = tuple(test(part.removesuffix(OPTIONAL)) for part in named)
+        least = len(parts) - named[-1].endswith(OPTIONAL)
         return lambda value: (
             isinstance(value, tuple)
             and all(
                 isinstance(row, tuple)
-                and len(row) == len(parts)
-                and all(part(item) for part, item in zip(parts, row, strict=True))
+                and least <= len(row) <= len(parts)
+                and all(part(item) for part, item in zip(parts, row, strict=False))
                 for row in value
             )
         )
@@ -86,7 +88,7 @@ _NAMES = {
     "[[@graph, int]]": "a list of `[@graph, count]`",
     "[float]": "a list of numbers",
     "[[str, str]]": "a list of pairs of strings",
-    "[[[int], float, [float]]]": "a list of `[layers, share, density of each head]`",
+    "[[[int], float, [float], int?]]": "a list of `[layers, share, density of each head]`",
     "[[[int], [int], [int]]]": "a list of `[layers, place of each head, parts]`",
     "[[[int], int]]": "a list of `[list of integers, count]`",
 }

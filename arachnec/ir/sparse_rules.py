@@ -6,14 +6,22 @@ That every group of every head is computed once is proved by ``check`` (``arachn
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.head_density import layer_densities, sparse_layers, total_share
+from arachnec.ir.head_density import (
+    DensityRow,
+    LayerDensity,
+    density_table,
+    layer_densities,
+    sparse_layers,
+    total_share,
+)
 from arachnec.ir.head_division import parts_by_layer
+from arachnec.ir.length_classes import LENGTH_CLASSES
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Level, Stage, integer, integers
 from arachnec.ir.printer import number, symbol
@@ -25,7 +33,10 @@ DIVISIONS = ("groups", "heads")
 class WrongDensity(Diagnostic):
     title: ClassVar[str] = "{node} has {what} in `{attribute}`"
     label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "a row is `[layers, share of the stage's pairs of tokens, density of each head]`"
+    help: ClassVar[str] = (
+        "a row is `[layers, share of the stage's pairs of tokens, density of each head]`, and of one class of length "
+        "alone `[..., fewest tokens of the class]`"
+    )
     node: str
     what: str
     expected: str
@@ -78,6 +89,8 @@ class GroupsOutside(Diagnostic):
 
 
 Problems = Iterator[Diagnostic]
+Wrong = tuple[str, str]
+"""What was found, and what is expected."""
 
 
 def densities_are_shares_of_keys(index: ModuleIndex) -> Problems:
@@ -89,40 +102,62 @@ def densities_are_shares_of_keys(index: ModuleIndex) -> Problems:
 
 
 def _density(stage: Stage, attribute: str) -> Iterator[WrongDensity]:
-    rows = stage.attrs[attribute]
-    assert isinstance(rows, tuple)
     span, node = stage.attrs.span(attribute) or stage.span, label(stage)
-    layers = [layer for row in rows for layer in integers(row[0])]  # type: ignore[index]
-    twice = next((layer for layer, count in Counter(layers).items() if count > 1), None)
-    if twice is not None:
-        yield WrongDensity(span, node, f"layer {twice} twice", "every layer in one row")
-        return
-    known = len(layers_of(stage))
-    outside = next((layer for layer in layers if not 0 <= layer < known), None)
-    if outside is not None:
-        yield WrongDensity(span, node, f"layer {outside}", f"layers from 0 to {known - 1}")
+    rows = density_table(stage, attribute)
+    wrong = _row_that_is_not_there(stage, rows) or next(filter(None, (_not_shares(stage, row) for row in rows)), None)
+    if wrong is not None:
+        yield WrongDensity(span, node, *wrong)
         return
     table = layer_densities(stage, attribute)
     lacking = next((layer for layer in table if layer not in layer_densities(stage)), None)
     if lacking is not None and attribute == "measured":
         yield WrongDensity(span, node, f"layer {lacking}", "layers that have a `density`")
         return
-    heads = stage.attrs.get("heads")
-    for layer, density in table.items():
-        wrong = next((value for value in density.heads if not 0 < value <= 1), None)
-        if wrong is not None:
-            yield WrongDensity(span, node, f"{number(wrong)} for a head of layer {layer}", "shares above 0, to 1")
-            return
-        if not density.heads or (isinstance(heads, int) and len(density.heads) != heads):
-            expected = f"one for each of {heads} heads" if isinstance(heads, int) else "one for each head"
-            yield WrongDensity(span, node, f"{len(density.heads)} densities for layer {layer}", expected)
-            return
-        if not density.share > 0:
-            yield WrongDensity(span, node, f"the share {number(density.share)} for layer {layer}", "a share above 0")
-            return
+    wrong = _of_other_heads(rows, table)
+    if wrong is not None:
+        yield WrongDensity(span, node, *wrong)
+        return
     if total_share(table.values()) > 1 + 1e-6:
         total = number(round(total_share(table.values()), 6))
         yield WrongDensity(span, node, f"shares of {total} together", "1 or less")
+
+
+def _row_that_is_not_there(stage: Stage, rows: Sequence[DensityRow]) -> Wrong | None:
+    """Rows of layers and classes of length that are none, or are there twice."""
+    counts = Counter((layer, row.length) for row in rows for layer in row.layers)
+    twice = next((known for known, count in counts.items() if count > 1), None)
+    if twice is not None:
+        of_class = "" if twice[1] is None else f" for class {twice[1]}"
+        return f"layer {twice[0]} twice{of_class}", "every layer in one row"
+    known = len(layers_of(stage))
+    outside = next((layer for layer, _ in counts if not 0 <= layer < known), None)
+    if outside is not None:
+        return f"layer {outside}", f"layers from 0 to {known - 1}"
+    no_class = next((row.length for row in rows if row.length is not None and row.length not in LENGTH_CLASSES), None)
+    if no_class is not None:
+        return f"the class {no_class}", f"the fewest tokens of a class: a power of two, to {LENGTH_CLASSES[-1]}"
+    return None
+
+
+def _not_shares(stage: Stage, row: DensityRow) -> Wrong | None:
+    heads, layer = stage.attrs.get("heads"), row.layers[0] if row.layers else None
+    wrong = next((value for value in row.heads if not 0 < value <= 1), None)
+    if wrong is not None:
+        return f"{number(wrong)} for a head of layer {layer}", "shares above 0, to 1"
+    if not row.heads or (isinstance(heads, int) and len(row.heads) != heads):
+        expected = f"one for each of {heads} heads" if isinstance(heads, int) else "one for each head"
+        return f"{len(row.heads)} densities for layer {layer}", expected
+    return None if row.share > 0 else (f"the share {number(row.share)} for layer {layer}", "a share above 0")
+
+
+def _of_other_heads(rows: Iterable[DensityRow], table: Mapping[int, LayerDensity]) -> Wrong | None:
+    """Rows of a class of length that do not go with those of all lengths."""
+    for layer, row in ((layer, own) for own in rows if own.length is not None for layer in own.layers):
+        if layer not in table:
+            return f"layer {layer} for class {row.length} alone", "a row of it for all lengths too"
+        if (row.share, len(row.heads)) != (table[layer].share, len(table[layer].heads)):
+            return f"another share or number of heads of layer {layer} for class {row.length}", "those of all lengths"
+    return None
 
 
 def _settings(stage: Stage) -> Problems:

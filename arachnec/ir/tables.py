@@ -148,9 +148,9 @@ STAGE = table("""
     between_flops   | [[int, TFLOP formula]] | traced | optional | layers, one forward of what runs behind them
     between_saved   | [[int, GiB formula]] | traced | optional | layers, what that keeps for the backward
     uncut           | str            | traced | optional | why the model cannot be cut
-    density         | [[[int], float, [float]]] | traced | optional | layers, their share of pairs, density by head
-    measured        | [[[int], float, [float]]] | traced | optional | as `density`, of layers that a run made sparse
-    learned         | [[[int], float, [float]]] | traced | optional | as `density`, of layers that may sample sparse
+    density         | [[[int], float, [float], int?]] | traced | optional | layers, share, by head; class of length
+    measured        | [[[int], float, [float], int?]] | traced | optional | as `density`, where a run made it sparse
+    learned         | [[[int], float, [float], int?]] | traced | optional | as `density`, of layers ready to sample
     dense           | [[str, str]]   | traced | optional | attentions that attend to all keys, and why
     query_group     | int            | traced | optional | queries whose keys are chosen together, at most
     key_block       | int            | traced | optional | keys that are chosen together, at most

@@ -5,11 +5,12 @@ As a placed cascade says, or as its stage's ``division`` divides what its densit
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from arachnec.cost.sparse_attention import divided
-from arachnec.ir.head_density import LayerDensity, latest_densities, sparse_layers
+from arachnec.ir.head_density import latest_densities, sparse_layers
 from arachnec.ir.head_division import HeadPart, head_rows
+from arachnec.ir.length_classes import length_class
 from arachnec.ir.nodes import Cascade, Module, Stage
 from arachnec.ir.values import Value
 from arachnec.sparsity.clip_cubes import clip_cubes
@@ -27,15 +28,17 @@ def with_heads(module: Module) -> tuple[Cascade, ...]:
             continue
         stage = named[cascade.stage]
         groups, _ = clip_cubes(stage, cascade.tokens, clips.get(cascade.clips[0]) if cascade.clips else None)
-        key = cascade.stage, layers, groups, cascade.degree
+        length = length_class(cascade.tokens)
+        key = cascade.stage, layers, length, groups, cascade.degree
         if key not in known:
-            known[key] = _rows(stage, layers, groups, cascade.degree)
+            known[key] = _rows(stage, layers, length, groups, cascade.degree)
         divided_cascades.append(cascade.with_attrs(groups=groups, heads=known[key]))
     return tuple(divided_cascades)
 
 
-def _rows(stage: Stage, layers: Sequence[int], groups: int, degree: int) -> tuple[Value, ...]:
-    table: Mapping[int, LayerDensity] = latest_densities(stage)
+def _rows(stage: Stage, layers: Sequence[int], length: int, groups: int, degree: int) -> tuple[Value, ...]:
+    latest = latest_densities(stage)
+    table = {layer: latest[layer].at(length) for layer in layers}
     parts = {
         layer: tuple(
             HeadPart(share.head, place, share.start, share.stop)

@@ -5,6 +5,18 @@ from __future__ import annotations
 import msgspec
 
 
+class ClassSummary(msgspec.Struct, frozen=True):
+    """Of one layer, for clips of ``tokens`` to twice as many: what is measured by head with momentum, and the densities
+    that the last step's plan was made with. ``history`` are the sparsities after each of the layer's ``steps``; before
+    the class was measured those of all lengths, which it had."""
+
+    tokens: int
+    sparsity: list[float]
+    density: list[float]
+    planned_density: list[float]
+    history: list[list[float]] = []
+
+
 class LayerSummary(msgspec.Struct, frozen=True):
     """Of one layer after the last step: means over heads and, by head, what is measured with momentum. ``loss``,
     ``mass`` (of a group's attention, that its chosen blocks hold) and ``of_best`` (the share of what the best choice of
@@ -12,7 +24,8 @@ class LayerSummary(msgspec.Struct, frozen=True):
     mean by the densities that are measured now, in the cascade where that is most; ``planned_imbalance`` by those that
     the plan was made with, ``known_imbalance`` what it would be, had they been known. ``sparse_lengths`` are the tokens
     of that step's clips in which the layer, if it is sparse, is so: in others dense is faster by what its heads need.
-    ``history`` are the sparsities of heads after each of ``steps``; of a long run every second, fourth and so on."""
+    ``history`` are the sparsities of heads after each of ``steps``; of a long run every second, fourth and so on.
+    ``sparsity``, ``density`` and ``history`` are over clips of all lengths, ``classes`` those of one class each."""
 
     layer: int
     path: str
@@ -29,3 +42,4 @@ class LayerSummary(msgspec.Struct, frozen=True):
     sparse_lengths: list[int] = []
     steps: list[int] = []
     history: list[list[float]] = []
+    classes: list[ClassSummary] = []

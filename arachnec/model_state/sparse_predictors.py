@@ -14,30 +14,42 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.analysis.residency import resident_ranks
+from arachnec.checkpoint.class_states import CLASSES, ClassState, class_tensor, classes_of
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.cost.sparse_attention import faster_sparse
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.head_density import latest_densities, layer_densities, sparse_layers, sparse_stages
+from arachnec.ir.head_density import LayerDensity, latest_densities, layer_densities, sparse_layers, sparse_stages
 from arachnec.ir.head_division import HeadPart, parts_by_layer
+from arachnec.ir.length_classes import ByLength, Heads, length_class
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer
 from arachnec.ir.stage_sizes import count_in
-from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.cube_sides import Grid, cube_counts
 from arachnec.kernels.sparse.predictor import MASS, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL
 from arachnec.model_state.key_list_files import ListFiles, ListSizes, write_lists
+from arachnec.model_state.layer_report import PlannedLayer, layer_summary
 from arachnec.model_state.layer_summary import LayerSummary
+from arachnec.model_state.measured_layers import (
+    LEAST,
+    add_to,
+    classes_after,
+    for_length,
+    means,
+    no_totals,
+    spread,
+    weights_of,
+)
 from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
-from arachnec.planning.sparse_summary import Forecast, forecasts
+from arachnec.planning.sparse_summary import forecasts
 from arachnec.sparsity.clip_cubes import caption_blocks
 from arachnec.sparsity.learning_steps import learns
 from arachnec.sparsity.list_room import lists_fit
@@ -46,8 +58,6 @@ from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
 
 RATE = 3e-3  # of the predictors' Adam
-LEAST = 1e-6  # of a density that is planned for
-MEASURES = 8  # rows of what is measured by head
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -78,7 +88,8 @@ Groups = Callable[[tuple[int, ...]], dist.ProcessGroup | None]
 
 @dataclass
 class SparsePredictors:
-    """``layers`` by number: what is known before the next step. ``collect`` and ``finish`` are called by all ranks.
+    """``layers`` by number: what is known before the next step, for clips of all lengths; ``classes`` by class of
+    length, of those that were measured. ``collect`` and ``finish`` are called by all ranks.
 
     ``stages`` are those of the program that have layers, by the number of their first. ``places`` are, of a model that
     is cut into stages, the ranks of every one and its layers; projections of layers that are not on this ``rank`` have
@@ -90,6 +101,7 @@ class SparsePredictors:
     mass: float  # of a group's attention, that its blocks are to hold
     optimizer: torch.optim.Adam
     stages: Mapping[int, Stage]
+    classes: dict[int, dict[int, ClassState]] = field(default_factory=dict)
     rank: int = 0
     places: Sequence[tuple[tuple[int, ...], tuple[int, ...]]] = ()
     measured: dict[int, Measured] = field(default_factory=dict)  # of the last step that did
@@ -100,6 +112,7 @@ class SparsePredictors:
     all_keys: bool = False  # in the step that is done now, as some had no room
     _cascades: dict[str, SparseCascade] = field(default_factory=dict)
     _clips: dict[str, list[str]] = field(default_factory=dict)  # ids, by cascade
+    _tokens: dict[str, int] = field(default_factory=dict)  # of a clip, by cascade
     _dense: set[tuple[str, Layer]] = field(default_factory=set)  # clips and layers that are, in cascades of this step
     _totals: dict[int, Tensor] = field(default_factory=dict)
     _overflowed: list[Tensor] = field(default_factory=list)
@@ -134,7 +147,7 @@ class SparsePredictors:
         mass = stage.attrs.get("mass", MASS)
         assert isinstance(mass, int | float)
         sizes = queries, keys, min(CELL, queries, keys)
-        return cls(names, layers, sizes, float(mass), optimizer, stages, rank, places)
+        return cls(names, layers, sizes, float(mass), optimizer, stages, rank=rank, places=places)
 
     def cascade(
         self,
@@ -162,7 +175,7 @@ class SparsePredictors:
             sizes = {self.names[number]: self._list_sizes(number, grid, stage, cascade.text) for number in numbers}
             resting = self._resting(step) & set(numbers)
             replay = self.files.lists(step, own, sizes) if weight is not None else {}
-            self._clips[cascade.name] = own
+            self._clips[cascade.name], self._tokens[cascade.name] = own, cascade.tokens
             self._cascades[cascade.name] = SparseCascade(
                 {self.names[number]: self._on_the_faster_path(number, cascade) for number in numbers},
                 grid,
@@ -173,7 +186,7 @@ class SparsePredictors:
                 mass=self.mass,
                 parts=self._parts(first, cascade, sizes),
                 groups=integer(cascade.attrs.get("groups", 0)),
-                room=self._room(resting) if trains and self.fetches(step) else {},
+                room=self._room(resting, cascade.tokens) if trains and self.fetches(step) else {},
                 resting=frozenset(self.names[number] for number in resting),
             )
         return self._cascades[cascade.name]
@@ -192,10 +205,10 @@ class SparsePredictors:
 
     def _parts(self, first: int, cascade: Cascade, sizes: Mapping[Layer, ListSizes]) -> dict[Layer, Sequence[HeadPart]]:
         """Who computes which groups of which head; heads of a layer that is not in it go by number. So they do where
-        the lists of the planned parts, as long as heads need by now, have no room."""
+        the lists of the planned parts, as long as heads need by now for such clips, have no room."""
         divided: dict[Layer, Sequence[HeadPart]] = {}
         for layer, parts in parts_by_layer(cascade).items():
-            name, densities = self.names[first + layer], self.layers[first + layer].densities
+            name, densities = self.names[first + layer], self._for_length(first + layer, cascade.tokens).densities
             of, captions = sizes[name], sizes[name].captions
             video = of.blocks - captions
             groups = integer(cascade.attrs["groups"])
@@ -211,13 +224,16 @@ class SparsePredictors:
 
     def _on_the_faster_path(self, number: int, cascade: Cascade) -> LayerState:
         """A layer as it runs for clips of the cascade's length: dense where that is faster by what its heads need."""
-        state = self.layers[number]
+        state = self._for_length(number, cascade.tokens)
         return replace(state, sparse=state.sparse and self._is_faster_sparse(number, cascade.tokens, cascade.text))
+
+    def _for_length(self, number: int, tokens: int) -> LayerState:
+        return for_length(self.layers[number], self.classes.get(number, {}), tokens)
 
     def _is_faster_sparse(self, number: int, tokens: int, text: int) -> bool:
         first, stage = self._stage_of(number)
-        assumed = layer_densities(stage)[number - first]
-        measured = {number - first: replace(assumed, heads=self.layers[number].densities)}
+        share = layer_densities(stage)[number - first].share
+        measured = {number - first: LayerDensity(share, self._for_length(number, tokens).densities)}
         return bool(faster_sparse(stage, tokens, text, measured))
 
     def _stage_of(self, number: int) -> tuple[int, Stage]:
@@ -236,8 +252,10 @@ class SparsePredictors:
         """The layers that do not learn in this step. No plan changes them."""
         return {number for number, state in self.layers.items() if not learns(number, step, state.sparse)}
 
-    def _room(self, numbers: Iterable[int]) -> dict[Layer, Room]:
+    def _room(self, numbers: Iterable[int], tokens: int) -> dict[Layer, Room]:
         known = {n: self.spread.get(n, (1.0,) * self.layers[n].site.heads) for n in numbers}
+        of_class = {n: self.classes.get(n, {}).get(length_class(tokens)) for n in known}
+        known |= {n: own.spread for n, own in of_class.items() if own is not None}
         return {self.names[number]: Room(self.node, spread) for number, spread in known.items()}
 
     def lacked_keys(self, group: dist.ProcessGroup | None) -> bool:
@@ -261,18 +279,17 @@ class SparsePredictors:
             write_lists(self.files.save, step, dist.get_rank(), trained, self._dense)
         self._clips.clear()
         self._dense.clear()
-        for cascade in self._cascades.values():
+        for label, cascade in self._cascades.items():
             self._overflowed += cascade.overflowed
             for number, name in self.names.items():
                 measured = cascade.measured.get(name)
                 if measured is None or cascade.weight is None:
                     continue
-                heads = self.layers[number].site.heads
                 if number not in self._totals:
-                    self._totals[number] = measured.loss.new_zeros(MEASURES, heads)
-                own = on_device(torch.tensor(measured.heads), measured.loss.device)
-                self._totals[number].index_add_(1, own, torch.stack(_by_head(measured)) * cascade.weight)
+                    self._totals[number] = no_totals(self.layers[number])
+                add_to(self._totals[number], measured, self._tokens[label], cascade.weight)
         self._cascades.clear()
+        self._tokens.clear()
 
     def finish(
         self, step: int, group: dist.ProcessGroup | None, groups: Groups | None = None, *, skipped: bool
@@ -287,7 +304,7 @@ class SparsePredictors:
         if not skipped:
             self._learn(rows, step)
         self.optimizer.zero_grad()
-        self.history.add(step, {number: state.sparsities for number, state in self.layers.items()})
+        self.history.add(step, {number: self._by_length(number, "sparsities") for number in self.layers})
 
     def _everyone(self, group: dist.ProcessGroup | None) -> dict[int, tuple[Tensor, list[Tensor]]]:
         """For every layer the totals and the predictors' gradients of all ranks, in one all-reduce."""
@@ -317,42 +334,43 @@ class SparsePredictors:
         return {number: (total, gradients[number]) for number, total in rows}
 
     def _total(self, number: int) -> Tensor:
-        state = self.layers[number]
-        return self._totals.get(number, state.projections.query.new_zeros(MEASURES, state.site.heads))
+        return self._totals[number] if number in self._totals else no_totals(self.layers[number])
 
     def _learn(self, rows: Mapping[int, tuple[Tensor, list[Tensor]]], step: int) -> None:
         known = {number: (totals.cpu(), gradients) for number, (totals, gradients) in rows.items()}
-        seen = {number: row for number, row in known.items() if not bool((row[0][0] <= 0).any())}
+        seen = {number: row for number, row in known.items() if not bool((weights_of(row[0]) <= 0).any())}
         for number, (totals, gradients) in seen.items():
             if not bool(totals.isfinite().all()) or not all(bool(g.isfinite().all()) for g in gradients):
                 raise UserError(ScoresNotFinite(None, number, step))
         for number, (totals, gradients) in seen.items():
-            state, weights = self.layers[number], totals[0]
+            state, weights = self.layers[number], weights_of(totals)
             of_query, of_key = gradients
             if state.projections.query.numel():
                 of_query, of_key = (gradient / weights.to(gradient)[:, None, None] for gradient in gradients)
                 state.projections.query.grad, state.projections.key.grad = of_query, of_key
-            counted, loss, sparsity, needed, held, of_best, taken, alone = totals / weights
-            self.spread[number] = tuple((taken / alone.clamp_min(LEAST)).clamp_max(1.0).tolist())
-            heads = tuple(range(state.site.heads))
-            measured = Measured(counted, loss, sparsity, needed, held, of_best, taken, alone, (of_query, of_key), heads)
-            self.measured[number] = measured
-            self.layers[number] = after(state, measured)
+            self.measured[number] = means(totals, (of_query, of_key))
+            self.spread[number] = spread(self.measured[number])
+            self.classes[number] = classes_after(state, self.classes.get(number, {}), totals)
+            self.layers[number] = after(state, self.measured[number])
         for number in known.keys() - seen.keys():
             for value in _parameters(self.layers[number]):
                 value.grad = None
         self.optimizer.step()
 
     @property
-    def running(self) -> dict[int, tuple[float, ...]]:
+    def running(self) -> dict[int, ByLength]:
         """By layer that is sparse in the next step, the share of keys that each head takes: above 0, to 1."""
-        sparse = {number: state.densities for number, state in self.layers.items() if state.sparse}
-        return {number: tuple(min(1.0, max(LEAST, x)) for x in row) for number, row in sparse.items()}
+        sparse = {n: self._by_length(n, "densities") for n, state in self.layers.items() if state.sparse}
+        return {number: _shares(row) for number, row in sparse.items()}
+
+    def _by_length(self, number: int, name: Literal["sparsities", "densities"]) -> ByLength:
+        own = self.classes.get(number, {})
+        return ByLength(getattr(self.layers[number], name), tuple((n, getattr(x, name)) for n, x in own.items()))
 
     def tensors(self) -> dict[str, Tensor | Part]:
         """What the next step depends on: projections and moments over the memory in use, and of every layer sparsities,
-        densities, whether it is sparse, and its spread; and the history. What was loaded into these goes to ``loaded``.
-        What the ranks of a stage alone have, the first of them writes."""
+        densities and its spread, by class of length too, and whether it is sparse; and the history. What was loaded
+        into these goes to ``loaded``. What the ranks of a stage alone have, the first of them writes."""
         state: dict[str, Tensor | Part] = {f"{HISTORY}steps": self.history.numbers()}
         writer = {number: ranks[0] for ranks, numbers in self.places for number in numbers}
         for number, (path, site) in self.names.items():
@@ -360,6 +378,8 @@ class SparsePredictors:
             heads = self.layers[number].site.heads
             state[f"predictor/layer/{name}"] = _row(self.layers[number])
             state[f"{HISTORY}layer/{name}"] = self.history.of_layer(number, heads)
+            state[f"{HISTORY}by-class/{name}"] = self.history.of_classes(number, heads)
+            state[f"{CLASSES}{name}"] = class_tensor(self.classes.get(number, {}), heads)
             state[f"{HISTORY}spread/{name}"] = torch.tensor(self.spread.get(number, (1.0,) * heads))
             for side, value in zip(("query", "key"), _parameters(self.layers[number]), strict=True):
                 if not value.numel():
@@ -388,43 +408,25 @@ class SparsePredictors:
         names = {number: f"{path}.{site}" for number, (path, site) in self.names.items()}
         self.spread = {number: tuple(tensors[f"{HISTORY}spread/{name}"].tolist()) for number, name in names.items()}
         rows = {number: tensors[f"{HISTORY}layer/{name}"] for number, name in names.items()}
-        self.history = SparsityHistory.of(tensors[f"{HISTORY}steps"], rows)
+        known = {number: name for number, name in names.items() if f"{CLASSES}{name}" in tensors}
+        by_class = {number: tensors[f"{HISTORY}by-class/{name}"] for number, name in known.items()}
+        self.history = SparsityHistory.of(tensors[f"{HISTORY}steps"], rows, by_class)
+        self.classes = {n: classes_of(tensors[f"{CLASSES}{x}"], self.layers[n].site.heads) for n, x in known.items()}
 
     def summary(self, module: Module) -> list[LayerSummary]:
         """``module`` is the program of the last step."""
         rows = {first: latest_densities(stage) for first, stage in sparse_stages(module).items()}
         planned = {first + layer: density for first, table in rows.items() for layer, density in table.items()}
-        told = forecasts(module, {number: state.densities for number, state in self.layers.items()})
-        lengths = {number: self._sparse_lengths(module, number) for number in self.layers}
-        return [self._summary(n, state, planned[n].heads, told[n], lengths[n]) for n, state in self.layers.items()]
+        told = forecasts(module, {number: self._by_length(number, "densities") for number in self.layers})
+        of_plan = {n: PlannedLayer(planned[n], told[n], self._sparse_lengths(module, n)) for n in self.layers}
+        known = {n: (self.names[n][0], state, self.classes.get(n, {})) for n, state in self.layers.items()}
+        return [layer_summary(n, *own, self.measured.get(n), of_plan[n], self.history) for n, own in known.items()]
 
     def _sparse_lengths(self, module: Module, number: int) -> list[int]:
         first, stage = self._stage_of(number)
         own = (c for c in module.cascades if c.stage == stage.name and number - first in sparse_layers(c))
         lengths = {(cascade.tokens, cascade.text) for cascade in own if self.layers[number].sparse}
         return sorted({tokens for tokens, text in lengths if self._is_faster_sparse(number, tokens, text)})
-
-    def _summary(
-        self, number: int, state: LayerState, planned: tuple[float, ...], forecast: Forecast, lengths: list[int]
-    ) -> LayerSummary:
-        measured = self.measured.get(number)
-        means = () if measured is None else (measured.loss, measured.held, measured.of_best)
-        names = ("loss", "mass", "of_best")
-        return LayerSummary(
-            number,
-            self.names[number][0],
-            state.sparse,
-            list(state.sparsities),
-            list(state.densities),
-            **{name: float(value.mean()) for name, value in zip(names, means, strict=False)},
-            planned_density=list(planned),
-            planned_imbalance=forecast.planned,
-            imbalance=forecast.measured,
-            known_imbalance=forecast.known,
-            sparse_lengths=lengths,
-            steps=self.history.steps,
-            history=[[round(x, 4) for x in row[number]] for row in self.history.rows],
-        )
 
 
 def _parameters(state: LayerState) -> tuple[Tensor, Tensor]:
@@ -444,9 +446,11 @@ def _all_reduced(own: Sequence[Tensor], group: dist.ProcessGroup | None) -> list
     return [part.view_as(value) for part, value in parts]
 
 
-def _by_head(measured: Measured) -> tuple[Tensor, ...]:
-    of_group = (measured.needed, measured.held, measured.of_best)
-    return measured.counted, measured.loss, measured.sparsity, *of_group, measured.taken, measured.alone
+def _shares(densities: ByLength) -> ByLength:
+    def of_keys(row: Heads) -> Heads:
+        return tuple(min(1.0, max(LEAST, x)) for x in row)
+
+    return ByLength(of_keys(densities.heads), tuple((length, of_keys(row)) for length, row in densities.classes))
 
 
 def _row(state: LayerState) -> Tensor:

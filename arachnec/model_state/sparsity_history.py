@@ -8,23 +8,28 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from arachnec.checkpoint.class_states import UNMEASURED
+from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
+
 HISTORY = "predictor/history/"  # of a checkpoint's tensors, those that an earlier version did not keep
 MOST = 128  # steps whose sparsities are kept
 
 
 @dataclass
 class SparsityHistory:
-    """Sparsities by layer and head after steps. Where there are more than ``MOST`` every second is forgotten."""
+    """Sparsities by layer, class of length and head after steps. Where there are more than ``MOST`` every second is
+    forgotten."""
 
     steps: list[int] = field(default_factory=list)
-    rows: list[Mapping[int, tuple[float, ...]]] = field(default_factory=list)
+    rows: list[Mapping[int, ByLength]] = field(default_factory=list)
     every: int = 1
 
     @classmethod
-    def of(cls, numbers: Tensor, layers: Mapping[int, Tensor]) -> SparsityHistory:
-        """From what ``numbers`` and ``of_layer`` gave."""
+    def of(cls, numbers: Tensor, layers: Mapping[int, Tensor], classes: Mapping[int, Tensor]) -> SparsityHistory:
+        """From what ``numbers``, ``of_layer`` and ``of_classes`` gave, the last of some layers, or of none."""
         every, *steps = (number for number in numbers.tolist() if number >= 0)
-        rows = [{number: tuple(row[place].tolist()) for number, row in layers.items()} for place in range(len(steps))]
+        known = {number: _by_step(table, classes.get(number), len(steps)) for number, table in layers.items()}
+        rows = [{number: of_layer[place] for number, of_layer in known.items()} for place in range(len(steps))]
         return cls(steps, [*rows], every)
 
     def numbers(self) -> Tensor:
@@ -32,13 +37,21 @@ class SparsityHistory:
         return torch.tensor([self.every, *self.steps, *[-1] * (MOST - len(self.steps))])
 
     def of_layer(self, number: int, heads: int) -> Tensor:
-        """[MOST, heads] fp32: a layer's sparsities after these steps."""
+        """[MOST, heads] fp32: a layer's sparsities after these steps, for clips of all lengths."""
         table = torch.zeros(MOST, heads)
         for place, row in enumerate(self.rows):
-            table[place] = torch.tensor(row[number])
+            table[place] = torch.tensor(row[number].heads)
         return table
 
-    def add(self, step: int, row: Mapping[int, tuple[float, ...]]) -> None:
+    def of_classes(self, number: int, heads: int) -> Tensor:
+        """[MOST, classes, heads] fp32: the same by class of length."""
+        table = torch.full((MOST, len(LENGTH_CLASSES), heads), UNMEASURED)
+        for place, row in enumerate(self.rows):
+            for length, own in row[number].classes:
+                table[place, LENGTH_CLASSES.index(length)] = torch.tensor(own)
+        return table
+
+    def add(self, step: int, row: Mapping[int, ByLength]) -> None:
         if step % self.every:
             return
         self.steps.append(step)
@@ -47,3 +60,16 @@ class SparsityHistory:
             self.every *= 2
             kept = [place for place, known in enumerate(self.steps) if known % self.every == 0]
             self.steps, self.rows = [self.steps[p] for p in kept], [self.rows[p] for p in kept]
+
+
+def _by_step(every: Tensor, classes: Tensor | None, steps: int) -> list[ByLength]:
+    rows = [tuple(row) for row in every[:steps].tolist()]
+    if classes is None:
+        return [ByLength(row) for row in rows]
+    return [ByLength(row, _measured(own)) for row, own in zip(rows, classes[:steps], strict=True)]
+
+
+def _measured(table: Tensor) -> tuple[tuple[int, tuple[float, ...]], ...]:
+    known = (table != UNMEASURED).all(1).tolist()
+    rows = zip(LENGTH_CLASSES, known, table.tolist(), strict=True)
+    return tuple((length, tuple(values)) for length, measured, values in rows if measured)

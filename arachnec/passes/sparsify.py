@@ -13,6 +13,7 @@ from typing import ClassVar, Literal
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import learned_densities
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.ir.sampling import models_of
 from arachnec.ir.stage_sizes import count_in
@@ -135,7 +136,7 @@ class Sparsify(Pass):
             return replace(stage, attrs=stage.attrs.updated(dense=((stage.name, why),)))
         choice = replace(choice, rank=count_in(stage, "predictor_rank"))
         own = {
-            n: layer.heads if self.density is None else (self.density,) * len(layer.heads)
+            n: layer.by_length if self.density is None else ByLength((self.density,) * len(layer.heads))
             for n, layer in learned.items()
         }
         marked = sparse_stage(stage, module.graphs, own, choice, "has no predictor that is ready")

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import LayerDensity, density_rows
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Graph, GraphOp, Stage, TensorType, formula, integers
 from arachnec.ir.stage_sizes import count_in, formula_in, gib, squared
 from arachnec.ir.values import Formula, Quantity, Symbol, Term
@@ -54,7 +55,7 @@ class ClassAttention:
 def sparse_stage(
     stage: Stage,
     graphs: Sequence[Graph],
-    densities: Mapping[int, tuple[float, ...]] | float,
+    densities: Mapping[int, ByLength] | float,
     choice: Choice,
     lacking: str = "is not in the sparsity file",
 ) -> Stage:
@@ -68,15 +69,14 @@ def sparse_stage(
     layers = {}
     for number, kind in enumerate(layer_classes(stage, blocks)):
         attention = attentions.get(kind)
-        own = (
-            (densities,) * (attention.heads if attention else 0)
-            if isinstance(densities, float)
-            else densities.get(number)
-        )
-        if attention is not None and own is None:
+        if attention is None:
+            continue
+        heads = attention.heads
+        own = ByLength((densities,) * heads) if isinstance(densities, float) else densities.get(number)
+        if own is None:
             reasons.append((blocks[kind], f"layer {number} {lacking}"))
-        elif attention is not None and own:
-            layers[number] = LayerDensity(pair_share(stage, kind), own)
+        else:
+            layers[number] = LayerDensity.of(pair_share(stage, kind), own)
     dense = tuple(dict.fromkeys(reasons))
     if not layers:
         return replace(stage, attrs=stage.attrs.updated(dense=dense or None))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from arachnec.cost.sparse_attention import ATTENDS, divided, given_divisions, head_weights
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import LayerDensity, latest_densities, measured_densities, sparse_layers, sparse_stages
+from arachnec.ir.length_classes import ByLength, length_class
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.sparsity.head_shares import imbalance
 
@@ -20,9 +21,10 @@ class SparseSummary:
     stage: Stage
     layers: int  # of the stage, all
     sparse: int  # that have densities
-    density: float  # mean over heads and sparse layers, predicted
+    density: float  # mean over heads and sparse layers, predicted, for clips of all lengths
     least: float
     most: float
+    classes: Mapping[int, float]  # the same mean for the classes of length of its cascades, where some differ
     chosen: tuple[Cascade, ...]  # cascades that run some layer sparse
     dense: tuple[Cascade, ...]  # those that run none
     measured: int | None  # layers that were sparse in a run when this was planned; None for a plan before any run
@@ -37,6 +39,7 @@ def sparse_summaries(module: Module) -> tuple[SparseSummary, ...]:
         if not table:
             continue
         heads = [density for layer in table.values() for density in layer.heads]
+        own = [x for layer in table.values() for _, densities in layer.classes for x in densities]
         cascades = [c for c in module.cascades if c.stage == stage.name and c.phase in ATTENDS]
         worst = max((worst_imbalance(cascade, stage) for cascade in distinct_divisions(cascades)), default=1.0)
         summaries.append(
@@ -45,8 +48,9 @@ def sparse_summaries(module: Module) -> tuple[SparseSummary, ...]:
                 len(layers_of(stage)),
                 len(table),
                 math.fsum(heads) / len(heads),
-                min(heads),
-                max(heads),
+                min(*heads, *own),
+                max(*heads, *own),
+                _by_class(cascades, table) if own else {},
                 tuple(cascade for cascade in cascades if sparse_layers(cascade)),
                 tuple(cascade for cascade in cascades if not sparse_layers(cascade)),
                 None if (now := measured_densities(stage)) is None else len(now),
@@ -54,6 +58,12 @@ def sparse_summaries(module: Module) -> tuple[SparseSummary, ...]:
             )
         )
     return tuple(summaries)
+
+
+def _by_class(cascades: Iterable[Cascade], table: Mapping[int, LayerDensity]) -> Mapping[int, float]:
+    lengths = sorted({length_class(cascade.tokens) for cascade in cascades if sparse_layers(cascade)})
+    heads = {length: [x for layer in table.values() for x in layer.at(length).heads] for length in lengths}
+    return {length: math.fsum(own) / len(own) for length, own in heads.items()}
 
 
 @dataclass(frozen=True)
@@ -66,7 +76,7 @@ class Forecast:
     known: float
 
 
-def forecasts(module: Module, measured: Mapping[int, Sequence[float]]) -> Mapping[int, Forecast]:
+def forecasts(module: Module, measured: Mapping[int, ByLength]) -> Mapping[int, Forecast]:
     """By layer of the model with ``measured`` densities by head."""
     rows = {}
     for first, stage in sparse_stages(module).items():
@@ -74,7 +84,7 @@ def forecasts(module: Module, measured: Mapping[int, Sequence[float]]) -> Mappin
         divided_alike = list(distinct_divisions(cascades))
         for layer, planned in latest_densities(stage).items():
             if first + layer in measured:
-                now = LayerDensity(planned.share, tuple(measured[first + layer]))
+                now = LayerDensity.of(planned.share, measured[first + layer])
                 rows[first + layer] = _forecast(stage, divided_alike, layer, planned, now)
     return rows
 
@@ -83,27 +93,31 @@ def _forecast(
     stage: Stage, cascades: Sequence[Cascade], layer: int, planned: LayerDensity, now: LayerDensity
 ) -> Forecast:
     """Of one layer of a stage; ``cascades`` are those with its distinct divisions of heads."""
-    worst, weights = Forecast(1.0, 1.0, 1.0), head_weights(stage, now)
+    worst = Forecast(1.0, 1.0, 1.0)
     for cascade in cascades:
         division, groups = given_divisions(cascade).get(layer), integer(cascade.attrs["groups"])
         if division is None:
             continue
+        assumed, own = planned.at(cascade.tokens), now.at(cascade.tokens)
+        weights = head_weights(stage, own)
         ratio = imbalance(division, weights, groups)
         if ratio >= worst.measured:
-            of_plan = imbalance(division, head_weights(stage, planned), groups)
-            best = imbalance(divided(stage, now, groups, cascade.degree), weights, groups)
+            of_plan = imbalance(division, head_weights(stage, assumed), groups)
+            best = imbalance(divided(stage, own, groups, cascade.degree), weights, groups)
             worst = Forecast(of_plan, ratio, best)
     return worst
 
 
 def distinct_divisions(cascades: Sequence[Cascade]) -> Iterator[Cascade]:
-    """One cascade for every division of heads."""
-    yield from {cascade.attrs["heads"]: cascade for cascade in cascades if "heads" in cascade.attrs}.values()
+    """One cascade for every division of heads in every class of length."""
+    divided_ones = (cascade for cascade in cascades if "heads" in cascade.attrs)
+    yield from {(c.attrs["heads"], length_class(c.tokens)): c for c in divided_ones}.values()
 
 
 def worst_imbalance(cascade: Cascade, stage: Stage) -> float:
     """The heaviest rank's heads over the mean, in the layer where that is most; 1 for a cascade without ``heads``."""
     table, groups = latest_densities(stage), integer(cascade.attrs.get("groups", 1))
     divisions = given_divisions(cascade).items()
-    ratios = [imbalance(division, head_weights(stage, table[layer]), groups) for layer, division in divisions]
+    own = {layer: head_weights(stage, table[layer].at(cascade.tokens)) for layer, _ in divisions}
+    ratios = [imbalance(division, own[layer], groups) for layer, division in divisions]
     return max(ratios, default=1.0)

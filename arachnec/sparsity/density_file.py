@@ -5,7 +5,9 @@
     {"model": "WanTransformer3DModel", "layers": [{"layer": 0, "heads": [0.05, 0.31]},
                                                   {"layer": 1, "heads": [0.4, 0.2]}]}
 
-A density is the share of keys that a query of the head attends to. Layers that are not listed stay dense.
+A density is the share of keys that a query of the head attends to. Layers that are not listed stay dense. A layer may
+list those of clips of some classes of length apart, each by its fewest tokens, ``{"tokens": 16384, "heads": [...]}``
+under ``classes``; the others have those of ``heads``.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from typing import ClassVar
 import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
 
 LARGEST_FILE = 64 * 2**20  # bytes
 EXAMPLE = '{"model": "CLASS", "layers": [{"layer": 0, "heads": [0.05, 0.31]}]}'
@@ -40,9 +43,15 @@ class OfAnotherModel(Diagnostic):
     what: str
 
 
+class _Class(msgspec.Struct, forbid_unknown_fields=True):
+    tokens: int
+    heads: list[float]
+
+
 class _Layer(msgspec.Struct, forbid_unknown_fields=True):
     layer: int
     heads: list[float]
+    classes: list[_Class] = []
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -56,7 +65,7 @@ class Densities:
 
     path: str
     model: str
-    layers: Mapping[int, tuple[float, ...]]
+    layers: Mapping[int, ByLength]
 
     def demand_of(self, model: str, layers: int, heads: int) -> None:
         """Raises UserError where this is not of a model of so many layers and heads."""
@@ -68,14 +77,14 @@ class Densities:
                 OfAnotherModel(None, self.path, f"it has layer {outside}, and this one has 0 to {layers - 1}")
             )
         for layer, densities in self.layers.items():
-            if len(densities) != heads:
-                what = f"layer {layer} has {len(densities)} heads there, and {heads} here"
+            if len(densities.heads) != heads:
+                what = f"layer {layer} has {len(densities.heads)} heads there, and {heads} here"
                 raise UserError(OfAnotherModel(None, self.path, what))
 
 
 def read_densities(path: str | Path) -> Densities:
-    """Raises UserError for a file that is not there, is no such JSON, lists a layer twice, or has a density that is no
-    share of the keys."""
+    """Raises UserError for a file that is not there, is no such JSON, lists a layer or a class twice, or has a density
+    that is no share of the keys."""
     file = Path(path)
 
     def refusal(reason: str) -> UserError:
@@ -89,15 +98,35 @@ def read_densities(path: str | Path) -> Densities:
         told = msgspec.json.decode(file.read_bytes(), type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise refusal(str(error)) from None
-    layers: dict[int, tuple[float, ...]] = {}
+    layers: dict[int, ByLength] = {}
     for row in told.layers:
-        if row.layer in layers:
-            raise refusal(f"layer {row.layer} is listed twice")
-        if not row.heads:
-            raise refusal(f"layer {row.layer} lists no heads; leave out a layer that stays dense")
-        wrong = next((density for density in row.heads if not 0 < density <= 1), None)
+        wrong = f"layer {row.layer} is listed twice" if row.layer in layers else _wrong_in(row)
         if wrong is not None:
-            head = row.heads.index(wrong)
-            raise refusal(f"head {head} of layer {row.layer} has the density {wrong:g}, which is not above 0 and to 1")
-        layers[row.layer] = tuple(row.heads)
+            raise refusal(wrong)
+        classes = sorted((own.tokens, tuple(own.heads)) for own in row.classes)
+        layers[row.layer] = ByLength(tuple(row.heads), tuple(classes))
     return Densities(str(path), told.model, layers)
+
+
+def _wrong_in(row: _Layer) -> str | None:
+    if not row.heads:
+        return f"layer {row.layer} lists no heads; leave out a layer that stays dense"
+    seen: set[int] = set()
+    for own in row.classes:
+        if own.tokens not in LENGTH_CLASSES:
+            return (
+                f"layer {row.layer} has a class of {own.tokens} tokens; a class is named by the fewest tokens of its "
+                f"clips, a power of two to {LENGTH_CLASSES[-1]}"
+            )
+        if own.tokens in seen:
+            return f"layer {row.layer} lists the class {own.tokens} twice"
+        if len(own.heads) != len(row.heads):
+            return f"layer {row.layer} has {len(row.heads)} heads, and {len(own.heads)} in the class {own.tokens}"
+        seen.add(own.tokens)
+    told = [("", row.heads), *((f", class {own.tokens},", own.heads) for own in row.classes)]
+    for where, heads in told:
+        for head, density in enumerate(heads):
+            if not 0 < density <= 1:
+                known = f"head {head} of layer {row.layer}{where} has the density {density:g}"
+                return f"{known}, which is not above 0 and to 1"
+    return None

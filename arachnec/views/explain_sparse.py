@@ -30,6 +30,9 @@ def _of_stage(summary: SparseSummary) -> list[str]:
     sentences = [
         f"In {name} {which} may attend to chosen keys: predicted {_percent(summary.density)} of the keys, {heads}."
     ]
+    if summary.classes:
+        by_class = ", ".join(f"{_percent(x)} from {tokens} tokens on" for tokens, x in summary.classes.items())
+        sentences.append(f"By class of length, means of all heads: {by_class}.")
     if summary.measured is not None:
         sentences.append(
             f"A run measured {counted(summary.measured, 'layer')} as sparse by then, and the plan is made for what it "

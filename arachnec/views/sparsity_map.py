@@ -1,26 +1,34 @@
-"""A heat map of sparsity over steps, as SVG: a row for every head, a column for every step, dark where keys are few."""
+"""A heat map of sparsity over steps, as SVG: a row for every head and class of length, a column for every step, dark
+where keys are few."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-WIDTH, LEFT, TOP, LEGEND = 720, 90, 34, 30
-LARGEST = 160  # rows; of more heads a row is the mean of a layer
+from arachnec.model_state.layer_summary import LayerSummary
+
+WIDTH, LEFT, TOP, LEGEND = 720, 150, 34, 30
+LINE = 11  # between two names
+LARGEST = 160  # rows; of more heads a row is the mean of a layer's, for each class
 
 
-def sparsity_map(steps: Sequence[int], layers: Mapping[int, Sequence[Sequence[float]]]) -> str:
-    """``layers`` has by number, for each of ``steps``, the sparsity of every head: 0 where it attends to all keys."""
-    rows = _rows(layers)
+def sparsity_map(layers: Sequence[LayerSummary]) -> str:
+    """Of each class of length that was measured, for each of the layers' steps, the sparsity of every head: 0 where it
+    attends to all keys. Of a layer without classes those of all lengths."""
+    rows = _rows({name: history for layer in layers for name, history in _histories(layer)})
+    steps = layers[0].steps
     height = max(3.0, min(16.0, 480 / max(1, len(rows))))
     width = (WIDTH - LEFT - 10) / max(1, len(steps))
     parts = [f'<text x="{LEFT}" y="20">sparsity of heads by step: white 0, dark 1</text>']
     bottom = TOP + height * len(rows)
-    named: set[int] = set()
-    for place, (layer, values) in enumerate(rows):
+    named: set[str] = set()
+    free = 0.0  # from here on there is no name yet
+    for place, (name, values) in enumerate(rows):
         top = TOP + place * height
-        if layer not in named:
-            named.add(layer)
-            parts.append(f'<text x="{LEFT - 8}" y="{top + 10:.1f}" text-anchor="end">layer {layer}</text>')
+        if name not in named and top >= free:
+            free = top + LINE
+            parts.append(f'<text x="{LEFT - 8}" y="{top + 10:.1f}" text-anchor="end">{name}</text>')
+        named.add(name)
         for column, value in enumerate(values):
             left = LEFT + column * width
             box = f'x="{left:.2f}" y="{top:.2f}" width="{width + 0.3:.2f}" height="{height + 0.3:.2f}"'
@@ -33,12 +41,19 @@ def sparsity_map(steps: Sequence[int], layers: Mapping[int, Sequence[Sequence[fl
     return f'<svg xmlns="http://www.w3.org/2000/svg" {whole} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
 
 
-def _rows(layers: Mapping[int, Sequence[Sequence[float]]]) -> list[tuple[int, list[float]]]:
-    """Layer and sparsity by step, by head."""
-    heads = [(layer, [*map(list, zip(*history, strict=True))]) for layer, history in sorted(layers.items())]
+def _histories(layer: LayerSummary) -> list[tuple[str, Sequence[Sequence[float]]]]:
+    """By name of a layer and class, sparsities of heads by step."""
+    if not layer.classes:
+        return [(f"layer {layer.layer}", layer.history)]
+    return [(f"layer {layer.layer}, from {own.tokens} tokens", own.history) for own in layer.classes]
+
+
+def _rows(histories: Mapping[str, Sequence[Sequence[float]]]) -> list[tuple[str, list[float]]]:
+    """Name and sparsity by step, by head."""
+    heads = [(name, [*map(list, zip(*history, strict=True))]) for name, history in histories.items()]
     if sum(len(own) for _, own in heads) <= LARGEST:
-        return [(layer, row) for layer, own in heads for row in own]
-    return [(layer, [sum(step) / len(step) for step in history]) for layer, history in sorted(layers.items())]
+        return [(name, row) for name, own in heads for row in own]
+    return [(name, [sum(step) / len(step) for step in history]) for name, history in histories.items()]
 
 
 def _colour(value: float) -> str:

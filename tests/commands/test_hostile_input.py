@@ -124,7 +124,13 @@ SEEDS |= {
         for name in "ab"
     ),
     "densities.json": json.dumps(
-        {"model": "Tiny", "layers": [{"layer": 0, "heads": [0.05, 0.3]}, {"layer": 1, "heads": [1]}]}
+        {
+            "model": "Tiny",
+            "layers": [
+                {"layer": 0, "heads": [0.05, 0.3], "classes": [{"tokens": 1024, "heads": [0.1, 0.2]}]},
+                {"layer": 1, "heads": [1]},
+            ],
+        }
     ),
     "switches.jsonl": json.dumps({"models": ["a", "b"], "switch": "adaptive=0.1", "steps": 8, "switched": 3}) + "\n",
 }

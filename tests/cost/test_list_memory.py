@@ -54,6 +54,11 @@ def test_of_a_model_that_samples_densities_stay_as_they_are() -> None:
     one, two = (lists_gib(of, clip(sparse=(0, 1)), ranks) * 2**30 for ranks in (1, 2))
     assert one == pytest.approx(2 * 4 * 157 * (sum(kept_blocks((0.5, 0.1, 0.1, 0.3), 625)) + 4))
     assert two == one / 2
+    rows = ((0, 1), 0.5, (0.5, 0.1, 0.1, 0.3)), ((0, 1), 0.5, (0.9, 0.2, 0.2, 0.4), 32768)
+    by_class = replace(of, attrs=of.attrs.updated(density=rows))
+    assert lists_gib(by_class, clip(20_000, sparse=(0, 1)), 1) == lists_gib(of, clip(20_000, sparse=(0, 1)), 1)
+    longer = lists_gib(by_class, clip(sparse=(0, 1)), 1) * 2**30
+    assert longer == pytest.approx(2 * 4 * 157 * (sum(kept_blocks((0.9, 0.2, 0.2, 0.4), 625)) + 4))
 
 
 @given(

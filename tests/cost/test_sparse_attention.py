@@ -113,6 +113,23 @@ def test_heads_that_are_given_cost_what_they_weigh_now() -> None:
     assert stale - again == pytest.approx(3 * 1600 * (0.7 / 4 - 0.25 / 4), rel=0.01)
 
 
+def test_a_clip_costs_what_the_densities_of_its_class_of_length_do() -> None:
+    """Its path, its heads' division, its times and what it sends; clips of other lengths cost what they did."""
+    heavy = (0.9, 0.5, 0.3, 0.2)
+    rows = (((0, 1), 0.5, EVEN[0]), ((0, 1), 0.5, heavy, 32768))
+    by_class, alone, even = (stage(), stage((heavy,) * 2), stage())
+    by_class = replace(by_class, attrs=by_class.attrs.updated(density=rows))
+    for tokens, other in ((TOKENS, alone), (32768, alone), (65535, alone), (32767, even), (65536, even)):
+        own, same = (SparseLoads({"dit": of}, node=2).of(clip(tokens, sparse=(0, 1)), 4) for of in (by_class, other))
+        assert own == same
+        slow = {"sparse_speed": (0.3, 0.3, 1.0)}
+        known = (faster_sparse(replace(of, attrs=of.attrs.updated(**slow)), tokens, 0) for of in (by_class, other))
+        assert len(set(known)) == 1
+    both = SparseLoads({"dit": by_class})
+    loads = [both.of(clip(tokens, sparse=(0, 1)), 4) for tokens in (33_000, 32_700, 33_000)]
+    assert loads[0] == loads[2] != loads[1], "what is kept of one class is not taken for another"
+
+
 def test_ranks_that_get_keys_of_more_heads_receive_more() -> None:
     dense = volumes(ulysses=4, ring=1, heads=4, attentions=2, traffic=1.0, forward=1, backward=1)
     loads = SparseLoads({"dit": stage()})

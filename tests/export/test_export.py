@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from arachnec.checkpoint.class_states import CLASSES, ClassState, class_tensor
 from arachnec.checkpoint.files import write_file
 from arachnec.checkpoint.folder import Position, step_folder, write_commit
 from arachnec.checkpoint.parts import Part
@@ -25,6 +26,7 @@ from arachnec.executable.folder import MODEL
 from arachnec.executable.training_options import Training
 from arachnec.export.folder import Exported, export
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.length_classes import ByLength
 from arachnec.models.batch import make_batch, prediction_of
 from arachnec.models.file import load_model_file
 from arachnec.models.initial_weights import model_folder
@@ -152,16 +154,17 @@ def test_predictors_of_sparse_attention_lie_beside_the_weights(trained: Callable
     row = torch.tensor([0.7, 0.4, 0.3, 0.6, 1.0], dtype=torch.float64)
     sides = {f"predictor/{side}/blocks.0.0": torch.randn(2 * 4 * 3) for side in ("query", "key")}
     moments = {"predictor/exp_avg/query/blocks.0.0": torch.zeros(24)}
-    run = trained(FULL, more={"predictor/layer/blocks.0.0": row, **sides, **moments})
+    by_class = {f"{CLASSES}blocks.0.0": class_tensor({1024: ClassState((0.5, 0.4), (0.5, 0.7), (1.0, 1.0))}, 2)}
+    run = trained(FULL, more={"predictor/layer/blocks.0.0": row, **sides, **moments, **by_class})
     exported = run(tmp_path / "out")
     assert tmp_path / "out" / FILE in exported.files
     held = trained_predictors(tmp_path / "out")
-    assert held.layers == {("blocks.0", 0): TrainedLayer((0.3, 0.6), True)}
+    assert held.layers == {("blocks.0", 0): TrainedLayer(ByLength((0.3, 0.6), ((1024, (0.5, 0.7)),)), True)}
     query, key = held.projections(("blocks.0", 0), (2, 4, 3))
     assert torch.equal(query.flatten(), sides["predictor/query/blocks.0.0"])
     assert torch.equal(key.flatten(), sides["predictor/key/blocks.0.0"])
     assert trained_predictors(tmp_path / "checkpoints").layers == held.layers
-    assert set(held.stored) == {"predictor/layer/blocks.0.0", *sides}
+    assert set(held.stored) == {"predictor/layer/blocks.0.0", *sides, *by_class}
     assert torch.equal(output(loaded(tmp_path / "out")), output(run.model))
     shutil.rmtree(tmp_path / "checkpoints")
     trained(FULL)(tmp_path / "out")

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 
+from arachnec.checkpoint.class_states import CLASSES, ClassState, class_tensor
 from arachnec.checkpoint.files import write_file
 from arachnec.checkpoint.folder import Position, file_of, step_folder, write_commit
 from arachnec.checkpoint.parts import Part
@@ -24,12 +25,17 @@ def checkpoint(
     heads: int = HEADS,
     size: int = SIZE,
     rank: int = RANK,
+    classes: Mapping[int, tuple[float, ...]] | None = None,
 ) -> Path:
-    """A folder of checkpoints with predictors of the blocks in ``ready``, by default of both, both ready."""
+    """A folder of checkpoints with predictors of the blocks in ``ready``, by default of both, both ready;
+    ``classes`` of length may have densities of their own."""
     rng, tensors = torch.Generator().manual_seed(7), {}
     for path, is_ready in ({"blocks.0": True, "blocks.1": True} if ready is None else ready).items():
         row = [*(1 - density for density in densities), *densities, float(is_ready)]
         tensors[f"predictor/layer/{path}.0"] = torch.tensor(row, dtype=torch.float64)
+        if classes is not None:
+            states = {n: ClassState((0.5,) * heads, own, (1.0,) * heads) for n, own in classes.items()}
+            tensors[f"{CLASSES}{path}.0"] = class_tensor(states, heads)
         for side in ("query", "key"):
             tensors[f"predictor/{side}/{path}.0"] = torch.randn(heads * size * rank, generator=rng)
     tensors["master/embed.weight"] = torch.zeros(3)

@@ -16,6 +16,7 @@ from arachnec.data.switch import ONE_MODEL
 from arachnec.generation.plan import planned, traced
 from arachnec.generation.rank_models import RankModels
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.length_classes import length_class
 from arachnec.ir.nodes import Module
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
@@ -90,6 +91,26 @@ def test_all_keys_kept_give_the_dense_latents(tmp_path: Path) -> None:
     latents, sampling = latents_of(tmp_path, program), sampling_of(written(tmp_path), FIXED)
     for request in REQUESTS:
         torch.testing.assert_close(latents[str(request.id)], expected(sampling, request), rtol=1e-6, atol=1e-6)
+
+
+def test_requests_are_sampled_with_the_densities_of_their_class_of_length(tmp_path: Path) -> None:
+    """Where the run measured that its class needs all keys, latents are dense; where of other classes, as without."""
+    request = REQUESTS[0]
+    (length,) = {length_class(cascade.tokens) for cascade in one_request(tmp_path, request, None).cascades}
+    latents = {}
+    for name, classes in {"none": None, "other": {2 * length: (1.0,) * 3}, "own": {length: (1.0,) * 3}}.items():
+        program = one_request(tmp_path, request, classes)
+        assert all(cascade.attrs["sparse"] == (0, 1) for cascade in program.cascades)
+        latents[name] = latents_of(tmp_path, program, (request,))[str(request.id)]
+    dense = expected(sampling_of(written(tmp_path), FIXED), request)
+    torch.testing.assert_close(latents["own"], dense, rtol=1e-6, atol=1e-6)
+    assert torch.equal(latents["other"], latents["none"]) and not torch.allclose(latents["none"], dense, rtol=1e-4)
+
+
+def one_request(tmp_path: Path, request: Request, classes: dict[int, tuple[float, ...]] | None) -> Module:
+    shutil.rmtree(tmp_path / "run", ignore_errors=True)
+    held = checkpoint(tmp_path / "run", classes=classes)
+    return planned_with(tmp_path, 1, SPARSE, predictors(large=held, small=held), (request,))
 
 
 @pytest.mark.parametrize("plan", PLANS)

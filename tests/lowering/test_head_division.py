@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from arachnec.ir.head_division import CUT
+from arachnec.ir.head_division import CUT, parts_by_layer
 from arachnec.ir.nodes import Clip, Module, Phase, Stage
 from arachnec.ir.values import Value
 from arachnec.lowering.head_division import with_heads
@@ -45,6 +45,23 @@ def test_one_sparse_layer_is_divided_like_many() -> None:
     (all_three,) = with_heads(planned(stage(query_group=100)))
     (one,) = with_heads(planned(stage(query_group=100), sparse=(5,)))
     assert one.attrs["heads"] == tuple(row for row in all_three.attrs["heads"] if row[0] == (5,))  # type: ignore[union-attr,index]
+
+
+def test_clips_of_another_class_of_length_are_divided_by_its_densities() -> None:
+    """Both have as many groups. The class of 512 tokens has its own densities of layer 2, that of 1024 has not."""
+    by_class = stage(query_group=100)
+    rows = (*DENSITY, ((2,), 0.5, (0.1, 0.1, 0.9), 512))
+    by_class = replace(by_class, attrs=by_class.attrs.updated(density=rows))
+    both = planned(by_class)
+    (long,) = both.cascades
+    cascades = (long, replace(long, name="u", tokens=1024, clips=()), replace(long, name="v", clips=()))
+    first, other, again = with_heads(replace(both, cascades=cascades))
+    before, swapped = with_heads(planned(stage(query_group=100)))[0], parts_by_layer(first)[2]
+    assert first.attrs["heads"] == again.attrs["heads"] != before.attrs["heads"]
+    assert {part.head for part in swapped if (part.start, part.stop) != (0, 10)} <= {2}, "the dense one may be cut"
+    of_all = parts_by_layer(before)
+    assert parts_by_layer(first)[5] == of_all[5] and of_all[2] == of_all[7] == parts_by_layer(first)[7]
+    assert {p.head for p in parts_by_layer(other)[2] if p.stop - p.start < other.attrs["groups"]} <= {0}  # type: ignore[operator]
 
 
 def test_given_heads_stay_and_one_rank_has_all() -> None:

@@ -11,12 +11,14 @@ from arachnec.backends.simulator import simulate
 from arachnec.backends.torch_distributed.plans.kept_plan import better_plan, have_moved, with_densities
 from arachnec.ir.diagnostic import render
 from arachnec.ir.head_density import latest_densities, sparse_layers
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.recost import Recost
+from arachnec.report import plan_report
 from arachnec.views.explain import explain
 
 CASE = (Path(__file__).parents[1] / "golden" / "lower" / "sparse_heads.cascade").read_text()
@@ -26,7 +28,11 @@ SPARSE = {0: (0.04, 0.05, 0.5), 1: (0.2, 0.2, 0.2)}
 
 
 def planned(densities: dict[int, tuple[float, ...]] | None) -> Module:
-    return PIPELINE.run(with_densities(parse_module(CASE), densities))
+    return PIPELINE.run(with_densities(parse_module(CASE), None if densities is None else all_lengths(densities)))
+
+
+def all_lengths(densities: dict[int, tuple[float, ...]]) -> dict[int, ByLength]:
+    return {layer: ByLength(heads) for layer, heads in densities.items()}
 
 
 def test_a_plan_is_kept_where_the_other_gains_less_than_2_percent() -> None:
@@ -74,6 +80,28 @@ def test_measured_densities_are_in_the_text_checked_and_explained() -> None:
 
 def test_a_plan_is_asked_for_where_a_head_has_moved_or_a_layer_became_sparse() -> None:
     assert have_moved(None, {}) and not have_moved({}, {})
-    assert have_moved({}, SPARSE) and have_moved(SPARSE, {})
-    assert not have_moved(ASSUMED, {0: (0.505, 0.05, 0.04), 1: ASSUMED[1]})
-    assert have_moved(ASSUMED, {0: (0.5, 0.05, 0.042), 1: ASSUMED[1]})
+    assumed, sparse = all_lengths(ASSUMED), all_lengths(SPARSE)
+    assert have_moved({}, sparse) and have_moved(sparse, {})
+    assert not have_moved(assumed, all_lengths({0: (0.505, 0.05, 0.04), 1: ASSUMED[1]}))
+    assert have_moved(assumed, all_lengths({0: (0.5, 0.05, 0.042), 1: ASSUMED[1]}))
+
+
+def test_a_plan_is_asked_for_where_a_class_of_length_was_measured_or_has_moved() -> None:
+    before, known = all_lengths(ASSUMED), {0: ByLength(ASSUMED[0], ((16384, ASSUMED[0]),)), 1: ByLength(ASSUMED[1])}
+    assert have_moved(before, known) and not have_moved(known, dict(known))
+    assert have_moved(known, {**known, 0: ByLength(ASSUMED[0], ((16384, (0.6, 0.05, 0.04)),))})
+
+
+def test_a_clip_is_planned_by_what_was_measured_of_its_class_of_length() -> None:
+    """What was measured of other lengths changes nothing, as long as the clip's own class is known."""
+    own = {layer: ((16384, heads),) for layer, heads in SPARSE.items()}
+    of_class, others = (
+        PIPELINE.run(with_densities(parse_module(CASE), {n: ByLength(x, own[n]) for n, x in every.items()}))
+        for every in (SPARSE, ASSUMED)
+    )
+    assert of_class.cascades == others.cascades == planned(SPARSE).cascades
+    assert parse_module(print_module(others)) == others
+    sentences = next(section.sentences for section in explain(others) if section.title == "Sparse attention")
+    assert "By class of length, means of all heads: 19.8 % from 16384 tokens on." in sentences
+    (row,) = plan_report(others, 0.0)["sparse"]
+    assert row["predicted_by_class"] == {"16384": pytest.approx(1.19 / 6)}

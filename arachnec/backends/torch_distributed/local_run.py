@@ -123,8 +123,7 @@ def written(folder: Path, options: RunOptions, batches: int) -> list[str]:
         lines.append(f"checkpoint in {options.checkpoint}")
     if any(layer.steps for layer in summary.sparse_layers):
         drawing = folder / "sparsity.svg"
-        histories = {layer.layer: layer.history for layer in summary.sparse_layers}
-        drawing.write_text(sparsity_map(summary.sparse_layers[0].steps, histories), encoding="utf-8")
+        drawing.write_text(sparsity_map(summary.sparse_layers), encoding="utf-8")
         lines.append(f"sparsity of every head over steps: {drawing}")
     return lines + pictures(folder, losses(options.checkpoint or folder, batches), summary.ranks)
 

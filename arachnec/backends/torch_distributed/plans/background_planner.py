@@ -25,6 +25,7 @@ from arachnec.cluster.topology import with_measured, with_slowdowns
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
@@ -86,7 +87,7 @@ class Question(msgspec.Struct, frozen=True):
     links: list[tuple[int, int, float]] = []
     slowed: list[tuple[int, float]] = []
     clips: list[PlannedClip] | None = None
-    densities: list[tuple[int, tuple[float, ...]]] | None = None
+    densities: list[tuple[int, ByLength]] | None = None
     planned: bool = False  # it has a plan: only its shapes are to be tried
 
 
@@ -112,7 +113,7 @@ class IterationPlanner:
         links: Mapping[tuple[int, int], float] | None = None,
         clips: Sequence[PlannedClip] | None = None,
         slowed: Mapping[int, float] | None = None,
-        densities: Mapping[int, tuple[float, ...]] | None = None,
+        densities: Mapping[int, ByLength] | None = None,
     ) -> Module:
         """The lowered module of one iteration, on ``links`` and ranks as they were measured; of the executable's own
         ``clips`` where none are given. For measured ``densities`` the latest plan of these shapes is kept, unless a new

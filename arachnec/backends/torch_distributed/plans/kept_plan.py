@@ -5,11 +5,12 @@ In: the plan in use, a new one, and costs. Out: the one to run next. docs/sparse
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from arachnec.backends.simulator import simulate
 from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities, sparse_stages
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module, Stage
 from arachnec.passes.recost import Recost
 
@@ -17,16 +18,22 @@ GAIN = 0.02  # of the iteration's time: less is within what is known of it
 MOVED = 0.02  # of a head's density: where all have moved less there is nothing to plan anew
 
 
-def have_moved(before: Mapping[int, Sequence[float]] | None, now: Mapping[int, Sequence[float]]) -> bool:
-    """Whether other layers are sparse than before, or some head's density is another."""
+def have_moved(before: Mapping[int, ByLength] | None, now: Mapping[int, ByLength]) -> bool:
+    """Whether other layers are sparse than before, other classes of length were measured, or some head's density is
+    another."""
     if before is None or before.keys() != now.keys():
         return True
-    return any(
-        abs(new - old) > MOVED * old for layer in now for old, new in zip(before[layer], now[layer], strict=True)
-    )
+    return any(_has_moved(before[layer], now[layer]) for layer in now)
 
 
-def with_densities(module: Module, densities: Mapping[int, tuple[float, ...]] | None) -> Module:
+def _has_moved(before: ByLength, now: ByLength) -> bool:
+    (old, new) = ({None: known.heads, **dict(known.classes)} for known in (before, now))
+    if old.keys() != new.keys():
+        return True
+    return any(abs(b - a) > MOVED * a for own in new for a, b in zip(old[own], new[own], strict=True))
+
+
+def with_densities(module: Module, densities: Mapping[int, ByLength] | None) -> Module:
     """The module, its trained stages with these ``measured`` densities of the layers that are sparse by now: by their
     numbers in the model."""
     if densities is None:
@@ -35,10 +42,10 @@ def with_densities(module: Module, densities: Mapping[int, tuple[float, ...]] | 
     return replace(module, stages=tuple(told.get(stage.name, stage) for stage in module.stages))
 
 
-def _measured(first: int, stage: Stage, densities: Mapping[int, tuple[float, ...]]) -> Stage:
+def _measured(first: int, stage: Stage, densities: Mapping[int, ByLength]) -> Stage:
     table = layer_densities(stage)
     own = {layer: densities[first + layer] for layer in table if first + layer in densities}
-    rows = density_rows({layer: LayerDensity(table[layer].share, heads) for layer, heads in own.items()})
+    rows = density_rows({layer: LayerDensity.of(table[layer].share, now) for layer, now in own.items()})
     return replace(stage, attrs=stage.attrs.updated(measured=rows))
 
 

@@ -28,6 +28,7 @@ from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, S
 from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.program_input import demand_own_input
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
@@ -49,7 +50,7 @@ class MeasuredSpeeds:
 
     links: Mapping[tuple[int, int], float] = field(default_factory=dict)
     slowed: Mapping[int, float] = field(default_factory=dict)
-    densities: Mapping[int, tuple[float, ...]] | None = None
+    densities: Mapping[int, ByLength] | None = None
 
 
 @dataclass(frozen=True)
@@ -153,7 +154,7 @@ class Plans:
         self._plan_anew()
         self._follow(replace(self._latest, slowed=dict(slowed)), step)
 
-    def follow_densities(self, densities: Mapping[int, tuple[float, ...]], step: int) -> None:
+    def follow_densities(self, densities: Mapping[int, ByLength], step: int) -> None:
         """Plan for layers that are sparse with these densities from ``step`` on. Collective, as the others are."""
         self._plan_anew()
         self._follow(replace(self._latest, densities=dict(densities)), step)
@@ -238,7 +239,7 @@ class Plans:
         speeds = self._speeds[version]
         links = [(a, b, speed) for (a, b), speed in speeds.links.items()]
         clips = [PlannedClip.of(clip) for clip in drawn.planned]
-        densities = None if speeds.densities is None else sorted(speeds.densities.items())
+        densities = None if speeds.densities is None else sorted(speeds.densities.items(), key=lambda item: item[0])
         slowed, planned = sorted(speeds.slowed.items()), self._is_compiled(key)
         return Question(drawn.number, version, links, slowed, clips, densities, planned)
 

@@ -18,6 +18,7 @@ from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.executable.training_options import Training
 from arachnec.ir.head_density import sparse_stages
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.key_list_files import ListFiles
@@ -69,7 +70,7 @@ class FollowedDensities:
 
     plans: Plans
     batches: int  # of an optimizer step
-    _last: Mapping[int, tuple[float, ...]] | None = None
+    _last: Mapping[int, ByLength] | None = None
 
     def follow(self, context: RankContext, number: int) -> None:
         """Behind optimizer step ``number``, which is not the last."""

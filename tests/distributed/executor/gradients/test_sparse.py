@@ -19,11 +19,13 @@ from arachnec.backends.torch_distributed.executor.iteration import Run
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.supported import SparseCannotRun, demand_supported
 from arachnec.backends.torch_distributed.run.training_run import Trainer
+from arachnec.checkpoint.class_states import ClassState
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import LayerDensity, density_rows
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module
 from arachnec.ir.values import Formula, Quantity, Term, Value
 from arachnec.kernels.sparse.predictor import Projections
@@ -324,14 +326,22 @@ def test_a_checkpoint_keeps_the_history_and_the_spread_and_one_without_them_is_t
     _, program = planned(2)
     before, after = (SparsePredictors.of(program, Known(), 0) for _ in range(2))
     for step in range(MOST + 3):
-        before.history.add(step, dict.fromkeys(before.layers, (step / 512, 0.0, 0.5)))
+        classes = ((64, (0.5, step / 512, 0.25)),) if step > 2 else ()
+        before.history.add(step, dict.fromkeys(before.layers, ByLength((step / 512, 0.0, 0.5), classes)))
     before.spread = dict.fromkeys(before.layers, (0.25, 0.5, 1.0))
+    own = ClassState((0.1, 0.2, 0.3), (0.9, 0.8, 0.7), (1.0, 0.5, 0.25))
+    before.classes = {0: {64: own, 4096: own}, 1: {}}
     tensors = before.tensors()
     after.loaded(tensors)
-    assert (after.history, after.spread) == (before.history, before.spread) and after.history.every == 2
+    known = before.history, before.spread, before.classes
+    assert (after.history, after.spread, after.classes) == known and after.history.every == 2
     older = SparsePredictors.of(program, Known(), 0)
     older.loaded({name: value for name, value in tensors.items() if not name.startswith(HISTORY)})
-    assert older.history.steps == [] and older.spread == {}
+    assert older.history.steps == [] and older.spread == older.classes == {}
+    without = SparsePredictors.of(program, Known(), 0)
+    without.loaded({name: value for name, value in tensors.items() if "class" not in name})
+    assert without.history.steps == before.history.steps and without.classes == {}
+    assert not any(row[0].classes for row in without.history.rows)
 
 
 class Known:
@@ -370,7 +380,7 @@ def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None
     _, program = planned(2)
     predictors = SparsePredictors.of(program, Known(), 0)
     before = {name: value.clone() for name, value in predictors.tensors().items()}
-    sums, gradients = torch.ones(8, 3), [torch.ones(3, 4, 2)] * 2
+    sums, gradients = torch.ones(21, 8, 3), [torch.ones(3, 4, 2)] * 2
     broken = [gradients[0] * float("nan"), gradients[1]]
     with pytest.raises(UserError, match="scores of layer 1 are not finite in step 7"):
         predictors._learn({0: (sums, gradients), 1: (sums, broken)}, 7)

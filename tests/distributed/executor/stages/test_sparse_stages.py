@@ -15,6 +15,7 @@ from arachnec.driver import plan_iteration, plan_model
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.head_density import LayerDensity, density_rows, measured_densities, sparse_stages
+from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module
 from arachnec.kernels.sparse.predictor import Projections
 from arachnec.model_state.key_list_files import read_lists, share_that_differs
@@ -124,6 +125,9 @@ def test_by_themselves_stages_choose_and_learn_what_the_whole_model_does(
     for one, other in zip(expected["sparse_layers"], alone["sparse_layers"], strict=True):
         assert (one["layer"], one["path"], one["sparse"]) == (other["layer"], other["path"], other["sparse"])
         assert other["density"] == pytest.approx(one["density"], abs=0.02)
+        assert [own["tokens"] for own in other["classes"]] == [own["tokens"] for own in one["classes"]] == [64, 128]
+        for mine, theirs in zip(one["classes"], other["classes"], strict=True):
+            assert theirs["density"] == pytest.approx(mine["density"], abs=0.02)
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-2, abs=1e-6)
 
 
@@ -146,9 +150,10 @@ def test_plans_of_stages_follow_what_a_run_measures(tmp_path: Path, whole: tuple
     """Each stage's plan has its own layers' densities, by their numbers in the model; no loss depends on the plan."""
     folder, expected = whole
     staged = executable(tmp_path / "staged", 2, pipeline_of("cuts=[1]", "schedule=1f1b"), "sparsify,")
-    told = with_densities(read_executable(staged).program, {0: (0.5,) * 3, 2: (0.25,) * 3})
-    measured = [{n: layer.heads for n, layer in (measured_densities(s) or {}).items()} for s in told.stages]
-    assert measured == [{0: (0.5,) * 3}, {1: (0.25,) * 3}]
+    known = {0: ByLength((0.5,) * 3, ((64, (0.75,) * 3),)), 2: ByLength((0.25,) * 3)}
+    told = with_densities(read_executable(staged).program, known)
+    measured = [{n: layer.by_length for n, layer in (measured_densities(s) or {}).items()} for s in told.stages]
+    assert measured == [{0: known[0]}, {1: known[2]}]
     report = train_on(2, staged, steps=3, replay_lists=folder.parent / "lists")
     assert losses(report) == pytest.approx(losses(expected), rel=1e-5)
 
