@@ -75,8 +75,10 @@ def sparse_stage(
         own = ByLength((densities,) * heads) if isinstance(densities, float) else densities.get(number)
         if own is None:
             reasons.append((blocks[kind], f"layer {number} {lacking}"))
+        elif (share := pair_share(stage, kind)) > 0:
+            layers[number] = LayerDensity.of(share, own)
         else:
-            layers[number] = LayerDensity.of(pair_share(stage, kind), own)
+            reasons.append((blocks[kind], f"layer {number} computes no pairs of tokens"))
     dense = tuple(dict.fromkeys(reasons))
     if not layers:
         return replace(stage, attrs=stage.attrs.updated(dense=dense or None))

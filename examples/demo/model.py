@@ -12,8 +12,8 @@ model = wan.text_to_video(
 )
 build, sample, loss = model.build, model.sample, model.loss
 
-# Mean and standard deviation of this VAE's latents over the demo's clips, one value a channel: scaled by them, latents
-# have the variance of the noise that they are mixed with, as a pretrained VAE's do.
+# Mean and standard deviation of this VAE's latents over clips of these videos, one value a channel: scaled by them,
+# latents have the variance of the noise that they are mixed with, as a pretrained VAE's do.
 LATENTS_MEAN = (-0.2163, -0.2060, -0.2443, -0.1861)
 LATENTS_STD = (0.1050, 0.1178, 0.1750, 0.1065)
 
