@@ -65,6 +65,8 @@ def encoded_like(clip: VideoClip, encoder: str) -> Tensor | None:
     try:
         with safe_open(clip.cached[encoder], framework="pt") as file:
             rows = file.get_slice(TENSOR)
+            if not rows.get_shape():
+                return None
             return torch.empty(rows.get_shape(), dtype=rows[:0].dtype, device="meta")
     except (SafetensorError, OSError):
         return None

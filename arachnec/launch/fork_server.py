@@ -26,6 +26,7 @@ import msgspec
 from arachnec.launch.start_times import note_imports
 
 POLL_S = 0.02
+LOOK_S = 1.0  # after which the server looks whether ranks have ended, told or not
 
 
 class Task(msgspec.Struct, frozen=True):
@@ -96,9 +97,10 @@ class ForkServer:
                     self.told[rank] = Told(rank, told.process, -signal.SIGKILL)
 
     def close(self) -> None:
-        """Its ranks have ended, or none was to begin: so does it."""
-        self.process.terminate()
+        """Its ranks have ended, or are to: so does it."""
+        self.process.kill()
         self.process.wait()
+        self.read()
         os.close(self.listens)
 
 
@@ -141,19 +143,24 @@ class Fork:
         if told is None:  # it is not there yet, and will not be
             self.server.process.send_signal(number)
         else:
-            os.kill(told.process, number)
+            with contextlib.suppress(ProcessLookupError):  # it has ended since
+                os.kill(told.process, number)
 
 
 def serve(task: Task, command: list[str]) -> None:
     """Import, fork the ranks, and tell how they end. Returns in the ranks, and in the server when all have ended."""
     note_imports(os.environ)
+    launcher = os.getppid()
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it was ignored, nobody would be told that a rank has ended
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
     for module in task.modules:
         with contextlib.suppress(Exception):  # a rank imports it again, and says what is wrong with it
             importlib.import_module(module)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on the launcher ends the ranks
-    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
     processes: dict[int, int] = {}
     for number, own in enumerate(task.ranks):
+        if os.getppid() != launcher:  # it was killed: nobody would end them
+            return
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # from Python 3.12 on, of BLAS's threads
             process = os.fork()
@@ -179,7 +186,7 @@ def serve(task: Task, command: list[str]) -> None:
                 os.waitpid(process, 0)  # once it is told: the launcher may send signals to that number until then
                 del processes[number]
         if processes:
-            signal.sigwait((signal.SIGCHLD,))
+            signal.sigtimedwait((signal.SIGCHLD,), LOOK_S)
 
 
 def _tell(task: Task, told: Told) -> None:

@@ -147,9 +147,12 @@ def test_an_encoder_that_ran_beforehand_is_not_run_for_the_shape_that_its_file_h
 
     cached = replace(CLIPS[0], cached={"vae": file})
     sample_of(source(told), cached, {"vae": vae}, device="meta")
-    file.write_bytes(b"damaged")  # a run says so: what is planned is what the encoder would have given
+    save_file({TENSOR: torch.tensor(1.0)}, file)  # a run says what is wrong: planned is what the encoder would give
     sample_of(source(told), cached, {"vae": vae}, device="meta")
-    assert shapes == [((1, 3, 5, 6, 7), torch.bfloat16), ((1, 3, *latent(CLIPS[0])), torch.float32)]
+    file.write_bytes(b"damaged")
+    sample_of(source(told), cached, {"vae": vae}, device="meta")
+    run = ((1, 3, *latent(CLIPS[0])), torch.float32)
+    assert shapes == [((1, 3, 5, 6, 7), torch.bfloat16), run, run]
 
 
 def test_an_encoder_runs_once_for_clips_that_it_loads_alike():

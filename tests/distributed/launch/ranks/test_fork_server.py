@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -54,6 +55,15 @@ def test_how_a_rank_ended_is_told_alike(tmp_path: Path, how: str, what: str, sha
 def test_ranks_whose_server_is_killed_are_ended(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="was killed by SIGKILL; the others were stopped"):
         launch(2, (str(tmp_path), "orphans"), ignored, worker=WORKER, shared=SHARED)
+    assert all_gone(tmp_path)
+
+
+def test_ranks_end_where_the_launcher_was_started_with_the_end_of_children_ignored(tmp_path: Path) -> None:
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        launch(2, (str(tmp_path), "well"), ignored, worker=WORKER, shared=SHARED)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
     assert all_gone(tmp_path)
 
 
