@@ -18,7 +18,6 @@ from arachnec.backends.torch_distributed.executor.iteration import program_of
 from arachnec.backends.torch_distributed.plans.step_limits import StepLimits
 from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans
 from arachnec.backends.torch_distributed.reporting import events, report
-from arachnec.backends.torch_distributed.run.training_run import Enter, unwatched
 from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
 from arachnec.caching.divided import divided_in, write_divided
@@ -29,6 +28,7 @@ from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.kernels.attention.process_groups import ProcessGroups
+from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.timeouts import GROUP_TIMEOUT, Timeouts
 from arachnec.models.encoders import running_encoders
 from arachnec.runtime.agreement import agree, gather_text

@@ -31,10 +31,7 @@ from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.run_files import write_measured
 from arachnec.backends.torch_distributed.reporting.step_log import StepLog, metrics_of
 from arachnec.backends.torch_distributed.run.training_run import (
-    Enter,
     Trainer,
-    described,
-    unwatched,
 )
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.resize import cluster_for
@@ -45,6 +42,7 @@ from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.launch.own_script import OwnScript, before_joining
+from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock, StartTimes
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
@@ -391,7 +389,9 @@ def train(
     engine = Engine.of(executable, options, device, enter, restarted=restarted, clock=clock)
     trainer = engine.trainer
     assert engine.end is not None, "an executable's batches never end"
-    events.emit(report.Start(dist.get_world_size(), described(device), engine.done, engine.end - engine.done))
+    events.emit(
+        report.Start(dist.get_world_size(), DeviceRuntime.of(device).name(), engine.done, engine.end - engine.done)
+    )
     if device.type == "cpu" and not planned_for_cpu(executable):
         events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
     stages = says_other_stages(executable.program, trainer.module)
@@ -414,7 +414,7 @@ def train(
         layers = trainer.sparse_layers
         summary = report.run_report(
             ranks,
-            described(device),
+            DeviceRuntime.of(device).name(),
             engine.steps,
             attention,
             plans_reused=reused,

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import torch
@@ -58,7 +57,7 @@ from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable, planning_ms
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
-from arachnec.launch.progress import Progress
+from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
@@ -67,25 +66,12 @@ from arachnec.model_state.sparsity_history import HISTORY
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
-from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
+from arachnec.runtime.device_runtime import OnHost
 from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.slow_ranks import notes_of_slow
 from arachnec.runtime.step_progress import StepProgress
-
-
-class Enter(Protocol):
-    """Says which phase the run is in now, for how many seconds at most, the option that sets this limit, and what the
-    rank does in it."""
-
-    def __call__(
-        self, phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None
-    ) -> None: ...
-
-
-def unwatched(phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
-    """Nobody minds how long a phase takes."""
 
 
 class Trainer:
@@ -514,7 +500,3 @@ class Trainer:
             self._context.optimizer.done = whole.position.steps
             if self._context.predictors is not None:
                 self._context.predictors.loaded(state)
-
-
-def described(device: torch.device) -> str:
-    return DeviceRuntime.of(device).name()
