@@ -159,9 +159,23 @@ def _read(name: str, value: Tensor) -> Any:
     raise RuntimeError(f"{name} of a tensor on the device")
 
 
+class _Mode(FakeTensorMode):
+    """A tensor's device reads as ``meta`` inside a kernel: here in the thread that is inside, and in no other."""
+
+    _inside = threading.local()
+
+    @property
+    def in_kernel_invocation(self) -> bool:  # type: ignore[override]
+        return getattr(self._inside, "now", False)
+
+    @in_kernel_invocation.setter
+    def in_kernel_invocation(self, inside: bool) -> None:
+        self._inside.now = inside
+
+
 @dataclass
 class FakeDevice:
-    mode: FakeTensorMode = field(default_factory=lambda: FakeTensorMode(allow_non_fake_inputs=True))
+    mode: FakeTensorMode = field(default_factory=lambda: _Mode(allow_non_fake_inputs=True))
     waits: Waits = field(default_factory=Waits)
     memory: Memory = field(default_factory=Memory)
 

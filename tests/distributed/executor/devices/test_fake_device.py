@@ -14,6 +14,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import in_kernel_invocation_manager
 
 from arachnec import driver
 from arachnec.analysis.memory import usages
@@ -298,3 +299,16 @@ def test_every_way_of_waiting_is_seen(process: RankPool) -> None:
         "aten::_to_copy", "aten::_local_scalar_dense", "aten::_to_copy", "aten::copy_", "synchronize",
         "Event.synchronize",
     ]  # fmt: skip
+
+
+def devices_beside_a_kernel() -> tuple[str, str]:
+    """What kind of device a tensor is on for a thread in a kernel, and for another one meanwhile."""
+    device = fake_device.register(0, RANKS)
+    value = device.tensor(torch.zeros(4))
+    with ThreadPoolExecutor(1) as other, in_kernel_invocation_manager(device.mode):
+        return value.device.type, other.submit(lambda: value.device.type).result()
+
+
+def test_a_kernel_of_one_thread_hides_no_device_from_another(process: RankPool) -> None:
+    (seen,) = process.run(devices_beside_a_kernel)
+    assert seen == ("meta", fake_device.NAME)
