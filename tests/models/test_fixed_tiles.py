@@ -76,12 +76,12 @@ def vae_of(name: str) -> torch.nn.Module:
 def transformer_of(name: str) -> torch.nn.Module:
     if name == "Mochi":
         transformer: torch.nn.Module = diffusers.MochiTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=16, num_layers=2, pooled_projection_dim=32, text_embed_dim=32,
+            num_attention_heads=2, attention_head_dim=16, num_layers=1, pooled_projection_dim=32, text_embed_dim=32,
             time_embed_dim=32, max_sequence_length=8,
         )  # fmt: skip
     else:
         transformer = diffusers.AllegroTransformer3DModel(
-            num_attention_heads=2, attention_head_dim=24, cross_attention_dim=48, caption_channels=32, num_layers=2
+            num_attention_heads=2, attention_head_dim=24, cross_attention_dim=48, caption_channels=32, num_layers=1
         )
     return transformer
 
