@@ -173,9 +173,15 @@ def peak_memory(module: Module, cost: CostModel) -> float:
     """GiB of the fullest rank: what it always holds, communicators included, and the most that one cascade adds."""
     if is_sampling(module) and module.level >= Level.PLACED:
         return max(sampling_memory(module, cost).values(), default=0.0)
-    memories = (cascade.attrs.get("memory") for cascade in module.cascades)
     always = cost.resident + cost.prepared + cost.communicators
-    return always + max((quantity(value) for value in memories if value is not None), default=0.0)
+    return always + max((cascade_memory(cascade, cost) for cascade in module.cascades), default=0.0)
+
+
+def cascade_memory(cascade: Cascade, cost: CostModel) -> float:
+    """GiB that each of its ranks holds while it runs: as it says, else as its stage's formulas do."""
+    if (stated := cascade.attrs.get("memory")) is not None:
+        return quantity(stated)
+    return cost.memory(cascade, cascade.even_width, cost.recomputed(cascade), cascade.side)
 
 
 def sampling_memory(module: Module, cost: CostModel) -> dict[int, float]:
@@ -183,9 +189,10 @@ def sampling_memory(module: Module, cost: CostModel) -> dict[int, float]:
     stages: dict[int, set[str]] = defaultdict(set)
     most: dict[int, float] = defaultdict(float)
     for cascade in module.cascades:
+        memory = cascade_memory(cascade, cost)
         for rank in cascade.ranks:
             stages[rank].add(cascade.stage)
-            most[rank] = max(most[rank], gib(cascade.attrs.get("memory")))
+            most[rank] = max(most[rank], memory)
     held = {name: gib(stage.attrs.get("state")) for name, stage in cost.stages.items()}
     return {
         rank: cost.communicators + most[rank] + math.fsum(held[name] for name in own) for rank, own in stages.items()

@@ -17,6 +17,7 @@ from arachnec.analysis.group_family import ALWAYS, family, heads_of
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Cluster, Instruction, Program, Stage, integer, integers
 from arachnec.ir.parameter_cells import side_by_side
+from arachnec.ir.values import Value
 from arachnec.kernels.attention.subgroups import subgroups
 
 Communicator: TypeAlias = tuple[str, frozenset[int]] | tuple[str, int, int]
@@ -30,16 +31,17 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
     names: set[Communicator] = set()
     cells = {integers(step.attrs["cell"]) for step in program.instructions if "cell" in step.attrs}
     for step in program.instructions:
-        if len(step.peers) > 1 and step.op in ("gather", "reduce"):
+        if len(step.peers) < 2:
+            if model.handoffs == "device" and step.op in ("send", "receive"):
+                names.add(handoff_channel(step, program.rank))
+        elif step.op in ("gather", "reduce"):
             names.add(_all_reduce(step.peers))
-        elif len(step.peers) > 1 and step.op == "norm":
+        elif step.op == "norm":
             names.add(norm_communicator(step.peers, cells))
-        elif len(step.peers) > 1 and step.op in COLLECTIVE:
+        elif step.op in COLLECTIVE:
             names.update(("cascade", group) for group in _sets(cascade_groups(step)) if program.rank in group)
             if len(integers(step.attrs.get("cell", ()))) > 1:
                 names.add(("cell", frozenset(integers(step.attrs["cell"]))))
-        elif model.handoffs == "device" and step.op in ("send", "receive"):
-            names.add(handoff_channel(step, program.rank))
     return frozenset(names)
 
 
@@ -105,21 +107,28 @@ def cascade_groups(step: Instruction) -> tuple[tuple[int, ...], ...]:
 
 def sides_of(step: Instruction) -> tuple[tuple[tuple[int, ...], tuple[int, int]], ...]:
     """The ranks of each clip, or branch, side by side of a forward or denoise, and their Ulysses and ring degree."""
-    own, other = grid(step), integers(step.attrs.get("unconditional", ()))
-    if not other:
-        groups = side_by_side(step.peers, integer(step.attrs.get("side", 1)))
-        return tuple((ranks, own) for ranks in groups)
-    count = other[0] * other[1]
-    return (step.peers[:-count], own), (step.peers[-count:], (other[0], other[1]))
+    return _sides(step.peers, *(step.attrs.get(name) for name in ("ulysses", "ring", "side", "unconditional")))
 
 
 def grid(step: Instruction) -> tuple[int, int]:
     """Ulysses and ring degree of a forward or denoise, or of its conditional branch; all ranks exchange heads where it
     does not say."""
-    other = integers(step.attrs.get("unconditional", ()))
-    degree = len(step.peers) - other[0] * other[1] if other else len(step.peers) // integer(step.attrs.get("side", 1))
-    ulysses = integer(step.attrs.get("ulysses", 1 if "ring" in step.attrs else degree))
-    return ulysses, integer(step.attrs.get("ring", degree // ulysses))
+    return sides_of(step)[0][1]
+
+
+@lru_cache(maxsize=8192, typed=True)
+def _sides(
+    peers: tuple[int, ...], ulysses: Value | None, ring: Value | None, side: Value | None, unconditional: Value | None
+) -> tuple[tuple[tuple[int, ...], tuple[int, int]], ...]:
+    """Worked out once for the ranks of a cascade, which all say the same."""
+    other, clips = integers(unconditional or ()), 1 if side is None else integer(side)
+    second = other[0] * other[1] if other else 0
+    degree = (len(peers) - second) // clips
+    heads = integer(ulysses) if ulysses is not None else 1 if ring is not None else degree
+    own = heads, integer(ring) if ring is not None else degree // heads
+    if other:
+        return (peers[:-second], own), (peers[-second:], (other[0], other[1]))
+    return tuple((ranks, own) for ranks in side_by_side(peers, clips))
 
 
 @lru_cache(maxsize=256)

@@ -6,7 +6,7 @@ cost table then has a row for it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from arachnec.ir.nodes import Cascade
 
@@ -64,13 +64,17 @@ def strategy_of(cascade: Cascade, recompute: int = 0) -> Strategy:
     """How a placed cascade's ranks do its work, as it says; the cheapest attention where it does not."""
     ulysses, ring = cascade.attrs.get("ulysses"), cascade.attrs.get("ring")
     known = [value if isinstance(value, int) else None for value in (ulysses, ring)]
-    return replace(sides_of(cascade, recompute), attention=grid_of(cascade.degree, *known))
+    return _strategy(cascade, recompute, grid_of(cascade.degree, *known))
 
 
 def sides_of(cascade: Cascade, recompute: int = 0) -> Strategy:
     """The same with the cheapest attention, whatever product of Ulysses and ring the cascade says."""
+    return _strategy(cascade, recompute, None)
+
+
+def _strategy(cascade: Cascade, recompute: int, attention: Attention | None) -> Strategy:
     other = cascade.unconditional
-    return Strategy(None, recompute, cascade.side, None if other is None else Attention(*other))
+    return Strategy(attention, recompute, cascade.side, None if other is None else Attention(*other))
 
 
 def widest_ulysses(degree: int, heads: int) -> Attention:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from enum import IntEnum, StrEnum
+from functools import cached_property
 from typing import cast
 
 from arachnec.ir.span import Span as Span
@@ -176,11 +177,11 @@ class Cascade:
     attrs: Attributes = NO_ATTRIBUTES
     span: Span | None = field(default=None, compare=False, repr=False)
 
-    @property
+    @cached_property
     def degree(self) -> int:
         return integer(self.attrs["degree"])
 
-    @property
+    @cached_property
     def side(self) -> int:
         """Clips side by side."""
         return integer(self.attrs.get("side", 1))
@@ -191,19 +192,19 @@ class Cascade:
         ulysses, ring = integers(self.attrs.get("unconditional", (0, 0)))
         return (ulysses, ring) if ulysses else None
 
-    @property
+    @cached_property
     def sides(self) -> tuple[int, ...]:
         """The ranks of each of its clips or branches side by side."""
         if (other := self.unconditional) is not None:
             return self.degree, other[0] * other[1]
         return (self.degree,) * self.side
 
-    @property
+    @cached_property
     def width(self) -> int:
         """How many ranks it takes: ``side`` x ``degree``, or those of both branches."""
         return sum(self.sides)
 
-    @property
+    @cached_property
     def even_width(self) -> int:
         """How many it would take if every side had as few ranks as the one that has fewest."""
         return self.side * min(self.sides)
@@ -218,7 +219,7 @@ class Cascade:
         """ms from the start of the iteration."""
         return quantity(self.attrs["end"])
 
-    @property
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         return integers(self.attrs["ranks"])
 

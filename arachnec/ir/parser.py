@@ -8,9 +8,6 @@ makes the nodes while lark parses. A node's span is its head, up to its attribut
 from __future__ import annotations
 
 import functools
-import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
@@ -19,6 +16,7 @@ from lark.exceptions import UnexpectedInput
 
 from arachnec.ir.builder import ModuleBuilder
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.garbage import without_garbage_collector
 from arachnec.ir.nodes import Module
 from arachnec.ir.syntax_diagnosis import diagnose
 from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
@@ -33,24 +31,12 @@ def parse_module(text: str, file: str = "<string>") -> Module:
     """
     token = PARSED.set((file, text))
     try:
-        with _without_garbage_collector():
+        with without_garbage_collector():
             return cast(Module, _lark().parse(text))
     except UnexpectedInput as error:
         raise UserError(diagnose(error, _lark(), text, file)) from None
     finally:
         PARSED.reset(token)
-
-
-@contextmanager
-def _without_garbage_collector() -> Iterator[None]:
-    """Without the garbage collector: nodes hold no cycles, and it would walk all of them again and again."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def parse_file(path: Path) -> Module:

@@ -18,7 +18,9 @@ from arachnec.analysis.execution_model import (
 )
 from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import Values
+from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.garbage import without_garbage_collector
 from arachnec.ir.nodes import Level, Module
 from arachnec.lowering.programs import NoCluster
 from arachnec.passes.infra.base import Pass
@@ -36,7 +38,7 @@ from arachnec.verification.host_memory import check_host_memory
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.listed_layers import check_listed_layers
 from arachnec.verification.memory import check_memory
-from arachnec.verification.memory_claims import check_memory_claims
+from arachnec.verification.memory_claims import check_memory_claims, handed_sizes
 from arachnec.verification.message_sizes import check_message_sizes
 from arachnec.verification.residency import check_residency
 from arachnec.verification.sampling import check_sampling
@@ -72,18 +74,21 @@ def find_problems(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> tupl
     if module.cluster is None:
         return (NoCluster(module.span, module.name),)
     values = Values(module)
-    for rule in (check_structure, check_forwards, check_listed_layers, check_heads):  # what the others compute with
-        if problems := _first_of_each(rule(values)):
-            return problems
-    return _first_of_each(_broken_rules(values, model, module.cluster.memory))
+    with without_garbage_collector():
+        for rule in (check_structure, check_forwards, check_listed_layers, check_heads):  # what the others compute with
+            if problems := _first_of_each(rule(values)):
+                return problems
+        return _first_of_each(_broken_rules(values, model, module.cluster.memory))
 
 
 def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Iterator[Diagnostic]:
     posted = prefetched_receives(values, model, memory) if model.posted_place_counts else {}
+    cost = CostModel(values.module)
+    handed = handed_sizes(values, cost)
     yield from check_gradient(values)
     yield from check_sampling(values)
     yield from check_deadlock(values, model, posted)
-    yield from check_message_sizes(values)
+    yield from check_message_sizes(values, handed)
     yield from check_device_limits(values, model, posted)
     yield from check_encoders(values)
     yield from check_sources(values)
@@ -92,11 +97,11 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     yield from check_gathers(values)
     yield from check_updated_parameters(values)
     yield from check_residency(values)
-    yield from check_memory_claims(values)
+    yield from check_memory_claims(values, cost, handed)
     yield from check_memory(values, model)
     yield from check_host_memory(values)
     yield from check_host_copies(values)
-    yield from check_times(values)
+    yield from check_times(values, cost)
 
 
 def _first_of_each(problems: Iterator[Diagnostic]) -> tuple[Diagnostic, ...]:

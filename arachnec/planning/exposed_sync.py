@@ -43,7 +43,7 @@ class ExposedSync:
     def __init__(self, module: Module, cost: CostModel, following: Following = Following()) -> None:  # noqa: B008
         self.module = module
         self.ranks = tuple(range(cost.cluster.world))
-        trained = [stage for stage in module.stages if stage.trained and layers_of(stage) and not cell_of(stage)]
+        trained = [s for s in module.stages if gradient_bytes(s) and layers_of(s) and not cell_of(s)]
         syncs = tuple(sync_of(stage, self.ranks, cost) for stage in trained) if len(self.ranks) > 1 else ()
         whole = tuple(replace(sync, behind=sync.behind[:1]) for sync in syncs)
         self.syncs = syncs if following.buckets else whole

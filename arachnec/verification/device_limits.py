@@ -64,7 +64,8 @@ def _pending(values: Values, model: ExecutionModel, program: Program, posted: Pr
     """Where too many communicators have a kernel that may wait for another rank."""
     pending: dict[str, set[Communicator]] = {}  # the communicators, by the value or stage that is under way on them
     for step, receives in zip(program.instructions, posted, strict=True):
-        started = [(one.target, name) for one in (*receives, step) for name in _starts(one, program.rank, model)]
+        begun = (*receives, step) if receives else (step,)
+        started = [(one.target, name) for one in begun for name in _starts(one, program.rank, model)]
         for target, name in started:
             pending.setdefault(target, set()).add(name)
         busy = set().union(*pending.values()) if started else set()

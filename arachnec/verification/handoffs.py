@@ -105,10 +105,11 @@ def match_handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Hando
     sends, receives = by_pair(values)
     for source, target in sorted({*sends, *receives}):
         sent, received = sends[source, target], receives[source, target]
-        unmatched = list(_unmatched(source, target, sent, received))
-        problems += unmatched
-        if unmatched:
-            continue
+        if [step.target for _, step in sent] != [step.target for _, step in received]:
+            unmatched = list(_unmatched(source, target, sent, received))
+            problems += unmatched
+            if unmatched:
+                continue
         for number, ((i, send), (j, receive)) in enumerate(zip(sent, received, strict=True), 1):
             if send.target != receive.target:
                 problems.append(SwappedHandoff(receive.span, number, source, target, send.target, receive.target))

@@ -81,30 +81,34 @@ class HostStateTooLow(Diagnostic):
 
 
 def check_host_memory(values: Values) -> Iterator[Diagnostic]:
+    in_hosts = {stage.name: (layers_in_host(stage), inputs_in_host(stage)) for stage in values.module.stages}
+    forwards = {cascade.name: forward_of(cascade, values.cascades).name for cascade in values.module.cascades}
     for program in values.module.programs:
-        yield from _copies(values, program)
+        yield from _copies(values, program, in_hosts, forwards)
     yield from _claims(values)
     yield from _bounds(values)
 
 
-def _copies(values: Values, program: Program) -> Iterator[Diagnostic]:
+def _copies(
+    values: Values, program: Program, in_hosts: Mapping[str, tuple[bool, bool]], forwards: Mapping[str, str]
+) -> Iterator[Diagnostic]:
+    """``in_hosts``: whether a stage's layers lie there, and inputs of its blocks; ``forwards``: of each cascade."""
     gone: dict[str, tuple[int, ...]] = {}  # by cascade, the blocks that run again and whose inputs are in the host
     for step in program.instructions:
         if step.op not in OPS:
             continue
         cascade = values.cascades[step.target]
-        stage = values.module.stage(cascade.stage)
-        there, said = layers_in_host(stage), step.attrs.get("place") == HOST
-        if there != said:
+        there, inputs_there = in_hosts[cascade.stage]
+        if there != (step.attrs.get("place") == HOST):
             reason = "lie in the host" if there else "do not lie in the host"
-            yield WrongPlace(step.span, program.rank, written(step), stage.name, reason)
+            yield WrongPlace(step.span, program.rank, written(step), cascade.stage, reason)
         if step.op == "weight":
             continue
         if step.op == "forward":
-            again = recomputed_blocks(step.attrs.get("recompute"), stage) if inputs_in_host(stage) else 0
+            stage = values.module.stage(cascade.stage) if inputs_there else None
+            again = recomputed_blocks(step.attrs.get("recompute"), stage) if stage else 0
             gone[step.target] = tuple(range(again))
-        saved = forward_of(cascade, values.cascades).name
-        blocks, word = gone.get(saved, ()), "offload" if step.op == "forward" else "reload"
+        blocks, word = gone.get(forwards[step.target], ()), "offload" if step.op == "forward" else "reload"
         listed = layers_listed(step, word)
         if listed != blocks:
             texts = (rank_list(run) if run else "nothing" for run in (listed, blocks))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.analysis.stage_handoffs import STAGED
-from arachnec.analysis.uses import COMPUTE, Values, written
+from arachnec.analysis.uses import COMPUTE, Values, gib, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program, quantity
 
@@ -77,15 +77,16 @@ def check_inputs(values: Values) -> Iterator[Diagnostic]:
 
 
 def _times(program: Program) -> Iterator[Diagnostic]:
-    before, until = "", 0.0
+    before: Instruction | None = None
+    until = 0.0
     for instruction in program.instructions:
         if instruction.op not in COMPUTE or "start" not in instruction.attrs:
             continue
         start = quantity(instruction.attrs["start"])
         if start < until - max(TOLERANCE_MS, 1e-9 * until):
-            yield Overlap(instruction.span, program.rank, written(instruction), before, start, until)
-        time = instruction.attrs.get("time")
-        before, until = written(instruction), start + (quantity(time) if time is not None else 0.0)
+            earlier = "the start of the iteration" if before is None else written(before)
+            yield Overlap(instruction.span, program.rank, written(instruction), earlier, start, until)
+        before, until = instruction, start + gib(instruction, "time")
 
 
 def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
@@ -94,7 +95,8 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
     saved: set[str] = set()
     received: defaultdict[str, set[tuple[int, ...]]] = defaultdict(set)  # a value between stages may come in parts
     for instruction in program.instructions:
-        yield from _needs(values, program.rank, instruction, held, freed, saved)
+        if not held.issuperset(values.reads(instruction)) or not saved.issuperset(values.saved_reads(instruction)):
+            yield from _needs(values, program.rank, instruction, held, freed, saved)
         if instruction.op == "replan":
             freed.clear()
         if instruction.op == "free":

@@ -6,9 +6,9 @@ computed again from the stage's formulas, the cascade's shape, degree and recomp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, TypeAlias
 
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import Values, gib, written
@@ -21,6 +21,8 @@ from arachnec.ir.recomputation import recomputed_blocks
 ROUNDING_GIB = 2e-6  # plans are written with six places
 RELATIVE = 1e-6
 OPS = ("encode", "forward", "backward", "denoise", "decode")
+Handed: TypeAlias = tuple[str, int, int | None]
+"""A value's way: the cascade that made it, the rank that reads it and, between stages, the one that it comes from."""
 
 
 @dataclass(frozen=True)
@@ -62,11 +64,10 @@ class _Need:
     running: float
 
 
-def check_memory_claims(values: Values) -> Iterator[Diagnostic]:
-    cost = CostModel(values.module)
+def check_memory_claims(values: Values, cost: CostModel, handed: Mapping[Handed, float]) -> Iterator[Diagnostic]:
+    """``handed`` is what ``handed_sizes`` of the module is."""
     yield from _of_cascades(values, cost)
     needs: dict[tuple[str, str], _Need] = {}
-    handed = handed_sizes(values, cost)
     for program in values.module.programs:
         for step in program.instructions:
             if step.op == "receive":
@@ -101,10 +102,9 @@ def _of_cascades(values: Values, cost: CostModel) -> Iterator[CascadeMemoryTooLo
             yield CascadeMemoryTooLow(cascade.span, cascade.name, *figures)
 
 
-def handed_sizes(values: Values, cost: CostModel) -> dict[tuple[str, int, int | None], float]:
-    """GiB of each value that a rank may receive: by the cascade that made it, the rank that reads it and, between
-    stages, the one that it comes from."""
-    sizes: dict[tuple[str, int, int | None], float] = {}
+def handed_sizes(values: Values, cost: CostModel) -> dict[Handed, float]:
+    """GiB of each value that a rank may receive."""
+    sizes: dict[Handed, float] = {}
     for consumer in values.module.cascades:
         for producer in (values.cascades[name] for name in consumer.inputs if name in values.cascades):
             if not cost.handed(producer, consumer):  # what the stage itself has saved
@@ -138,7 +138,10 @@ def _need(cost: CostModel, op: str, cascade: Cascade) -> _Need:
 
 
 def _too_low(rank: int, step: Instruction, cascade: Cascade, need: _Need) -> Iterator[Diagnostic]:
-    kept, running = gib(step, "memory"), gib(step, "memory") + gib(step, "workspace")
+    kept = gib(step, "memory")
+    running = kept + gib(step, "workspace")
+    if kept >= need.kept and running >= need.running:
+        return
     for claimed, right, what in ((kept, need.kept, "memory"), (running, need.running, "memory and workspace")):
         if claimed >= right * (1 - RELATIVE) - ROUNDING_GIB:
             continue

@@ -8,13 +8,12 @@ and parameters say, or more.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.uses import Values, bucket_of, moved_by, written
-from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Stage, integer
@@ -22,7 +21,7 @@ from arachnec.ir.parameter_cells import cell_of, layer_sizes
 from arachnec.ir.span import Span
 from arachnec.ir.stage_sizes import element_bytes, gradient_bytes, gradient_element_bytes
 from arachnec.verification.handoffs import by_pair
-from arachnec.verification.memory_claims import RELATIVE, ROUNDING_GIB, handed_sizes
+from arachnec.verification.memory_claims import RELATIVE, ROUNDING_GIB, Handed
 
 GIB = 2**30
 
@@ -51,7 +50,8 @@ class TooFewBytes(Diagnostic):
     right: int
 
 
-def check_message_sizes(values: Values) -> Iterator[UnequalBytes | TooFewBytes]:
+def check_message_sizes(values: Values, handed: Mapping[Handed, float]) -> Iterator[UnequalBytes | TooFewBytes]:
+    """``handed`` is what ``handed_sizes`` of the module is."""
     sends, receives = by_pair(values)
     for (source, target), received in receives.items():
         for (_, send), (_, receive) in zip(sends.get((source, target), ()), received, strict=False):
@@ -59,7 +59,7 @@ def check_message_sizes(values: Values) -> Iterator[UnequalBytes | TooFewBytes]:
                 texts = written(receive), bytes_of(receive), source, bytes_of(send)
                 yield UnequalBytes(_at(receive), target, *texts)
     yield from _of_collectives(values)
-    yield from _too_few(values)
+    yield from _too_few(values, handed)
 
 
 def bytes_of(step: Instruction) -> int:
@@ -80,10 +80,9 @@ def _of_collectives(values: Values) -> Iterator[UnequalBytes]:
                 yield UnequalBytes(_at(step), program.rank, written(step), bytes_of(step), rank, bytes_of(other))
 
 
-def _too_few(values: Values) -> Iterator[TooFewBytes]:
+def _too_few(values: Values, handed: Mapping[Handed, float]) -> Iterator[TooFewBytes]:
     module = values.module
     stages = {stage.name: stage for stage in module.stages}
-    handed = handed_sizes(values, CostModel(module))
     stated = {node.stage: integer(node.attrs["bytes"]) for node in module.reductions if "bytes" in node.attrs}
     collected: dict[Hashable, float] = {}  # the ranks of a group have the same
     for program in module.programs:

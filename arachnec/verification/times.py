@@ -54,17 +54,17 @@ class StartsTooLate(Diagnostic):
     most: float
 
 
-def check_times(values: Values) -> Iterator[Diagnostic]:
-    cost = CostModel(values.module)
+def check_times(values: Values, cost: CostModel) -> Iterator[Diagnostic]:
     right = {cascade.name: _cascade(cost, cascade) for cascade in values.module.cascades}
     late = max((arrival_of(clip) for clip in values.module.clips), default=0.0)
     in_turn = math.inf if None in right.values() else sum(time for time in right.values() if time is not None) + late
+    latest = _most(in_turn)
     collectives: dict[tuple[str, str, tuple[int, ...]], float] = {}
     for program in values.module.programs:
         for step in program.instructions:
             claimed, start = gib(step, "time"), gib(step, "start")
-            if start > _most(in_turn):
-                yield StartsTooLate(step.span, program.rank, written(step), start, in_turn, _most(in_turn))
+            if start > latest:
+                yield StartsTooLate(step.span, program.rank, written(step), start, in_turn, latest)
             if claimed <= SLACK_MS:
                 continue
             if step.op in COMPUTE:  # a forward or backward of a train cascade may take all of its time

@@ -84,8 +84,8 @@ class Hosts:
                     with logs[2 * rank].open("wb") as out, logs[2 * rank + 1].open("wb") as errors:
                         ranks.append(
                             subprocess.Popen(
-                                ["ip", "netns", "exec", self._host(rank), *command],
-                                env={**common, **self._rank_environment(rank)},
+                                ["ip", "netns", "exec", self.host(rank), *command],
+                                env={**common, **self.rank_environment(rank)},
                                 stdin=subprocess.DEVNULL,
                                 stdout=out,
                                 stderr=errors,
@@ -103,10 +103,12 @@ class Hosts:
         """``sent_by_racks`` of this fabric."""
         return sent_by_racks(self.name)
 
-    def _host(self, rank: int) -> str:
+    def host(self, rank: int) -> str:
+        """The namespace of a rank's host."""
         return f"{self.name}-{rank}"
 
-    def _rank_environment(self, rank: int) -> dict[str, str]:
+    def rank_environment(self, rank: int) -> dict[str, str]:
+        """torchrun's, with the store on the first host."""
         return {
             "RANK": str(rank),
             "WORLD_SIZE": str(self.fabric.world),
@@ -154,6 +156,17 @@ def set_links(fabric: str, ranks: int, mbit: float) -> None:
     for rank in range(ranks):
         _shape(fabric, f"host{rank}", mbit, "replace")
         _shape(f"{fabric}-{rank}", DEVICE, mbit, "replace")
+
+
+def cut(machines: Hosts, one: int, other: int) -> None:
+    """From now on nothing gets from one of two hosts to the other, and neither is told."""
+    for here, there in ((one, other), (other, one)):
+        _run("ip", "-n", machines.host(here), "route", "replace", "blackhole", f"{address(there)}/32")
+
+
+def unplug(machines: Hosts, rank: int) -> None:
+    """From now on a host's wire is out."""
+    _run("ip", "-n", machines.name, "link", "set", f"host{rank}", "down")
 
 
 def unavailable() -> str | None:

@@ -307,6 +307,29 @@ def test_a_program_with_one_hostile_attribute_ends_with_errors_of_our_own(share:
         assert len(said) < 2 * LONGEST_SHOWN
 
 
+@pytest.mark.parametrize("command", ["show", "simulate", "explain"])
+@settings(max_examples=12, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(share=st.floats(0, 1, exclude_max=True))
+def test_a_file_with_one_hostile_attribute_is_drawn_and_explained_or_refused(
+    command: str, share: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With all that these commands write, and all that `explain` plans anew."""
+    module, change = changed_programs()[int(share * len(changed_programs()))]
+    file, (page, drawn, events) = (
+        tmp_path / "changed.cascade",
+        (tmp_path / name for name in ("p.html", "d.svg", "e.json")),
+    )
+    file.write_text(print_module(change.on(module)))
+    options = {
+        "show": ("--html", page, "--svg", drawn, "--trace", events),
+        "simulate": ("--svg", drawn, "--trace", events),
+        "explain": ("--budget", "1ms"),
+    }[command]
+    code, said = run((command, str(file), *map(str, options))), capsys.readouterr().err
+    assert code == 0 or (code == 2 and said.startswith("error: ")), said
+    assert "Traceback" not in said
+
+
 @functools.cache
 def opened_with_passes() -> list[tuple[str, Module, Pipeline]]:
     """The modules of the passes' golden files that are right, and the pipelines they are for."""

@@ -88,7 +88,9 @@ def test_a_plan_may_be_reversed_in_time_and_counts_as_the_better_of_both() -> No
 
 def test_where_nothing_is_all_reduced_it_is_the_makespan() -> None:
     alone, unnamed = one_step([(40.0, 60.0)]), module_of(*_unnamed())
-    for plan in (alone, unnamed):
+    several = with_layers(one_step([(100.0,), (70.0,)]))
+    nothing = tuple(replace(stage, attrs=stage.attrs.updated(params=0)) for stage in several.stages)
+    for plan in (alone, unnamed, replace(several, stages=nothing)):
         assert ExposedSync(plan, CostModel(plan)).of(plan.cascades) == max(cascade.end for cascade in plan.cascades)
 
 

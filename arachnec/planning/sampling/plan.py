@@ -37,7 +37,7 @@ from arachnec.planning.sampling.policies import (
     wrap_arounds,
 )
 from arachnec.planning.sampling.rounds import moved, with_memory
-from arachnec.planning.sampling.segments import batched
+from arachnec.planning.sampling.segments import batched, demand_requests
 from arachnec.solver.budget import Clock
 from arachnec.solver.malleable import Chain, Piece, least_makespan, length
 from arachnec.solver.problem import TICKS, Choice, Job, Problem
@@ -64,8 +64,9 @@ def planned(
     """The module at level ``scheduled``, each cascade with the ranks that the plan chose as ``assigned``.
 
     The search tries batches of up to ``batch`` equal requests where that saves work. Raises UserError where a request
-    fits no rank.
+    fits no rank, and for a module that does not say its steps and models.
     """
+    demand_requests(module)
     cost = CostModel(module)
     most = batch if policy == "search" and saves_by_batches(module, cost) else 1
     costs = [cost, *(CostModel(batched(module, size)) for size in BATCHES if size <= most)]

@@ -82,13 +82,20 @@ def segmented(module: Module, *, length: int, longest: int | None = None, batch:
             raise UserError(NotPositive(None, option, number))
     if models == 1:
         module = of_first_model(module)
+    demand_requests(module)
     names = models_of(module)
-    if not names or not module.clips or any("steps" not in clip.attrs for clip in module.clips):
-        raise UserError(NoRequests(module.span, module.name))
     cascades: list[Cascade] = []
     for group in batches(module.clips, batch_limit(module, batch)):
         cascades += chain(module, group, list(segments_of(group[0], len(names), length, longest)))
     return replace(module, level=Level.PARTITIONED, cascades=tuple(cascades))
+
+
+def demand_requests(module: Module) -> None:
+    """Raises UserError where it is not said which steps there are, or by which models."""
+    denoising = (cascade for cascade in module.cascades if cascade.phase is Phase.DENOISE)
+    told = all("steps" in node.attrs for node in (*module.clips, *denoising))
+    if not models_of(module) or not module.clips or not told:
+        raise UserError(NoRequests(module.span, module.name))
 
 
 def of_first_model(module: Module) -> Module:
