@@ -22,6 +22,7 @@ SOFTMAXES = ("aten.softmax.int", "aten._softmax.default")
 TERA, GIB = 10**12, 2**30
 PREDICTOR_BYTES = 16  # of a parameter: itself, its gradient and AdamW's moments, all fp32
 FROZEN_BYTES = 4  # of one that only predicts
+JOINED_OUTSIDE = "the model joins captions to the tokens outside its blocks"
 DENSE_FORM = "is written as products and a softmax, not as one attention"
 
 
@@ -173,7 +174,7 @@ def _by_class(
     attentions: dict[int, ClassAttention] = {}
     reasons: list[tuple[str, str]] = []
     for kind, name in enumerate(blocks):
-        of_class, why = _in_graph(graphs[name], stage) if name in graphs else (_recorded(stage, kind), [])
+        of_class, why = _in_graph(graphs[name], stage) if name in graphs else _recorded(stage, kind)
         reasons += [(f"{name}/{op}" if op else name, reason) for op, reason in why]
         if len(of_class) > 1:
             reasons.append((name, "has several attentions over the clip's tokens"))
@@ -184,13 +185,18 @@ def _by_class(
     return attentions, reasons
 
 
-def _recorded(stage: Stage, kind: int) -> list[ClassAttention]:
+def _captioned(stage: Stage) -> bool:
+    return stage.attrs.get("captioned") is True
+
+
+def _recorded(stage: Stage, kind: int) -> tuple[list[ClassAttention], list[tuple[str, str]]]:
     """Without graphs: as many attentions over tokens as the tracer counted in the class."""
     counts = stage.attrs.get("block_attentions")
     count = integers(counts)[kind] if counts is not None else 1 if "attentions" in stage.attrs else 0
     heads, hidden = count_in(stage, "heads"), count_in(stage, "hidden")
     # Whether captions are joined to the keys is not known here: more are counted, never less.
-    return [ClassAttention(heads, hidden // heads, (1, 0))] * count if heads and hidden else []
+    found = [ClassAttention(heads, hidden // heads, (1, 0))] * count if heads and hidden else []
+    return ([], [("", JOINED_OUTSIDE)]) if found and _captioned(stage) else (found, [])
 
 
 def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tuple[str, str]]]:
@@ -247,8 +253,8 @@ def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage, tok
         yield "every token attends to a part of the clip only"
     elif tokens is None:
         yield "no input of its block has the clip's tokens as a dimension of their own"
-    elif tokens != "S":
-        yield f"the model joins captions to the tokens outside its blocks: {tokens}"
+    elif tokens != "S" or _captioned(stage):
+        yield JOINED_OUTSIDE
     elif sorted(_terms(query[-2])) != sorted(_terms(key[-2])):
         yield f"its queries are not the tokens and captions that its keys are: {query[-2]} and {key[-2]}"
     elif query[-3] != key[-3] or not isinstance(query[-3], int) or not isinstance(query[-1], int):
