@@ -92,6 +92,7 @@ STAGE = table("""
     heads           | int > 0        | traced | optional | of its attentions, the least
     attentions      | int            | traced | optional | self-attention calls in one forward
     joint           | bool           | traced | optional | whether text tokens take part in attention
+    captioned       | bool           | traced | optional | whether captions are among the tokens S; absent = no
     flops           | TFLOP formula  | traced | optional | one forward
     saved           | GiB formula    | traced | optional | kept for the backward, nothing recomputed
     saved_recompute | GiB formula    | traced | optional | kept for the backward, every block recomputed

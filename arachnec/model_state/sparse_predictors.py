@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.analysis.residency import resident_ranks
-from arachnec.checkpoint.class_states import CLASSES, ClassState, class_tensor, classes_of
+from arachnec.checkpoint.class_states import CLASSES, ClassState, class_tensor
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.cost.sparse_attention import faster_sparse
 from arachnec.data.clip import VideoClip
@@ -35,6 +35,7 @@ from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.sparse.cube_sides import Grid, cube_counts
 from arachnec.kernels.sparse.predictor import MASS, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL
+from arachnec.model_state.kept_layers import kept_history, kept_layers
 from arachnec.model_state.key_list_files import ListFiles, ListSizes, write_lists
 from arachnec.model_state.layer_report import PlannedLayer, layer_summary
 from arachnec.model_state.layer_summary import LayerSummary
@@ -391,27 +392,18 @@ class SparsePredictors:
                     state[f"predictor/{key}"] = replace(part_of(tensor), writes=writes) if self.places else tensor
         return state
 
-    def loaded(self, tensors: Mapping[str, Any]) -> None:
-        """Take the layers' states from tensors as ``tensors`` gave them, filled by now; those of ``HISTORY`` where
-        there are some."""
-        for number, state in self.layers.items():
-            path, site = self.names[number]
-            values, heads = tensors[f"predictor/layer/{path}.{site}"].tolist(), state.site.heads
-            self.layers[number] = replace(
-                state,
-                sparsities=tuple(values[:heads]),
-                densities=tuple(values[heads : 2 * heads]),
-                sparse=bool(values[-1]),
-            )
-        if f"{HISTORY}steps" not in tensors:
-            return
+    def loaded(self, tensors: Mapping[str, Any], folder: str) -> None:
+        """Take the layers' states from tensors as ``tensors`` gave them, filled by now from a checkpoint's ``folder``;
+        those of ``HISTORY`` where there are some. Raises ``UserError`` for damaged ones."""
         names = {number: f"{path}.{site}" for number, (path, site) in self.names.items()}
-        self.spread = {number: tuple(tensors[f"{HISTORY}spread/{name}"].tolist()) for number, name in names.items()}
-        rows = {number: tensors[f"{HISTORY}layer/{name}"] for number, name in names.items()}
-        known = {number: name for number, name in names.items() if f"{CLASSES}{name}" in tensors}
-        by_class = {number: tensors[f"{HISTORY}by-class/{name}"] for number, name in known.items()}
-        self.history = SparsityHistory.of(tensors[f"{HISTORY}steps"], rows, by_class)
-        self.classes = {n: classes_of(tensors[f"{CLASSES}{x}"], self.layers[n].site.heads) for n, x in known.items()}
+        kept = kept_layers(tensors, names, folder)
+        for number, own in kept.items():
+            self.layers[number] = replace(
+                self.layers[number], sparsities=own.sparsities, densities=own.densities, sparse=own.sparse
+            )
+        self.spread = {number: own.spread for number, own in kept.items() if own.spread is not None}
+        self.classes = {number: dict(own.classes) for number, own in kept.items() if own.classes is not None}
+        self.history = kept_history(tensors, names, folder)
 
     def summary(self, module: Module) -> list[LayerSummary]:
         """``module`` is the program of the last step."""

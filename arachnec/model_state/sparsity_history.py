@@ -26,8 +26,12 @@ class SparsityHistory:
 
     @classmethod
     def of(cls, numbers: Tensor, layers: Mapping[int, Tensor], classes: Mapping[int, Tensor]) -> SparsityHistory:
-        """From what ``numbers``, ``of_layer`` and ``of_classes`` gave, the last of some layers, or of none."""
-        every, *steps = (number for number in numbers.tolist() if number >= 0)
+        """From what ``numbers``, ``of_layer`` and ``of_classes`` gave, the last of some layers, or of none. Raises
+        ValueError where these are no numbers of steps."""
+        every, *steps = numbers.tolist()
+        steps = [number for number in steps if number >= 0]
+        if every < 1 or steps != sorted(set(steps)):
+            raise ValueError("has no ascending numbers of steps")
         known = {number: _by_step(table, classes.get(number), len(steps)) for number, table in layers.items()}
         rows = [{number: of_layer[place] for number, of_layer in known.items()} for place in range(len(steps))]
         return cls(steps, [*rows], every)

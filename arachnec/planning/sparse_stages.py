@@ -22,6 +22,7 @@ SOFTMAXES = ("aten.softmax.int", "aten._softmax.default")
 TERA, GIB = 10**12, 2**30
 PREDICTOR_BYTES = 16  # of a parameter: itself, its gradient and AdamW's moments, all fp32
 FROZEN_BYTES = 4  # of one that only predicts
+JOINED_OUTSIDE = "the model joins captions to the tokens outside its blocks"
 DENSE_FORM = "is written as products and a softmax, not as one attention"
 
 
@@ -173,7 +174,7 @@ def _by_class(
     attentions: dict[int, ClassAttention] = {}
     reasons: list[tuple[str, str]] = []
     for kind, name in enumerate(blocks):
-        of_class, why = _in_graph(graphs[name], stage) if name in graphs else (_recorded(stage, kind), [])
+        of_class, why = _in_graph(graphs[name], stage) if name in graphs else _recorded(stage, kind)
         reasons += [(f"{name}/{op}" if op else name, reason) for op, reason in why]
         if len(of_class) > 1:
             reasons.append((name, "has several attentions over the clip's tokens"))
@@ -184,19 +185,25 @@ def _by_class(
     return attentions, reasons
 
 
-def _recorded(stage: Stage, kind: int) -> list[ClassAttention]:
+def _captioned(stage: Stage) -> bool:
+    return stage.attrs.get("captioned") is True
+
+
+def _recorded(stage: Stage, kind: int) -> tuple[list[ClassAttention], list[tuple[str, str]]]:
     """Without graphs: as many attentions over tokens as the tracer counted in the class."""
     counts = stage.attrs.get("block_attentions")
     count = integers(counts)[kind] if counts is not None else 1 if "attentions" in stage.attrs else 0
     heads, hidden = count_in(stage, "heads"), count_in(stage, "hidden")
     # Whether captions are joined to the keys is not known here: more are counted, never less.
-    return [ClassAttention(heads, hidden // heads, (1, 0))] * count if heads and hidden else []
+    found = [ClassAttention(heads, hidden // heads, (1, 0))] * count if heads and hidden else []
+    return ([], [("", JOINED_OUTSIDE)]) if found and _captioned(stage) else (found, [])
 
 
 def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tuple[str, str]]]:
     """The attentions over the clip's tokens, and for each other one its name and why it is dense."""
     types: dict[str, TensorType | None] = {item.name: item.type for item in graph.inputs}
     types |= {op.name: op.type for op in graph.ops}
+    tokens = _tokens(graph, types)
     attentions, reasons = [], []
     for op in graph.ops:
         if (
@@ -209,7 +216,7 @@ def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tu
         if op.target != ATTENTION:
             continue
         shapes = [types.get(operand) for operand in op.operands[:3]]
-        why = next(_reasons(op, shapes, stage), None)
+        why = next(_reasons(op, shapes, stage, tokens), None)
         query = shapes[0]
         if why is not None:
             reasons.append((op.name, why))
@@ -220,8 +227,20 @@ def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tu
     return attentions, reasons
 
 
-def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage) -> Iterator[str]:
-    """Why an attention cannot be sparse; nothing where it can."""
+def _tokens(graph: Graph, types: Mapping[str, TensorType | None]) -> str | None:
+    """The length of the sequence that a run shares out over ranks: of the first input that the block passes on, as
+    ``spmd.inputs`` finds it. None where no input has the clip's tokens as a dimension of their own."""
+    of_inputs = [item.type.dims for item in graph.inputs]
+    known = [(dims, own) for dims in of_inputs if len(own := [size for size in dims if _grows(size)]) == 1]
+    with_tokens = [(dims, str(own[0])) for dims, own in known if "S" in _terms(own[0])]
+    passed_on = [kind.dims for name in graph.outputs if (kind := types.get(name)) is not None]
+    handed = (tokens for dims, tokens in with_tokens if dims in passed_on)
+    wide = (tokens for dims, tokens in with_tokens if len(dims) > 2)
+    return next(handed, None) or next(wide, None)
+
+
+def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage, tokens: str | None) -> Iterator[str]:
+    """Why an attention cannot be sparse, in a block of so many ``tokens``; nothing where it can."""
     if len(shapes) < 3 or any(shape is None or len(shape.dims) < 4 for shape in shapes):
         yield "has no dimensions of batch, heads, tokens and features"
         return
@@ -232,6 +251,12 @@ def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage) -> 
         yield f"its queries are no tokens of the clip: {query[-2]}"
     elif any(map(_grows, (*query[:-2], *key[:-2]))):
         yield "every token attends to a part of the clip only"
+    elif tokens is None:
+        yield "no input of its block has the clip's tokens as a dimension of their own"
+    elif tokens != "S" or _captioned(stage):
+        yield JOINED_OUTSIDE
+    elif sorted(_terms(query[-2])) != sorted(_terms(key[-2])):
+        yield f"its queries are not the tokens and captions that its keys are: {query[-2]} and {key[-2]}"
     elif query[-3] != key[-3] or not isinstance(query[-3], int) or not isinstance(query[-1], int):
         yield "its heads share keys"
     elif value[-1] != query[-1]:
@@ -244,9 +269,13 @@ def _reasons(op: GraphOp, shapes: Sequence[TensorType | None], stage: Stage) -> 
 
 def _captions(length: int | str) -> tuple[int, int]:
     """Of the length of a sequence with a clip's tokens, as ``S + 2*T + 1``, what is not S."""
-    terms = str(length).replace(" ", "").split("+")
+    terms = _terms(length)
     of_text = sum(int(term.removesuffix("T").removesuffix("*") or 1) for term in terms if term.endswith("T"))
     return of_text, sum(int(term) for term in terms if term.isdigit())
+
+
+def _terms(size: int | str) -> list[str]:
+    return str(size).replace(" ", "").split("+")
 
 
 def _grows(size: int | str) -> bool:

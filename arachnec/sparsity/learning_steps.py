@@ -11,8 +11,8 @@ SPARSE_EVERY = 4  # steps, of a layer that is sparse
 DENSE_EVERY = 16  # steps behind the first, of one that is dense: what it gains is not known, so it may cost little
 
 
-def learns(layer: int, step: int, sparse: bool) -> bool:
-    """Whether a layer, by its number in the model, learns in a step."""
+def learns(layer: int, step: int, sparse: bool, sparse_every: int = SPARSE_EVERY) -> bool:
+    """Whether a layer, by its number in the model, learns in a step. A benchmark asks for other ``sparse_every``."""
     if not sparse and step < FIRST:
         return True
-    return (step + layer) % (SPARSE_EVERY if sparse else DENSE_EVERY) == 0
+    return (step + layer) % (sparse_every if sparse else DENSE_EVERY) == 0

@@ -14,7 +14,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value
 from arachnec.tracing.captured import CapturedModel, chained_inputs
-from arachnec.tracing.dims import B, S, T
+from arachnec.tracing.dims import B, S, T, counts_captions
 from arachnec.tracing.flops import AttentionCost, block_flops, token_attentions
 from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.graph import dtype_name
@@ -64,6 +64,7 @@ def trained_stage(
             heads=min((_integer(cost.heads) for cost in every), default=None),
             attentions=len(every) or None,
             joint=any(cost.joint for cost in every),
+            captioned=True if counts_captions(captured.sizes) else None,
             flops=polynomial(flops.subs(numbers), "TFLOP", TERA),
             saved=polynomial((saved + outside["saved"]).subs(numbers), "GiB", GIB),
             saved_recompute=polynomial((recomputed + outside["saved"]).subs(numbers), "GiB", GIB),

@@ -62,6 +62,14 @@ def moves_with_clip(values: Sequence[int], sizes: Sequence[Sizes]) -> bool:
     )
 
 
+def counts_captions(sizes: Sequence[Sizes]) -> bool:
+    """Whether captions are among the tokens S: two recordings that differ in the caption alone differ in their S."""
+    return any(
+        x.tokens != y.tokens and x.text != y.text and (x.clip, x.batch) == (y.clip, y.batch)
+        for x, y in itertools.combinations(sizes, 2)
+    )
+
+
 def moves_with_batch(values: Sequence[int], sizes: Sequence[Sizes]) -> bool:
     """Whether two recordings that differ in nothing but the number of clips differ in this dimension."""
     return any(

@@ -109,11 +109,15 @@ def table(module: Module, mean: float, folder: str) -> Path:
     return path
 
 
+def trained_alone(model: str, gpus: int) -> Module:
+    """The model without its encoders, two clips a GPU."""
+    module = module_of(model, video_mix(2 * gpus, seed=0), f"{max(1, gpus // 8)}x{min(8, gpus)}:h100-80g")
+    return replace(module, stages=tuple(stage for stage in module.stages if stage.trained))
+
+
 def mixed(model: str, gpus: int, speeds: str) -> list[dict[str, Any]]:
-    clips = video_mix(2 * gpus, seed=0)
-    module = module_of(model, clips, f"{max(1, gpus // 8)}x{min(8, gpus)}:h100-80g")
-    encoders = [stage for stage in module.stages if not stage.trained]
-    module = replace(module, stages=tuple(stage for stage in module.stages if stage not in encoders))
+    module = trained_alone(model, gpus)
+    clips = module.clips
     rows: list[dict[str, Any]] = []
     try:
         dense, _ = iteration_ms(module, OURS)

@@ -15,6 +15,7 @@ from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.spmd.sparse_block import sparsify_block
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, after
 from arachnec.tracing.blocks import capture_blocks
+from arachnec.tracing.dims import counts_captions
 from tests.spmd.sequence_models import MODELS, Size
 
 SIZE = Size(6, 8, 8)
@@ -53,6 +54,13 @@ def test_self_and_joint_attention_are_found_and_the_rest_says_why_not(
         outputs[name] = [([site.captions for site in b.sites], [why.reason for why in b.dense]) for b in sparse]
     assert outputs["joint"] == [(["first"], [])]
     assert outputs["plain"] == [([None], ["its keys are not the tokens of the clip"])]
+
+
+def test_captions_that_a_model_joins_outside_its_blocks_count_among_its_tokens() -> None:
+    """Nothing in the blocks has the video's own length, so a graph cannot tell."""
+    for name, counted in {"joined": True, "plain": False}.items():
+        captured = capture_blocks(MODELS[name].build(), MODELS[name].examples(), verify=False)
+        assert counts_captions(captured.sizes) == counted
 
 
 @pytest.mark.parametrize("recompute", [False, True])

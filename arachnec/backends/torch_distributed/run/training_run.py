@@ -499,4 +499,4 @@ class Trainer:
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps
             if self._context.predictors is not None:
-                self._context.predictors.loaded(state)
+                self._context.predictors.loaded(state, str(whole.path))

@@ -332,14 +332,14 @@ def test_a_checkpoint_keeps_the_history_and_the_spread_and_one_without_them_is_t
     own = ClassState((0.1, 0.2, 0.3), (0.9, 0.8, 0.7), (1.0, 0.5, 0.25))
     before.classes = {0: {64: own, 4096: own}, 1: {}}
     tensors = before.tensors()
-    after.loaded(tensors)
+    after.loaded(tensors, "kept")
     known = before.history, before.spread, before.classes
     assert (after.history, after.spread, after.classes) == known and after.history.every == 2
     older = SparsePredictors.of(program, Known(), 0)
-    older.loaded({name: value for name, value in tensors.items() if not name.startswith(HISTORY)})
+    older.loaded({name: value for name, value in tensors.items() if not name.startswith(HISTORY)}, "kept")
     assert older.history.steps == [] and older.spread == older.classes == {}
     without = SparsePredictors.of(program, Known(), 0)
-    without.loaded({name: value for name, value in tensors.items() if "class" not in name})
+    without.loaded({name: value for name, value in tensors.items() if "class" not in name}, "kept")
     assert without.history.steps == before.history.steps and without.classes == {}
     assert not any(row[0].classes for row in without.history.rows)
 

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+import torch
 from safetensors import safe_open
 
-from arachnec.checkpoint.class_states import CLASSES, ClassState
+from arachnec.checkpoint.class_states import CLASSES, VALUES, ClassState
 from arachnec.checkpoint.files import RUNS, write_file
 from arachnec.checkpoint.folder import committed, read_commit, write_commit
 from arachnec.checkpoint.parts import Part
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
 from arachnec.kernels.sparse.predictor import kept_blocks
 from arachnec.model_state.key_list_files import read_lists
 from arachnec.model_state.sparse_predictors import SparsePredictors
@@ -29,7 +31,7 @@ from tests.distributed.executor.gradients.test_sparse import (
     planned,
     trained,
 )
-from tests.distributed.executor_cases import QUICK, train_on
+from tests.distributed.executor_cases import QUICK, run, train_on
 
 TOKENS = {"long": 240, "short": 100}
 CLASS = {"long": 128, "short": 64}
@@ -84,7 +86,7 @@ def test_a_checkpoint_of_one_density_a_head_is_gone_on_from(tmp_path: Path) -> N
     """Every class begins with what was known of all lengths, and has its own after the next measurement."""
     folder = executable(tmp_path / "sparse", 4)
     first = trained(folder, steps=1, checkpoint=tmp_path / "kept")["sparse_layers"]
-    forget_classes(tmp_path / "kept")
+    rewrite(tmp_path / "kept", without_classes)
     resumed = trained(folder, steps=1, checkpoint=tmp_path / "kept", resume=True, save_lists=tmp_path / "lists")
     lists = read_lists(tmp_path / "lists", 1)
     for number, (path, _) in enumerate(LAYERS):
@@ -97,8 +99,13 @@ def test_a_checkpoint_of_one_density_a_head_is_gone_on_from(tmp_path: Path) -> N
     assert all(list(by_class(layer)) == [64, 128] for layer in later)
 
 
-def forget_classes(kept: Path) -> None:
-    """Make the newest checkpoint one of a version that had no classes of length."""
+def without_classes(parts: dict[str, Part]) -> dict[str, Part]:
+    """As a version wrote them that had no classes of length."""
+    return {name: part for name, part in parts.items() if not name.startswith((CLASSES, f"{HISTORY}by-class/"))}
+
+
+def rewrite(kept: Path, change: Callable[[dict[str, Part]], dict[str, Part]]) -> Path:
+    """Give the newest checkpoint other tensors, with records that say so; its folder."""
     place = next(iter(committed(kept)))
     commit = read_commit(place)
     assert commit is not None
@@ -106,11 +113,29 @@ def forget_classes(kept: Path) -> None:
     for record in commit.files:
         with safe_open(place / record.name, "pt") as opened:
             runs = msgspec.json.decode((opened.metadata() or {})[RUNS], type=dict[str, tuple[int, int]])
-            names = [name for name in runs if not name.startswith((CLASSES, f"{HISTORY}by-class/"))]
-            parts = {name: Part(opened.get_tensor(name), *runs[name]) for name in names}
+            parts = change({name: Part(opened.get_tensor(name), *run) for name, run in runs.items()})
         (place / record.name).unlink()
         records.append(write_file(place / record.name, parts))
     write_commit(place, commit.position, records)
+    return place
+
+
+def test_a_damaged_state_of_a_class_is_one_message_of_the_resumed_run(tmp_path: Path) -> None:
+    folder, kept = executable(tmp_path / "sparse", 4), tmp_path / "kept"
+    trained(folder, steps=1, checkpoint=kept)
+
+    def damage(parts: dict[str, Part]) -> dict[str, Part]:
+        for name, part in parts.items():
+            if name.startswith(CLASSES):
+                part.values[LENGTH_CLASSES.index(64) * VALUES * 3] = torch.nan
+        return parts
+
+    place = rewrite(kept, damage)
+    refused = run(folder, "--steps", "1", "--checkpoint", kept, "--resume")
+    assert refused.returncode == 2 and "Traceback" not in refused.stderr
+    told = " ".join(refused.stderr.split())
+    assert f"the state of sparse layer `{LAYERS[0][0]}.0` is not finite in the class of 64 tokens" in told
+    assert str(place) in told and "delete this folder" in told
 
 
 def test_the_room_of_chosen_keys_and_what_plans_follow_are_those_of_the_class() -> None:
