@@ -123,7 +123,7 @@ def _sides(
     """Worked out once for the ranks of a cascade, which all say the same."""
     other, clips = integers(unconditional or ()), 1 if side is None else integer(side)
     second = other[0] * other[1] if other else 0
-    degree = (len(peers) - second) // clips
+    degree = len(peers) - second if other else len(peers) // clips
     heads = integer(ulysses) if ulysses is not None else 1 if ring is not None else degree
     own = heads, integer(ring) if ring is not None else degree // heads
     if other:
