@@ -4,13 +4,17 @@ In fp32 without TF32. On a processor the largest difference of these cases is be
 a batch of two branches sums in another order than one. Kernels of a device choose their order by the launch's size,
 hence ten times that. The adaptive switch has no pipeline to be held against: its reference is our own plain loop on the
 processor, with the same K, and ten times the limit again for kernels of two kinds of device.
+
+The models of a family have one structure here, and the requests one size: each family is traced once.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from dataclasses import asdict, replace
 from typing import Any
+from unittest import mock
 
 import msgspec
 from acceptance.machine import Machine, Row, verdict
@@ -20,10 +24,12 @@ from torch import Tensor
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import ONE_MODEL, Switch, parse_switch
+from arachnec.generation import plan
 from arachnec.generation.compiled import asked
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import Outcome
 from arachnec.generation.run import Generation, prepare, run_here
+from arachnec.passes.trace import Trace, trace_model
 from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Sampling, run
 from benchmarks.sampling import pipelines
@@ -94,12 +100,22 @@ def generated(
     sampler.write_text(FILE.format(case=repr(case)))
     data, folder = jsonl(machine.scratch / f"{name}.jsonl", [row_of(request)]), machine.scratch / name
     rule = None if switch == ONE_MODEL else str(switch)
-    generation = prepare(sampler, data, machine.cluster(1), folder, switch=rule)
+    with mock.patch.object(plan, "trace_model", functools.partial(traced_once, case.family)):
+        generation = prepare(sampler, data, machine.cluster(1), folder, switch=rule)
     if by_command:
         outcome = run_here(generation)["requests"][0]
     else:
         outcome = in_this_process(machine, generation, asked(sampler, rule, None, "carry")[0])
     return load_file(folder / f"{request.id}.safetensors")["latents"], outcome
+
+
+_TRACED: dict[str, Trace] = {}
+
+
+def traced_once(family: str, *arguments: Any, **options: Any) -> Trace:
+    if family not in _TRACED:
+        _TRACED[family] = trace_model(*arguments, **options)
+    return _TRACED[family]
 
 
 def in_this_process(machine: Machine, generation: Generation, sampling: Sampling) -> Row:

@@ -18,7 +18,7 @@ from arachnec.runtime.device_runtime import DeviceRuntime
 
 CYCLES = 1_500_000_000  # of a kernel that does nothing else: most of a second
 WAITED = 0.25  # of the kernel's time
-SIZE = 1 << 20
+SIZE, SMALL = 1 << 20, 1 << 10
 
 
 @dataclass(frozen=True)
@@ -42,21 +42,22 @@ def rows(machine: Machine) -> Iterator[Row]:
 def calls(machine: Machine) -> tuple[Call, ...]:
     """Those of a new size ask for more than any before them."""
     device, runtime = machine.device, DeviceRuntime.of(machine.device)
-    here, there = torch.ones(SIZE, device=device), torch.ones(SIZE)
-    large, there_large = torch.ones(32 * SIZE, device=device), torch.ones(64 * SIZE)
+    size = SMALL if machine.dry else SIZE
+    here, there = torch.ones(size, device=device), torch.ones(size)
+    large, there_large = torch.ones(32 * size, device=device), torch.ones(64 * size)
     pinned = runtime.pinned(there)
-    locked = runtime.host_buffer(SIZE, torch.float32)
+    locked = runtime.host_buffer(size, torch.float32)
     return (
         Call("an operation", lambda _: here + 1, True),
         Call("a mark in the queue", lambda _: runtime.record(), True),
         Call("a copy to the device from pinned memory", lambda _: runtime.to_device([pinned]), True),
         Call("a copy to the host, of a size that was copied before", lambda _: runtime.to_host(here), True),
-        Call("a copy to the host, of a new size", lambda n: runtime.to_host(large[: SIZE * n]), True, 32),
-        Call("pinning a value of a new size", lambda n: runtime.pinned(there_large[: SIZE * n]), True, 64),
+        Call("a copy to the host, of a new size", lambda n: runtime.to_host(large[: size * n]), True, 32),
+        Call("pinning a value of a new size", lambda n: runtime.pinned(there_large[: size * n]), True, 64),
         Call("a copy to locked memory", lambda _: runtime.copy_out(locked, here), True),
-        Call("memory of the device, of a size that was freed before", lambda _: torch.empty(SIZE, device=device), True),
-        Call("memory of the device, of a new size", lambda n: torch.empty(SIZE * n, device=device), True, 128),
-        Call("locking host memory", lambda n: runtime.host_buffer(SIZE * n, torch.float32), False, 2),
+        Call("memory of the device, of a size that was freed before", lambda _: torch.empty(size, device=device), True),
+        Call("memory of the device, of a new size", lambda n: torch.empty(size * n, device=device), True, 128),
+        Call("locking host memory", lambda n: runtime.host_buffer(size * n, torch.float32), False, 2),
         Call("a value read on the host", lambda _: float(here[0]), False),
     )
 

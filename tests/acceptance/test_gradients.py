@@ -105,11 +105,13 @@ def in_a_process_of_its_own(code: str, file: Path, folder: Path, *plans: str) ->
 
 
 def test_a_model_that_one_graph_cannot_serve_is_told_what_it_costs_when_it_is_compiled(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(HERE / "models"))
-    file = HERE / "models" / "mixes_factorised.py"
-    assert run(["compile", str(file), "--data", str(CLIPS), "--cluster", "4:cpu"]) == 0
+    file, two = HERE / "models" / "mixes_factorised.py", tmp_path / "two.jsonl"
+    two.write_text("".join(line for line in CLIPS.read_text().splitlines(True) if '"id": "b"' in line or '"d"' in line))
+    plan = ["--cluster", "2:cpu", "--passes", "data-parallel"]
+    assert run(["compile", str(file), "--data", str(two), *plan]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "Factorised depends on `frames`, which is 3 in one call and 5 in another" in said
     assert "every rank captures them again for each shape that it shares" in said

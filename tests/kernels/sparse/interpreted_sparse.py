@@ -28,9 +28,9 @@ class Case:
 
 
 CASES = (
-    Case(80, 80, "keys", "fp32", (2, 3, 5), 3, 16, 8),
-    Case(16, 16, "bias", "fp16", (2, 3, 5), 3, 16, 8),
-    Case(16, 24, "", "fp32", (3, 4, 7), 50, 64, 32),  # several tiles of a group and of a block, some of them empty
+    Case(80, 80, "keys", "fp32", (2, 3, 3), 3, 16, 8),
+    Case(16, 16, "bias", "fp16", (2, 3, 3), 3, 16, 8),
+    Case(16, 24, "", "fp32", (3, 4, 4), 9, 32, 32),  # several tiles of a group and of a block, some of them empty
 )
 
 
