@@ -92,9 +92,9 @@ def segmented(module: Module, *, length: int, longest: int | None = None, batch:
 
 def demand_requests(module: Module) -> None:
     """Raises UserError where it is not said which steps there are, or by which models."""
-    denoising = (cascade.attrs for cascade in module.cascades if cascade.phase is Phase.DENOISE)
-    told = all("steps" in attrs for attrs in (*(clip.attrs for clip in module.clips), *denoising))
-    if not models_of(module) or not module.clips or not told:
+    asked = all("steps" in clip.attrs for clip in module.clips)
+    told = all("steps" in cascade.attrs for cascade in module.cascades if cascade.phase is Phase.DENOISE)
+    if not models_of(module) or not module.clips or not asked or not told:
         raise UserError(NoRequests(module.span, module.name))
 
 
