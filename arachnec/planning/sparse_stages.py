@@ -195,8 +195,8 @@ def _recorded(stage: Stage, kind: int) -> tuple[list[ClassAttention], list[tuple
     count = integers(counts)[kind] if counts is not None else 1 if "attentions" in stage.attrs else 0
     heads, hidden = count_in(stage, "heads"), count_in(stage, "hidden")
     # Whether captions are joined to the keys is not known here: more are counted, never less.
-    attentions = [ClassAttention(heads, hidden // heads, (1, 0))] * count if heads and hidden else []
-    return ([], [("", JOINED_OUTSIDE)]) if attentions and _captioned(stage) else (attentions, [])
+    known = [ClassAttention(heads, hidden // heads, (1, 0))] * count if heads and hidden else []
+    return ([], [("", JOINED_OUTSIDE)]) if known and _captioned(stage) else (known, [])
 
 
 def _in_graph(graph: Graph, stage: Stage) -> tuple[list[ClassAttention], list[tuple[str, str]]]:

@@ -7,7 +7,7 @@ docs/sparse_attention.md, "When it learns".
 from __future__ import annotations
 
 FIRST = 256  # steps, in each of which a layer that is dense learns
-SPARSE_EVERY = 4  # steps, of a layer that is sparse
+SPARSE_EVERY = 8  # steps, of a layer that is sparse
 DENSE_EVERY = 16  # steps behind the first, of one that is dense: what it gains is not known, so it may cost little
 
 

@@ -44,7 +44,7 @@ Masses = list[Tensor]  # by head, [drawn groups, blocks]
 
 def masses(grid: tuple[int, int, int], cubes: TokenCubes) -> Masses:
     """The share of a group's attention that each block holds."""
-    masses_by_head = []
+    heads: Masses = []
     for frames, tokens in SMOOTH:
         rng = torch.Generator().manual_seed(1)
         common, own = (smooth(torch.randn(RANK, *grid, generator=rng), frames, tokens) for _ in range(2))
@@ -58,8 +58,8 @@ def masses(grid: tuple[int, int, int], cubes: TokenCubes) -> Masses:
                 number = bisect.bisect_right(starts, place) - 1
                 group = query[:, :, cubes.order[starts[number] : starts[number + 1]]]
                 rows.append(block_mass(true_scores(group, keys, sharpness * RANK**-0.5), cubes.blocks)[0, 0])
-            masses_by_head.append(torch.stack(rows))
-    return masses_by_head
+            heads.append(torch.stack(rows))
+    return heads
 
 
 def mass() -> dict[str, Any]:

@@ -4,7 +4,7 @@
 
 fp32, heads of 64, random q, k, v. Each round runs dense (``scaled_dot_product_attention``) and sparse one after the
 other, in turn first; times are CPU times of the process, the median over rounds. ``learning`` is what a layer's
-predictor learns and is measured by, which a sparse layer does in every fourth step (``learning_steps.SPARSE_EVERY``)
+predictor learns and is measured by, which a sparse layer does in every eighth step (``learning_steps.SPARSE_EVERY``)
 and a dense one in every sixteenth behind the first (``DENSE_EVERY``): ``with learning`` is dense over sparse with that
 share in it, ``dense slower`` by how much a dense layer that learns takes longer. ``taken`` is what the planner would
 take (``arachnec.cost.sparse_attention.faster_sparse``) with the dense time that was fitted. Below the table: what the

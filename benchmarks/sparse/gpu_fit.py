@@ -111,7 +111,7 @@ def speeds_of(rows: Sequence[Row]) -> tuple[KernelSpeeds, dict[str, tuple[float,
 
 def planned_ratio(speeds: KernelSpeeds, row: Row, rate: float, learning: bool = False) -> float:
     """Dense over sparse in a plan, on a device whose dense forward does so many TFLOP in a ms; with what is learned in
-    every fourth step, or without."""
+    every eighth step, or without."""
     heads, tokens, density = row["heads"], row["tokens"], row["density"]
     dense = 4 * heads * tokens**2 * HEAD / 1e12 / rate
     kernels = density * dense * (1 / speeds.forward + 2 / speeds.backward)

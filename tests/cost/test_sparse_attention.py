@@ -146,7 +146,7 @@ def test_ranks_that_get_keys_of_more_heads_receive_more() -> None:
 
 def test_between_machines_a_part_of_a_head_gets_the_blocks_that_its_groups_chose() -> None:
     assert keys_sent(0.1, 10) == 1.0, "inside a machine all keys travel"
-    assert keys_sent(0.1, 1, 0.0) == pytest.approx(0.25 + 0.75 * 0.15), "all in every fourth step"
+    assert keys_sent(0.1, 1, 0.0) == pytest.approx(0.125 + 0.875 * 0.15), "all in every eighth step"
     assert keys_sent(0.1, 100, 0.0) == keys_sent(1.0, 1, 0.0) == 1.0
     assert keys_sent(0.1, 1, 0.5) == pytest.approx(0.5 + 0.5 * keys_sent(0.1, 1, 0.0))
     assert (share_inside(4, 8), share_inside(16, 8)) == (1.0, pytest.approx(7 / 15))
@@ -165,7 +165,7 @@ def test_short_clips_stay_dense_where_choosing_takes_longer_than_it_saves() -> N
 
 
 def test_learning_counts_by_the_share_of_the_steps_in_which_it_is_done() -> None:
-    """A sparse layer learns in every fourth step, one that is dense in every sixteenth, on any cluster."""
+    """A sparse layer learns in every eighth step, one that is dense in every sixteenth, on any cluster."""
     learning = formula("TFLOP", 1e-8, 0.0)  # 16 ms of a clip and layer
     of = stage(learning=learning, learning_overhead=Quantity(2.0, "ms"))
     for cluster in ("8:h100-80g", "2x8:h100-80g"):
@@ -178,7 +178,7 @@ def test_learning_counts_by_the_share_of_the_steps_in_which_it_is_done() -> None
 
 
 def test_a_layer_that_would_gain_less_than_it_learns_stays_dense_and_learns_nothing() -> None:
-    dear = stage(learning=formula("TFLOP", 8e-6))  # a quarter of it takes longer than attention saves
+    dear = stage(learning=formula("TFLOP", 16e-6))  # an eighth of it takes longer than attention saves
     assert faster_sparse(dear, TOKENS, 0) == ()
     assert faster_sparse(dear, TOKENS, 0, layer_densities(dear)) == (0, 1), "one that is listed learns on either path"
 

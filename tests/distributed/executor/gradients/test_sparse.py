@@ -145,7 +145,7 @@ def test_beside_dense_layers_predictors_learn_and_no_bit_of_the_model_s_training
 
 def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
     folder, alone = executable(tmp_path / "sparse", 4), executable(tmp_path / "alone", None)
-    through = trained(folder, steps=5)
+    through = trained(folder, steps=9)
     dense = trained(alone, steps=2)
     losses = [step["loss"] for step in through["steps"]]
     assert losses[0] == dense["steps"][0]["loss"]
@@ -155,13 +155,13 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
         assert layer["sparse"] and layer["loss"] < 0.01 and 0.97 <= layer["of_best"] <= 1
         assert all(0 < density < 1 for density in layer["density"])
     trained(folder, steps=2, checkpoint=tmp_path / "kept")
-    resumed = trained(folder, steps=3, checkpoint=tmp_path / "kept", resume=True)
+    resumed = trained(folder, steps=7, checkpoint=tmp_path / "kept", resume=True)
     assert [step["loss"] for step in resumed["steps"]] == losses[2:]
     first, second = (layer["history"] for layer in through["sparse_layers"])
-    assert [a == b for a, b in pairwise(first)] == [True, True, True, False], "layer 0 learns in steps 0 and 4"
-    assert [a == b for a, b in pairwise(second)] == [True, True, False, True], "and layer 1 in steps 0 and 3"
+    assert [a == b for a, b in pairwise(first)] == [True] * 7 + [False], "layer 0 learns in steps 0 and 8"
+    assert [a == b for a, b in pairwise(second)] == [True] * 6 + [False, True], "and layer 1 in steps 0 and 7"
     for layer in (*resumed["sparse_layers"], *through["sparse_layers"]):
-        assert layer["steps"] == [0, 1, 2, 3, 4] and len(layer["history"]) == 5
+        assert layer["steps"] == list(range(9)) and len(layer["history"]) == 9
         assert layer["history"][-1] == pytest.approx(layer["sparsity"], abs=1e-4)
         assert layer["planned_density"] == [0.2] * 3 and layer["known_imbalance"] <= layer["imbalance"]
     assert resumed["sparse_layers"] == through["sparse_layers"]
@@ -237,11 +237,11 @@ def test_a_plan_that_batches_clips_learns_and_chooses_what_one_that_does_not_doe
 
 def test_what_a_step_measured_plans_the_step_after_the_next_and_changes_no_loss(tmp_path: Path) -> None:
     """Step 0 makes both layers sparse, so step 2 has a plan for their densities, which fall when they next learn, in
-    steps 3 and 4. The planner's is faster than ours. It has every clip attend to lists, and so has ours: what is
+    steps 7 and 8. The planner's is faster than ours. It has every clip attend to lists, and so has ours: what is
     measured is of the same clips."""
     every = tuple(replace(work, attrs=SPARSE) for work in WORKS)
     following = executable(tmp_path / "following", 4, every, pipeline=f"sparsify,{QUICK}")
-    reports = [trained(folder, steps=5) for folder in (following, executable(tmp_path / "kept", 4, every))]
+    reports = [trained(folder, steps=9) for folder in (following, executable(tmp_path / "kept", 4, every))]
     losses = [[step["loss"] for step in report["steps"]] for report in reports]
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     for layer, kept in zip(*(report["sparse_layers"] for report in reports), strict=True):
@@ -281,20 +281,20 @@ def train_counting_repeats(folder: Path, options: RunOptions, margin: float) -> 
 
 
 def test_between_machines_chosen_keys_change_no_loss_and_without_room_a_step_is_done_again(tmp_path: Path) -> None:
-    """Step 0 measures and makes the layers sparse, steps 1 and 2 get only the keys that they chose. In step 3 layer 1
+    """Step 0 measures and makes the layers sparse, those up to 6 get only the keys that they chose. In step 7 layer 1
     learns, with all keys, and layer 0 does not."""
     apart, here = executable(tmp_path / "apart", 4, nodes=2), executable(tmp_path / "here", 4)
     saved = {margin: tmp_path / f"lists-{margin}" for margin in (2.0, 0.0)}
     runs = {}
     for margin, lists in saved.items():
-        repeats = run_ranks(2, train_counting_repeats, apart, RunOptions(steps=4, save_lists=lists), margin)
-        assert repeats == ([3, 3] if margin == 0 else [0, 0])
+        repeats = run_ranks(2, train_counting_repeats, apart, RunOptions(steps=8, save_lists=lists), margin)
+        assert repeats == ([7, 7] if margin == 0 else [0, 0])
         runs[margin] = losses(apart / "run.json")
     assert runs[0.0] == pytest.approx(runs[2.0], rel=1e-6)
-    again = trained(here, steps=4, replay_lists=saved[2.0])
+    again = trained(here, steps=8, replay_lists=saved[2.0])
     assert [step["loss"] for step in again["steps"]] == pytest.approx(runs[2.0], rel=1e-6)
     for told in (json.loads((apart / "run.json").read_text()), again):
-        assert [a == b for a, b in pairwise(told["sparse_layers"][1]["history"])] == [True, True, False]
+        assert [a == b for a, b in pairwise(told["sparse_layers"][1]["history"])] == [True] * 6 + [False]
 
 
 def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:
@@ -372,8 +372,8 @@ def test_which_layers_learn_follows_from_the_step_and_their_state_on_every_clust
 
     assert resting(0) == resting(1) == resting(FIRST - 1) == set()
     predictors.layers[1] = replace(predictors.layers[1], sparse=True)
-    assert [resting(step) for step in range(1, 6)] == [{1}, {1}, set(), {1}, {1}]
-    assert [resting(step) for step in (FIRST, FIRST + 3, FIRST + 15)] == [{1}, {0}, {0}]
+    assert [resting(step) for step in range(5, 10)] == [{1}, {1}, set(), {1}, {1}]
+    assert [resting(step) for step in (FIRST, FIRST + 7, FIRST + 15)] == [{1}, {0}, {0}]
 
 
 def test_scores_that_are_not_finite_are_one_message_and_change_nothing() -> None:

@@ -95,7 +95,7 @@ def test_a_checkpoint_of_one_density_a_head_is_gone_on_from(tmp_path: Path) -> N
             kept = lists[clip, f"{path}.0"]
             assert kept is not None
             assert kept.counts[0, :, 0].tolist() == kept_blocks(first[number]["density"], tokens)
-    later = trained(folder, steps=3, checkpoint=tmp_path / "kept", resume=True)["sparse_layers"]
+    later = trained(folder, steps=7, checkpoint=tmp_path / "kept", resume=True)["sparse_layers"]
     assert all(list(by_class(layer)) == [64, 128] for layer in later)
 
 
