@@ -74,6 +74,8 @@ def _layer(tensors: Mapping[str, Tensor], name: str) -> KeptLayer:
     known = (*sparsities, *densities, *(() if spread is None else spread.tolist()))
     if not all(map(math.isfinite, known)):
         raise ValueError("is not finite")
+    if sparse not in (0.0, 1.0):
+        raise ValueError("does not say whether it is sparse")
     _demand_shares(densities, "")
     for length, own in (classes or {}).items():
         _demand_shares(own.densities, f" in the class of {length} tokens")

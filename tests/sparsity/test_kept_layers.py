@@ -44,6 +44,7 @@ OF_CLASS = LENGTH_CLASSES.index(1024) * VALUES * 2
     [
         (f"predictor/layer/{NAME}", 1, torch.nan, "is not finite"),
         (f"predictor/layer/{NAME}", 2, 1.5, "has a density that is no share of the keys"),
+        (f"predictor/layer/{NAME}", 4, torch.nan, "does not say whether it is sparse"),
         (f"{HISTORY}spread/{NAME}", 0, torch.inf, "is not finite"),
         (f"{CLASSES}{NAME}", OF_CLASS, torch.nan, "is not finite in the class of 1024 tokens"),
         (

@@ -127,8 +127,9 @@ def needed_blocks(of_block: Tensor, mass: float = MASS) -> Tensor:
 
 
 def moved(before: Sequence[float], measured: Sequence[float]) -> tuple[float, ...]:
-    """What is known of heads after one more measurement."""
-    return tuple(MOMENTUM * old + (1 - MOMENTUM) * new for old, new in zip(before, measured, strict=True))
+    """What is known of heads, a share of each, after one more measurement. The mean of several ranks may be above 1 by
+    its rounding."""
+    return tuple(min(1.0, MOMENTUM * old + (1 - MOMENTUM) * new) for old, new in zip(before, measured, strict=True))
 
 
 def turns_sparse(loss: float, held: float, largest_loss: float = LARGEST_LOSS) -> bool:

@@ -58,6 +58,7 @@ def test_sparsity_counts_the_keys_outside_the_fewest_that_hold_the_mass() -> Non
     assert measured_sparsity(mass.log()[None, None, None], 0.79).item() == 0.5
     assert measured_sparsity(torch.zeros(1, 2, 3, 10)).mean((0, 2)).tolist() == pytest.approx([0.1, 0.1])
     assert moved([0.5], [1.0]) == pytest.approx((0.55,))
+    assert moved([1.0], [1.0 + 2**-23]) == (1.0,)  # as a mean of ranks may be
 
 
 def test_the_mass_that_chosen_blocks_hold_is_compared_with_the_best_choice_of_that_size() -> None:
