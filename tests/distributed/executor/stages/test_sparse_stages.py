@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.kept_plan import with_densities
 from arachnec.driver import plan_iteration, plan_model
 from arachnec.executable.folder import read_executable, write_executable
@@ -18,13 +21,16 @@ from arachnec.ir.head_density import LayerDensity, density_rows, measured_densit
 from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module
 from arachnec.kernels.sparse.predictor import Projections
+from arachnec.model_state import sparse_predictors
 from arachnec.model_state.key_list_files import read_lists, share_that_differs
 from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.sparsity.learning_steps import learns
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
-from tests.distributed.executor_cases import MODEL, QUICK, clip, train_on
+from tests.distributed.executor_cases import MODEL, QUICK, clip, train
+from tests.distributed.harness import run_ranks
 from tests.distributed.pipeline_cases import figures, pipeline_of, traced
 
 CLIPS = (clip("long", 60), clip("short", 25), clip("third", 40))
@@ -66,6 +72,19 @@ def executable(folder: Path, world: int, passes: str, before: str = "") -> Path:
         clips=CLIPS,
         training=Training(clip_norm=0.5),
     )
+
+
+def train_on(ranks: int, folder: Path, **options: object) -> dict[str, Any]:
+    """The report of ranks whose sparse layers learn in every fourth step: of four layers two in three steps."""
+    run_ranks(ranks, train_in_turns, folder, RunOptions(**options))  # type: ignore[arg-type]
+    report: dict[str, Any] = msgspec.json.decode((folder / "run.json").read_bytes())
+    return report
+
+
+def train_in_turns(folder: Path, options: RunOptions) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sparse_predictors, "learns", partial(learns, sparse_every=LAYERS))
+        train(folder, options)
 
 
 def losses(report: dict[str, Any]) -> list[float]:
