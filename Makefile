@@ -32,9 +32,8 @@ demo-finetune: $(READY) ## fine-tune a pretrained folder, with LoRA and whole, i
 demo-generate: $(READY) ## train a tiny pair of models on clips of real videos, and sample videos with both
 	$(BIN)/python -m examples.generate.run
 
-# Tests of ranks wait for much of their time: three workers keep two cores busy.
 test: $(READY) ## every test that this machine can run; `make test PART=solver`: those of one part
-	$(PYTEST) -n 3 $(addprefix tests/,$(PART))
+	$(PYTEST) -n 2 $(addprefix tests/,$(PART))
 
 fuzz: $(READY) ## the properties with 1000 drawn cases each, for minutes; `make fuzz PART=ir`: those of one part
 	$(PYTEST) -n 2 --hypothesis-profile=long --timeout=3600 -m hypothesis $(addprefix tests/,$(PART))
