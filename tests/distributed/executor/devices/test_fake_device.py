@@ -238,8 +238,7 @@ def needs_what_was_planned(seen: Seen) -> None:
             assert (1 - WITHIN) * (planned - seen.gradients) < peak < (1 + WITHIN) * planned
         else:
             expected = planned - seen.gradients * (index < first)
-            less = 2 * WITHIN if seen.sharded else WITHIN  # other threads may have freed what was gathered by now
-            assert (1 - less) * expected < peak < (1 + WITHIN) * expected, (op, index)
+            assert peak == pytest.approx(expected, rel=WITHIN), (op, index)
 
 
 @pytest.fixture(scope="module")
