@@ -28,7 +28,6 @@ from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.driver import Compiled, compile, plan_iteration
 from arachnec.executable.training_options import Training
-from arachnec.ir.garbage import without_garbage_collector
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.ir.stage_sizes import gradient_bytes
 from arachnec.kernels.attention.process_groups import ProcessGroups
@@ -189,8 +188,7 @@ def step(device: fake_device.FakeDevice, module: Module, compiled: Compiled) -> 
                 peaks = peaks_of_instructions(device.memory, patch)
                 until_the_optimizer_is_done(device.waits, patch)
                 waits.seen.clear()
-                with without_garbage_collector():  # what lies in cycles is counted, whenever it would have come
-                    run_iteration(context, iteration, Clock(0, runtime))
+                run_iteration(context, iteration, Clock(0, runtime))
     threads.close()
     forwards = [step for step in iteration.program.instructions if step.op == "forward"]
     return Seen(
