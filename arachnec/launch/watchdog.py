@@ -113,6 +113,7 @@ class Limits:
     beat: float = BEAT_S
     lapse: float = LAPSE_S
     hold: float = HOLD_S
+    answer: float = LAPSE_S  # that a look at the store may take
 
 
 @dataclass
@@ -228,7 +229,7 @@ class Watchdog:
             except RuntimeError:  # a script of one's own has ended: pools take no more work, while ranks take leave
                 asked = None
             try:
-                failure = self._look(told_to_end) if asked is None else asked.result(self._limits.lapse)
+                failure = self._look(told_to_end) if asked is None else asked.result(self._limits.answer)
             except (RuntimeError, TimeoutError) as error:
                 failure = _failure(self._without_store(str(error).partition("\n")[0] or "no answer"))
             if failure is not None and not self._closing.is_set():
