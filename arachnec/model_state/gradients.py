@@ -177,8 +177,9 @@ class GradientSynchronisation:
         return Parts.of() if self.place is None else Parts(len(self.place), self.place.index(dist.get_rank()))
 
     def drop(self) -> None:
-        """Give the gradients' memory back."""
+        """Give the gradients' memory back, and that of this rank's parts."""
         drop_gradients(self.parameters)
+        self.parts.clear()
 
     def _members(self, reduce: Instruction) -> dict[str, Tensor]:
         bucket = bucket_of(reduce)

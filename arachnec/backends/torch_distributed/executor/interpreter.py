@@ -134,6 +134,15 @@ def _gradients(
     return context.cells.gradients(context.gradient_groups, synchronisation, size, goes_on=goes_on)
 
 
+def _host_batch(context: RankContext, iteration: Iteration, run: Run, cascade: Cascade) -> HostBatch:
+    """What a forward reads; it may be asked for in a thread."""
+    here = {name: run.values[name].wait() for name in cascade.inputs}
+    encoded, kept = usable(encoded_inputs(iteration.module, cascade, here), len(cascade.clips))
+    clips = [iteration.clips[clip] for clip in cascade.clips]
+    batch = batch_of(context.model_file, clips, encoded, context.training, iteration.step)
+    return HostBatch(*batch, kept)
+
+
 @dataclass
 class _Walk:
     context: RankContext
@@ -219,15 +228,8 @@ class _Walk:
         forwards = [replace(cascade, inputs=tuple(encoders_of(cascade, self.cascades))) for cascade in named]
         runtime, threads = self.context.runtime, self.context.threads
         alone = runtime.capabilities.host_memory and not spare_cores()
-        return BatchPreparation(None if alone else threads.batches, self._batch, runtime.to_device, forwards)
-
-    def _batch(self, cascade: Cascade) -> HostBatch:
-        """What a forward reads; it may be asked for in a thread."""
-        here = {name: self.run.values[name].wait() for name in cascade.inputs}
-        encoded, kept = usable(encoded_inputs(self.iteration.module, cascade, here), len(cascade.clips))
-        context = self.context
-        batch = batch_of(context.model_file, self._clips(cascade), encoded, context.training, self.iteration.step)
-        return HostBatch(*batch, kept)
+        make = partial(_host_batch, self.context, self.iteration, self.run)
+        return BatchPreparation(None if alone else threads.batches, make, runtime.to_device, forwards)
 
     def _forward(self, instruction: Instruction) -> None:
         self._run_forward(instruction)
