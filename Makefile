@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Dozens of processes import the same sources: they are compiled once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-finetune demo-generate test fuzz parts golden bench lint format docs clean
+.PHONY: help demo demo-finetune demo-generate test test-all fuzz parts golden bench lint format docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -32,7 +32,10 @@ demo-finetune: $(READY) ## fine-tune a pretrained folder, with LoRA and whole, i
 demo-generate: $(READY) ## train a tiny pair of models on clips of real videos, and sample videos with both
 	$(BIN)/python -m examples.generate.run
 
-test: $(READY) ## every test that this machine can run; `make test PART=solver`: those of one part
+test: $(READY) ## the tests, but for more cases of the same rules; `make test PART=solver`: those of one part
+	$(PYTEST) -n 2 -m "not slow" $(addprefix tests/,$(PART))
+
+test-all: $(READY) ## every test that this machine can run, the slow ones too; `make test-all PART=solver`
 	$(PYTEST) -n 2 $(addprefix tests/,$(PART))
 
 fuzz: $(READY) ## the properties with 1000 drawn cases each, for minutes; `make fuzz PART=ir`: those of one part

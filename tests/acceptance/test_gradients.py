@@ -19,6 +19,7 @@ from arachnec.models.file import load_model_file
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.sample import example_calls
 from tests.acceptance.warm import EVERYTHING
+from tests.slow import SLOW
 from tests.warm_python import warm_python
 
 HERE = Path(__file__).parent
@@ -50,6 +51,7 @@ def test_gradients_saved_by_the_command_line_equal_those_of_a_plain_loop(
     assert degrees_of(build) == parity.DEGREES["mixed"]
 
 
+@SLOW
 def test_gradients_saved_by_ranks_that_were_forked_equal_those_of_a_plain_loop(tmp_path: Path) -> None:
     """Another model and plan, as benchmarks/gradient_parity.py runs them: traced once, not by every rank."""
     file = HERE / "models" / "wan.py"

@@ -26,6 +26,7 @@ from arachnec.tracing.captured import lifted
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.graph import block_graph
 from tests.kernels.triton_interpreter import in_interpreter
+from tests.slow import SLOW, quick
 from tests.spmd.sequence_models import (
     HEADS,
     MODELS,
@@ -152,7 +153,7 @@ def captured_case(name: str) -> Captured:
     return case, model, captured, [fuse_graph(block_graph(block)) for block in captured.blocks]
 
 
-@pytest.fixture(scope="module", params=TESTED)
+@pytest.fixture(scope="module", params=quick(TESTED, "wan-3-heads", "hunyuan-video", "plain", "joined"))
 def case(request: pytest.FixtureRequest) -> Captured:
     return captured_case(request.param)
 
@@ -199,7 +200,7 @@ def test_what_a_row_of_a_diffusers_block_needs_is_by_hand_except_where_tokens_ar
             assert any("norm_rope" in str(region.attrs["kernel"]) for region in graph.fused)
 
 
-@pytest.mark.parametrize("name", ["hunyuan-video", "cogvideox-rotary", "cogvideox-sincos"])
+@pytest.mark.parametrize("name", quick(["hunyuan-video", "cogvideox-rotary", "cogvideox-sincos"], "hunyuan-video"))
 def test_a_join_of_tokens_is_written_in_place_by_as_many_kernels_as_the_plan_counts(
     name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -215,6 +216,7 @@ def test_a_join_of_tokens_is_written_in_place_by_as_many_kernels_as_the_plan_cou
         assert len(region._compiled.forward.launchers) == launches
 
 
+@SLOW
 def test_generated_joins_of_tokens_have_the_models_output_and_gradients(tmp_path: Path) -> None:
     names = ("hunyuan-video", "cogvideox-sincos")
     differences = in_interpreter("tests.codegen.blocks.interpreted_joins", str(tmp_path), *names)

@@ -6,6 +6,7 @@ import pytest
 
 from arachnec.kernels.attention.sequence_shard import even_split
 from tests.distributed.sequence_cases import Step, compare
+from tests.slow import quick
 from tests.spmd.sequence_models import MODELS, ModelCase, Size
 
 CLIP = Size(3, 4, 6)
@@ -28,7 +29,10 @@ def steps(case: ModelCase) -> tuple[Step, ...]:
     )
 
 
-@pytest.mark.parametrize("name", MODELS)
+QUICK = ("hunyuan-video", "factorised-by-shell", "wan-3-heads", "grid", "convolved", "long-skip", "plain", "joined")
+
+
+@pytest.mark.parametrize("name", quick(list(MODELS), *QUICK))
 def test_loss_and_every_gradient_equal_those_of_one_process(name: str) -> None:
     errors = compare(name, steps(MODELS[name]))
     assert len(errors) == sum(len(step.ranks) for step in steps(MODELS[name]))

@@ -11,6 +11,7 @@ from types import ModuleType
 import pytest
 import torch
 
+from tests.slow import SLOW
 from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parents[3]
@@ -48,6 +49,7 @@ def test_without_a_gpu_it_says_so_and_keeps_no_times(tmp_path: Path) -> None:
     assert len(report["estimates"]) == 12 and all(0 < row["estimated_of_copy"] < 1 for row in report["estimates"])
 
 
+@SLOW
 def test_on_a_gpu_it_checks_times_and_keeps_every_kernel_beside_its_peers(tmp_path: Path) -> None:
     output = tmp_path / "found.json"
     command = [sys.executable, "tests/kernels/dry_benchmark.py", "--hidden", "128", "--layouts", "packed"]

@@ -32,6 +32,7 @@ from tests.distributed.executor_cases import (
 )
 from tests.distributed.harness import run_ranks
 from tests.distributed.ncclish import Settings
+from tests.slow import slow
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 1, 24, 16), clip("e", 7))
 LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
@@ -86,16 +87,16 @@ FIRST = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH), recompu
 @pytest.mark.parametrize(
     ("ranks", "cell", "works", "more", "layers"),
     [
-        pytest.param(2, 2, ONE_CELL, DOUBLE, LAYERS, id="one-cell"),
-        pytest.param(4, 4, WHOLE_WORLD, DOUBLE, LAYERS, id="all-ranks"),
+        slow(2, 2, ONE_CELL, DOUBLE, LAYERS, id="one-cell"),
+        slow(4, 4, WHOLE_WORLD, DOUBLE, LAYERS, id="all-ranks"),
         pytest.param(4, 2, UNEVEN, DOUBLE, LAYERS, id="uneven-numbers-of-cascades"),
-        pytest.param(4, 2, BOTH, DOUBLE, LAYERS, id="one-cell-and-two"),
+        slow(4, 2, BOTH, DOUBLE, LAYERS, id="one-cell-and-two"),
         pytest.param(4, 2, BESIDE, DOUBLE, LAYERS, id="clips-side-by-side"),
         pytest.param(4, 2, TWO_BY_TWO, DOUBLE, LAYERS, id="two-clips-on-two-ranks-each"),
         pytest.param(4, 4, TWO_BY_TWO, DOUBLE, LAYERS, id="side-by-side-in-a-cell"),
-        pytest.param(4, 2, AGAIN, DOUBLE, LAYERS, id="recomputing"),
+        slow(4, 2, AGAIN, DOUBLE, LAYERS, id="recomputing"),
         pytest.param(4, 2, FIRST, DOUBLE, LAYERS, id="recomputing-one-block-of-two"),
-        pytest.param(4, 2, BOTH, ADAPTERS, (("blocks.0", 12), ("blocks.1", 156)), id="most-are-frozen"),
+        slow(4, 2, BOTH, ADAPTERS, (("blocks.0", 12), ("blocks.1", 156)), id="most-are-frozen"),
         pytest.param(4, 2, BOTH, TIED, (("blocks.0", 1092), ("blocks.1", 1092)), id="two-layers-share-a-weight"),
         pytest.param(4, 1, WHOLE_WORLD, DOUBLE, LAYERS, id="cells-of-one"),
     ],
@@ -123,8 +124,15 @@ def test_a_step_over_nccls_semantics_has_the_gradients_of_a_plain_loop(tmp_path:
     assert_same_gradients(saved, plain_loop(folder, CLIPS)[1])
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-@pytest.mark.parametrize("dealt_out", [False, True], ids=["optimizer-in-each-cell", "optimizer-over-cells"])
+@pytest.mark.parametrize(
+    ("dtype", "dealt_out"),
+    [
+        pytest.param("fp32", False, id="fp32-optimizer-in-each-cell"),
+        slow("fp32", True, id="fp32-optimizer-over-cells"),
+        slow("bf16", False, id="bf16-optimizer-in-each-cell"),
+        pytest.param("bf16", True, id="bf16-optimizer-over-cells"),
+    ],
+)
 def test_steps_clip_and_average_as_a_model_that_is_whole(tmp_path: Path, dtype: str, dealt_out: bool) -> None:
     training = Training(lr=1e-2, ema=0.9, dtype=dtype, clip_norm=0.5)  # type: ignore[arg-type]
     reports = []
@@ -139,7 +147,9 @@ def test_steps_clip_and_average_as_a_model_that_is_whole(tmp_path: Path, dtype: 
         assert abs(norm_a - norm_b) <= (1e-4 if dtype == "fp32" else 2e-2) * norm_a
 
 
-@pytest.mark.parametrize(("before", "after"), [((4, 2), (2, 2)), ((2, 2), (4, 4)), ((4, 4), (2, 1)), ((2, 1), (4, 2))])
+@pytest.mark.parametrize(
+    ("before", "after"), [slow((4, 2), (2, 2)), ((2, 2), (4, 4)), slow((4, 4), (2, 1)), ((2, 1), (4, 2))]
+)
 def test_a_checkpoint_resumes_with_other_cells_on_another_number_of_ranks(
     tmp_path: Path, before: tuple[int, int], after: tuple[int, int]
 ) -> None:

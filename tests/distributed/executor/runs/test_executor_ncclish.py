@@ -43,6 +43,7 @@ from tests.distributed.executor_cases import (
 from tests.distributed.harness import RankError, run_ranks
 from tests.distributed.late_device import late_runtime
 from tests.distributed.ncclish import NAME, Counts, Settings, install, uninstall
+from tests.slow import slow
 
 LAYERS = (("blocks.0", 1000), ("blocks.1", 1000))
 CLIPS = [clip(name, frames) for name, frames in zip("abcdefg", (2, 2, 3, 3, 3, 5, 4), strict=True)]
@@ -154,9 +155,23 @@ def assert_clean(ranks: Sequence[Counts], settings: Settings) -> None:
             assert counts.connected_in_use == 0
 
 
-@pytest.mark.parametrize("kernels", [32, 1])
-@pytest.mark.parametrize("eager", [True, False], ids=["eager", "lazy"])
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("world", "eager", "kernels"),
+    [
+        (2, True, 32),
+        slow(2, True, 1),
+        slow(2, False, 32),
+        (2, False, 1),
+        slow(3, True, 32),
+        (3, True, 1),
+        (3, False, 32),
+        slow(3, False, 1),
+        (4, True, 32),
+        slow(4, True, 1),
+        slow(4, False, 32),
+        (4, False, 1),
+    ],
+)
 def test_a_step_has_the_gradients_of_a_plain_loop(tmp_path: Path, world: int, eager: bool, kernels: int) -> None:
     folder, saved = written(tmp_path / "run", planned(world)), tmp_path / "gradients.safetensors"
     settings = Settings(eager=eager, kernels=kernels, delay=2e-3)

@@ -14,6 +14,7 @@ from arachnec.executable.training_options import Training
 from tests.distributed.executor_cases import assert_same_gradients, clip, plain_loop, train_on
 from tests.distributed.pipeline_cases import FROZEN, executable, pipeline_of
 from tests.distributed.rank_device import ROUNDING
+from tests.slow import slow
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
 
@@ -30,18 +31,18 @@ def assert_exact(saved: Path, expected: dict[str, torch.Tensor]) -> None:
 @pytest.mark.parametrize(
     ("world", "stages", "schedule"),
     [
-        (2, "p=2", "schedule=gpipe"),
+        slow(2, "p=2", "schedule=gpipe"),
         (2, "p=2", "schedule=1f1b"),
         (2, "p=2", "schedule=zb-h1"),
-        (2, "p=2", "schedule=zb-h2"),
-        (4, "p=4", "schedule=zb-h2"),
+        slow(2, "p=2", "schedule=zb-h2"),
+        slow(4, "p=4", "schedule=zb-h2"),
         (2, "p=4", "schedule=interleaved-1f1b"),
         (2, "p=4", "schedule=zb-v"),
-        (4, "p=4", "schedule=zb-h1"),
+        slow(4, "p=4", "schedule=zb-h1"),
         (4, "p=2", "schedule=planned"),
-        (4, "cuts=[1]", "schedule=1f1b"),
+        slow(4, "cuts=[1]", "schedule=1f1b"),
         (2, "p=2", "schedule=kfkb"),
-        (3, "cuts=[1],replicas=[1,2]", "schedule=dapple"),
+        slow(3, "cuts=[1],replicas=[1,2]", "schedule=dapple"),
         (4, "cuts=[2,3],replicas=[2,1,1]", "schedule=dapple,policy=B"),
         (4, "cuts=[1],replicas=[1,2]", "schedule=dapple"),  # the last rank is idle
     ],

@@ -25,6 +25,7 @@ from tests.distributed.executor.stages.test_pipelines import FROZEN
 from tests.distributed.executor_cases import assert_same_gradients, clip, plain_loop, train_on
 from tests.distributed.pipeline_cases import executable, pipeline_of
 from tests.distributed.rank_device import ROUNDING
+from tests.slow import quick, slow
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
 
@@ -93,7 +94,13 @@ PRODUCTS = {
 }
 
 
-@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
+QUICK = (
+    "dealt-1f1b", "cells-zb-h1-beside", "cells-zb-v", "degrees-3-1-recompute", "cells-adapters", "cells-partly",
+    "host-cells-zb-v", "host-inputs", "replicas-planned-host", "cells-replicas-zb-h1",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("product", quick(PRODUCTS, *QUICK))
 def test_gradients_are_those_of_plain_pytorch(tmp_path: Path, product: Product) -> None:
     """Five clips of four lengths on four ranks, tied weights across stages; two steps with clipping."""
     training = Training(clip_norm=0.05, lr=0.01)
@@ -147,8 +154,8 @@ def after_one_step(folder: Path, training: Training) -> nn.Module:
     ("before", "after"),
     [
         ((4, "p=2", "schedule=zb-h1", 2), (2, "p=2", "schedule=1f1b", 1)),
-        ((2, "p=2", "schedule=1f1b", 1), (4, "p=1", "schedule=gpipe", 2)),
-        ((4, "p=1", "schedule=gpipe", 4), (4, "p=4", "schedule=zb-v", 2)),
+        slow((2, "p=2", "schedule=1f1b", 1), (4, "p=1", "schedule=gpipe", 2)),
+        slow((4, "p=1", "schedule=gpipe", 4), (4, "p=4", "schedule=zb-v", 2)),
     ],
 )
 def test_a_checkpoint_goes_on_with_other_stages_cells_and_ranks(

@@ -15,6 +15,7 @@ from types import ModuleType
 import pytest
 
 from tests.distributed.executor_cases import RUNS
+from tests.slow import SLOW
 from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parents[4]
@@ -68,6 +69,7 @@ def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_l
         assert program[place] < crossed < 1.15 * program[place] + 200_000
 
 
+@SLOW
 def test_the_hosts_go_when_a_rank_fails_and_when_the_process_is_told_to_end(fabric: ModuleType) -> None:
     with (
         pytest.raises(fabric.RankFailed, match="exit code 3"),

@@ -13,6 +13,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.shard_parameters import ShardParameters
 from tests.distributed.executor_cases import clip, cluster, train_on
 from tests.distributed.pipeline_cases import executable, pipeline_of, planned
+from tests.slow import slow
 
 CLIPS = [clip("a", 1), clip("b", 2), clip("c", 1), clip("d", 3)]
 ENDS = "lower,check"
@@ -79,10 +80,10 @@ def test_a_cell_of_so_many_ranks_is_the_largest_that_a_stage_has_room_for(
     ("before", "after", "stages", "schedule", "cell"),
     [
         (2, 1, "p=2", "schedule=1f1b", 1),
-        (4, 2, "p=4", "schedule=1f1b", 1),
+        slow(4, 2, "p=4", "schedule=1f1b", 1),
         (4, 2, "p=2,replicas=[1,3]", "schedule=dapple", 1),
-        (2, 1, "p=4", "schedule=interleaved-1f1b", 1),
-        (4, 2, "p=2", "schedule=1f1b,degree=2", 2),
+        slow(2, 1, "p=4", "schedule=interleaved-1f1b", 1),
+        slow(4, 2, "p=2", "schedule=1f1b,degree=2", 2),
     ],
 )
 def test_the_losses_on_fewer_ranks_are_those_of_the_whole_pipeline(
