@@ -3,7 +3,6 @@ clip."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
@@ -20,7 +19,6 @@ import pytest
 from tests.distributed.executor_cases import RUNS, Work, clip, executable
 from tests.warm_python import warm_python
 
-BENCHMARKS = Path(__file__).parents[4] / "benchmarks"
 CLIPS = (clip("a", 3), clip("b", 5))
 WORKS = [Work((0,), (0,), 0.0), Work((1,), (1, 2), 0.0)]  # the second clip is shared by two hosts
 STARTS_S, STALL_S, ENDS_S = 200.0, 8.0, 60.0
@@ -39,17 +37,6 @@ def sample(clip, generator, inner=sample, calls=[]):
 """
 
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture(scope="module")
-def fabric() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        module = importlib.import_module("hosts.fabric")
-        reason = module.unavailable()
-        if reason is not None:
-            pytest.skip(reason)
-        yield module
 
 
 def test_a_link_between_two_hosts_of_a_clip_is_cut(fabric: ModuleType, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -23,17 +22,6 @@ BENCHMARKS = ROOT / "benchmarks"
 PASSES = "partition{policy=single},annotate,schedule-static{degree=2}"
 
 pytestmark = pytest.mark.root
-
-
-@pytest.fixture(scope="module")
-def fabric() -> Iterator[ModuleType]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        module = importlib.import_module("hosts.fabric")
-        reason = module.unavailable()
-        if reason is not None:
-            pytest.skip(reason)
-        yield module
 
 
 def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_loss(
