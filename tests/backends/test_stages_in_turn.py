@@ -19,6 +19,7 @@ from arachnec.ir.values import Quantity
 from arachnec.models.file import load_model_file
 from tests.distributed.executor_cases import clip, plain_loop
 from tests.distributed.pipeline_cases import MODEL, executable, pipeline_of
+from tests.slow import slow
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2))
 
@@ -28,11 +29,11 @@ CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2))
     [
         ("p=2", "schedule=1f1b", False, 1),
         ("p=4", "schedule=zb-h1", True, 1),
-        ("cuts=[1,3]", "schedule=gpipe", False, 1),
-        ("p=4", "schedule=zb-h2", False, 1),
+        slow("cuts=[1,3]", "schedule=gpipe", False, 1),
+        slow("p=4", "schedule=zb-h2", False, 1),
         ("p=2", "schedule=1f1b,recompute=true", False, 2),
         ("p=4", "schedule=zb-v", False, 2),
-        ("p=4", "schedule=interleaved-1f1b", False, 1),
+        slow("p=4", "schedule=interleaved-1f1b", False, 1),
     ],
 )
 def test_stages_in_turn_have_the_gradients_of_plain_pytorch(

@@ -25,6 +25,7 @@ from arachnec.planning.sampling.segments import segmented
 from arachnec.sampling.loop import Sampling, begin
 from benchmarks.sampling.pipelines import wan_model
 from tests.generation.cases import ENCODER, FIXED, REQUESTS, SAMPLER, sampling_of, written
+from tests.slow import quick
 
 pytest.importorskip("diffusers")
 ROW = {"caption": "fox", "frames": 3, "height": 16, "width": 16, "steps": 4, "guidance": 2}
@@ -153,7 +154,7 @@ MISTAKES = {
 }
 
 
-@pytest.mark.parametrize("encoder", ["", ENCODER], ids=["no encoders", "an encoder"])
+@pytest.mark.parametrize("encoder", quick({"no encoders": "", "an encoder": ENCODER}, "no encoders"))
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_a_mistake_is_one_message_with_a_remedy(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], mistake: str, encoder: str

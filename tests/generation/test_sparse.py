@@ -165,7 +165,7 @@ def test_fused_blocks_attend_to_the_same_keys(tmp_path: Path) -> None:
         torch.testing.assert_close(fused[id], latents, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", quick(list(FAMILIES), "hunyuan"))
+@pytest.mark.parametrize("family", quick(list(FAMILIES), "cogvideox"))
 def test_diffusers_models_with_captions_in_the_sequence(tmp_path: Path, family: str) -> None:
     """With all keys the latents are the dense ones; with chosen keys two ranks have those of one."""
     name, size, paths = FAMILIES[family]

@@ -17,6 +17,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.encoders import VideoEncoder
 from tests.distributed.executor_cases import RUNS
+from tests.slow import quick
 from tests.warm_python import warm_python
 
 diffusers: Any = pytest.importorskip("diffusers")
@@ -98,7 +99,7 @@ def video(path: Path, frames: int, height: int, width: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # of Mochi's rotary embedding
-@pytest.mark.parametrize("name", ["Mochi", "Allegro"])
+@pytest.mark.parametrize("name", quick(["Mochi", "Allegro"], "Allegro"))
 def test_videos_are_encoded_trained_on_and_exported(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

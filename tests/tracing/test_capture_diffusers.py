@@ -8,6 +8,7 @@ from arachnec.tracing.blocks import call_lifted, capture_blocks
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.errors import CannotCapture
 from arachnec.tracing.record import ExampleCall
+from tests.slow import quick
 from tests.spmd.sequence_models import randomised
 
 diffusers = pytest.importorskip("diffusers")
@@ -119,7 +120,7 @@ def examples(make, text_moves=True):
     return [ExampleCall(make(*size), *size) for size in wanted]
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=quick(list(MODELS), "wan", "cogvideox-rotary"))
 def captured(request):
     torch.manual_seed(0)
     build, make, text_moves, structures = MODELS[request.param]

@@ -11,6 +11,7 @@ from arachnec.models.encoders import VideoEncoder
 from arachnec.spmd.spatial.encoding import encode_divided, grid_of
 from arachnec.spmd.spatial.peers import Counted
 from arachnec.spmd.spatial.split_tensor import NotDivisible
+from tests.slow import slow
 from tests.spmd.spatial_ranks import encoded_by
 from tests.spmd.spatial_vaes import (
     cogvideox,
@@ -28,7 +29,9 @@ from tests.spmd.spatial_vaes import (
 CASES = (((9, 40, 56), (2, 4)), ((17, 72, 24), (1, 3)))
 
 
-@pytest.mark.parametrize("make", [wan, wan_residual, cogvideox, hunyuan, hunyuan_1_5, ltx, magvit, mochi])
+@pytest.mark.parametrize(
+    "make", [wan, slow(wan_residual), cogvideox, hunyuan, slow(hunyuan_1_5), slow(ltx), slow(magvit), slow(mochi)]
+)
 def test_a_vae_by_several_ranks_is_the_vae_on_one(make: object) -> None:
     pytest.importorskip("diffusers")
     torch.manual_seed(0)

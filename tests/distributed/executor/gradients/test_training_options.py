@@ -33,6 +33,7 @@ from tests.distributed.executor_cases import (
     train_on,
 )
 from tests.distributed.harness import run_ranks
+from tests.slow import slow
 
 CLIPS = (clip("a", 3), clip("b", 5), clip("c", 2))
 ONE = [Work((0,), (0,), 0.0), Work((1,), (0,), 1.0), Work((2,), (0,), 2.0)]
@@ -151,7 +152,9 @@ def test_options_that_take_more_memory_than_was_proved_are_held_to_what_is_left(
 
 
 @pytest.mark.parametrize(
-    ("cell", "dealt_out"), [(1, False), (1, True), (2, False), (2, True)], ids=["whole", "sharded", "cells", "both"]
+    ("cell", "dealt_out"),
+    [(1, False), slow(1, True), slow(2, False), (2, True)],
+    ids=["whole", "sharded", "cells", "both"],
 )
 def test_an_update_of_several_batches_has_the_gradient_of_all_their_clips(
     cell: int, dealt_out: bool, tmp_path: Path

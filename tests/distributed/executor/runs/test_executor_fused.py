@@ -20,6 +20,7 @@ from arachnec.tracing.sample import example_calls
 from tests.distributed.executor_cases import Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
 from tests.distributed.rank_device import rank_device
+from tests.slow import quick
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5))
 WORKS = [
@@ -64,7 +65,7 @@ def _train(folder: Path, options: RunOptions) -> None:
     assert called
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], "bf16"))
 def test_loss_and_gradients_are_those_of_a_plain_loop(tmp_path: Path, dtype: str) -> None:
     folder, saved = fused_executable(tmp_path / "program"), tmp_path / "gradients.safetensors"
     run_ranks(2, _train, folder, RunOptions(steps=1, save_gradients=saved, dtype=dtype))

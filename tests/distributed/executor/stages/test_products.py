@@ -96,7 +96,7 @@ PRODUCTS = {
 
 QUICK = (
     "dealt-1f1b", "cells-zb-h1-beside", "cells-zb-v", "degrees-3-1-recompute", "cells-adapters", "cells-partly",
-    "host-cells-zb-v", "host-inputs", "replicas-planned-host", "cells-replicas-zb-h1",
+    "host-inputs", "replicas-planned-host",
 )  # fmt: skip
 
 

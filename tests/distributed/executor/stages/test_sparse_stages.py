@@ -32,6 +32,7 @@ from arachnec.spmd.sparse_layers import Layer, LayerState
 from tests.distributed.executor_cases import MODEL, QUICK, clip, train
 from tests.distributed.harness import run_ranks
 from tests.distributed.pipeline_cases import figures, pipeline_of, traced
+from tests.slow import slow
 
 CLIPS = (clip("long", 60), clip("short", 25), clip("third", 40))
 LAYERS = 4
@@ -113,8 +114,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
     ("world", "stages", "schedule"),
     [
         (2, "p=2", "schedule=1f1b"),
-        (2, "p=4", "schedule=zb-v"),
-        (4, "cuts=[1]", "schedule=1f1b,degree=1"),
+        slow(2, "p=4", "schedule=zb-v"),
+        slow(4, "cuts=[1]", "schedule=1f1b,degree=1"),
         (4, "p=2", "schedule=zb-h1,degree=2,recompute=true"),
     ],
 )
