@@ -6,13 +6,14 @@ import pytest
 
 from arachnec.kernels.attention.sequence_shard import even_split
 from tests.distributed.sequence_cases import Step, compare
+from tests.slow import quick
 from tests.spmd.sequence_models import MODELS, Size
 
 CLIP = Size(3, 4, 6)
 FUSED = ("wan-3-heads", "cogvideox-rotary", "hunyuan-video", "ltx-video", "plain", "convolved", "joined")
 
 
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", quick(FUSED, "wan-3-heads", "hunyuan-video", "plain", "joined"))
 def test_loss_and_every_gradient_equal_those_of_one_process_without_fusion(name: str) -> None:
     total = MODELS[name].tokens(CLIP)
     steps = (

@@ -209,7 +209,7 @@ def step(device: fake_device.FakeDevice, module: Module, compiled: Compiled) -> 
 
 
 def parts_bytes(stage: Stage) -> float:
-    """Bytes of a rank's parts of gradients, fp32 beside gradients of lower precision, where the optimizer is dealt out."""
+    """Bytes of a rank's parts in fp32 of gradients of lower precision, where the optimizer is dealt out."""
     apart = "sharded" in stage.attrs and gradient_element_bytes(stage) < 4
     return 4 * trained_count(stage) / RANKS if apart else 0.0
 

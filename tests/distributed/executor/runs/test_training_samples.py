@@ -20,6 +20,7 @@ from tests.distributed.executor.cells import test_cells
 from tests.distributed.executor.runs.test_validation import CLIPS, TRAINING, TWO, cells, trained_for_a_step, whole
 from tests.distributed.executor.stages import test_pipelines
 from tests.distributed.executor_cases import train_on
+from tests.slow import quick
 
 SAMPLER = """
 import torch
@@ -95,7 +96,9 @@ STAGED = {  # name: ranks, the passes' stages, schedule, cell, and what lies in 
 }
 
 
-@pytest.mark.parametrize("case", STAGED)
+@pytest.mark.parametrize(
+    "case", quick(list(STAGED), "there and back on two ranks", "two stages in cells of two", "layers in host memory")
+)
 def test_a_rank_of_every_stage_samples_with_the_others(case: str, tmp_path: Path) -> None:
     ranks, stages, schedule, cell, host = STAGED[case]
 
