@@ -28,6 +28,7 @@ from tests.emulator.plans import PIPELINES, costed, plan
 from tests.emulator.translate import Backend, actions_of
 from tests.passes.plans import bucket_sizes, placed_modules
 from tests.passes.test_bucket import LAYERS, with_buckets
+from tests.slow import slow
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 POOLS = (1, 2, 8, 32)
@@ -90,7 +91,7 @@ def is_sound(module: Module) -> bool:
 
 
 @pytest.mark.parametrize("model", MODELS, ids=str)
-@pytest.mark.parametrize("pool", POOLS)
+@pytest.mark.parametrize("pool", [pool if pool in (1, 8) else slow(pool) for pool in POOLS])
 def test_golden_programs_go_through_where_check_accepts_them(model: ExecutionModel, pool: int) -> None:
     sound = {name: module for name, module in golden_programs().items() if is_sound(module)}
     assert len(sound) > 15

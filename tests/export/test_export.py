@@ -268,6 +268,7 @@ def loss(prediction, target):
 """
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")  # of older ones, since the base had adapters
 def test_the_adapter_of_a_class_that_loads_no_lora_file_is_written_for_peft(
     trained: Callable[..., Trained], tmp_path: Path
 ) -> None:

@@ -122,9 +122,23 @@ def pixels(vae: Any, frames: int = 9) -> tuple[Tensor, Tensor]:
     return loaded, loaded / 127.5 - 1
 
 
+NEWER = {
+    "Wan": "MotifVideoPipeline",
+    "LTX-2": "AutoencoderKLLTX2Video",
+    "HunyuanVideo 1.5": "AutoencoderKLHunyuanVideo15",
+}
+
+
+def demand(name: str) -> None:
+    """Skip where this Diffusers is older than what the test is of."""
+    if not hasattr(diffusers, name):
+        pytest.skip(f"Diffusers {diffusers.__version__} has no {name}")
+
+
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
 def test_videos_are_scaled_as_the_pipeline_does_it_there_and_back(name: str) -> None:
+    demand(NEWER.get(name, "WanPipeline"))
     torch.manual_seed(0)
     make, way = CASES[name]
     vae = make().eval()
@@ -175,6 +189,7 @@ def test_shift_comes_before_the_factor() -> None:
 
 @torch.no_grad()
 def test_ltx_decodes_at_time_zero_where_its_vae_asks_for_a_time() -> None:
+    demand("AutoencoderKLLTX2Video")
     torch.manual_seed(0)
     vae = ltx_2(timestep_conditioning=True).eval()
     latents = torch.randn(1, 4, 2, 2, 2)
@@ -192,6 +207,7 @@ def test_a_schedulers_factor_multiplies_too() -> None:
 
 
 def test_what_is_not_known_is_refused() -> None:
+    demand("AutoencoderKLFlux2")
     loaded = torch.zeros((1, 3, 25, 32, 32), dtype=torch.uint8)
     short = cosmos()
     short.register_to_config(latents_mean=[0.0] * 8, latents_std=[1.0] * 8)

@@ -24,6 +24,7 @@ from arachnec.models.initial_weights import read_config, read_json_object
 from arachnec.models.prompts import wan_prompt
 
 INDEX = "model_index.json"
+LANGUAGE_MODEL_ON_META = 5  # the first version of transformers whose Llama asks for no autocast there
 TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 
 
@@ -48,6 +49,17 @@ class OtherPipeline(Diagnostic):
     known: str
 
 
+@dataclass(frozen=True)
+class OlderTransformers(Diagnostic):
+    title: ClassVar[str] = "HunyuanVideo's captions need transformers {least}, and {version} is installed"
+    help: ClassVar[str] = (
+        "pip install -U transformers diffusers peft: memory and time are planned by running the language model without "
+        "values, which older ones cannot"
+    )
+    version: str
+    least: int = LANGUAGE_MODEL_ON_META
+
+
 def pipeline_encoders(
     folder: str | Path, multiple: int = 16, *, text_dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, nn.Module]:
@@ -55,7 +67,7 @@ def pipeline_encoders(
     Their weights are as drawn.
 
     ``multiple`` is an adapter's ``geometry.multiple``. The VAE stays in fp32. Raises ``UserError`` where the folder
-    lacks a part, or is of a pipeline that encodes captions in a way of its own.
+    lacks a part, is of a pipeline that encodes captions in a way of its own, or needs a newer transformers.
     """
     folder = Path(folder)
     if not (folder / INDEX).is_file():
@@ -81,6 +93,9 @@ def _cogvideox(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
 
 
 def _hunyuan_video(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+    version = importlib.import_module("transformers").__version__
+    if int(version.partition(".")[0]) < LANGUAGE_MODEL_ON_META:
+        raise UserError(OlderTransformers(None, version))
     template = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE
     return {
         "text": TemplateEncoder(

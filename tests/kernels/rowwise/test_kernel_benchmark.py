@@ -35,6 +35,7 @@ def test_every_case_equals_its_eager_form_in_outputs_and_gradients(speed: Module
         assert max(speed.errors(case)) < LARGEST_ERROR, case.kernel
 
 
+@SLOW
 def test_without_a_gpu_it_says_so_and_keeps_no_times(tmp_path: Path) -> None:
     command = [warm_python(), "benchmarks/kernels", "--hidden", "1536", "--layouts", "packed", "--tokens", "1024"]
     command += ["--output", str(tmp_path / "found.json")]
