@@ -39,7 +39,7 @@ def used() -> float:
 def measured(part: str) -> dict[str, object]:
     """Of a part and of what lies in its folders: s of processor and of wall time, and how pytest ended."""
     before, begin = used(), time.perf_counter()
-    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", f"tests/{part}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-n", "2", "-m", "not slow", f"tests/{part}"]
     status = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.DEVNULL).returncode
     wall = time.perf_counter() - begin
     while True:  # processes that outlived the tests: their time counts, too

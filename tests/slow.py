@@ -1,4 +1,5 @@
-"""More cases of a rule that quicker ones hold: `make test` leaves them out, `make test-all` runs them."""
+"""What `make test` leaves out and `make test-all` runs: more cases of a rule that quicker ones hold, and dry runs of
+benchmarks."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2))
         ("p=2", "schedule=1f1b", False, 1),
         ("p=4", "schedule=zb-h1", True, 1),
         slow("cuts=[1,3]", "schedule=gpipe", False, 1),
-        slow("p=4", "schedule=zb-h2", False, 1),
+        ("p=4", "schedule=zb-h2", False, 1),
         ("p=2", "schedule=1f1b,recompute=true", False, 2),
         ("p=4", "schedule=zb-v", False, 2),
         slow("p=4", "schedule=interleaved-1f1b", False, 1),

@@ -200,7 +200,7 @@ def hunyuan(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("version", ["4.57.6", "3.9"])
+@pytest.mark.parametrize("version", ["4.57.6", "5.3.0"])
 def test_hunyuan_videos_captions_with_an_older_transformers_are_one_message(
     hunyuan: Path, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
@@ -210,11 +210,13 @@ def test_hunyuan_videos_captions_with_an_older_transformers_are_one_message(
     with pytest.raises(UserError) as raised:
         pipeline_encoders(hunyuan)
     text = render_all(raised.value.diagnostics)
-    assert f"HunyuanVideo's captions need transformers 5, and {version} is installed" in text
+    assert f"HunyuanVideo's captions need transformers 5.4, and {version} is installed" in text
 
 
 @torch.no_grad()
-@pytest.mark.skipif(int(transformers.__version__.partition(".")[0]) < 5, reason="refused with an older transformers")
+@pytest.mark.skipif(
+    tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 4), reason="refused with an older one"
+)
 @pytest.mark.parametrize(("caption", "tokens"), [("a cat", 12), ("a cat", 7), ("a cat in a hat {on a mat}", 12)])
 def test_hunyuan_videos_captions_are_encoded_as_its_pipeline_does(
     hunyuan: Path, monkeypatch: pytest.MonkeyPatch, caption: str, tokens: int

@@ -254,7 +254,7 @@ def printed(clip, generator):
     return kwargs, target
 
 
-@pytest.mark.parametrize("function", [sample, values_needed, slow(drawn_in_place), slow(numpy_needed), printed])
+@pytest.mark.parametrize("function", [sample, values_needed, slow(drawn_in_place), numpy_needed, printed])
 def test_any_sample_that_works_on_the_cpu_works_in_planning(function):
     traced = trace_model(source(function), CLIPS)
     assert traced.tokens(CLIPS[2]) == math.prod(latent(CLIPS[2])) // 4

@@ -8,6 +8,7 @@ the last layers, and a pooled embedding beside them.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,7 @@ from arachnec.models.initial_weights import read_config, read_json_object
 from arachnec.models.prompts import wan_prompt
 
 INDEX = "model_index.json"
-LANGUAGE_MODEL_ON_META = 5  # the first version of transformers whose Llama asks for no autocast there
+LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama opens no autocast there
 TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 
 
@@ -57,7 +58,7 @@ class OlderTransformers(Diagnostic):
         "values, which older ones cannot"
     )
     version: str
-    least: int = LANGUAGE_MODEL_ON_META
+    least: str = ".".join(map(str, LANGUAGE_MODEL_ON_META))
 
 
 def pipeline_encoders(
@@ -94,7 +95,7 @@ def _cogvideox(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
 
 def _hunyuan_video(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     version = importlib.import_module("transformers").__version__
-    if int(version.partition(".")[0]) < LANGUAGE_MODEL_ON_META:
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < LANGUAGE_MODEL_ON_META:
         raise UserError(OlderTransformers(None, version))
     template = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE
     return {

@@ -34,7 +34,7 @@ def assert_exact(saved: Path, expected: dict[str, torch.Tensor]) -> None:
         slow(2, "p=2", "schedule=gpipe"),
         (2, "p=2", "schedule=1f1b"),
         (2, "p=2", "schedule=zb-h1"),
-        slow(2, "p=2", "schedule=zb-h2"),
+        (2, "p=2", "schedule=zb-h2"),
         slow(4, "p=4", "schedule=zb-h2"),
         (2, "p=4", "schedule=interleaved-1f1b"),
         (2, "p=4", "schedule=zb-v"),

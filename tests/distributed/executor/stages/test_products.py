@@ -96,7 +96,7 @@ PRODUCTS = {
 
 QUICK = (
     "dealt-1f1b", "cells-zb-h1-beside", "cells-zb-v", "degrees-3-1-recompute", "cells-adapters", "cells-partly",
-    "host-inputs", "replicas-planned-host",
+    "host-inputs", "host-cells-zb-v", "degrees-partly", "replicas-planned-host",
 )  # fmt: skip
 
 

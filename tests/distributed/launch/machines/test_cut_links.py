@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 
 from tests.distributed.executor_cases import RUNS, Work, clip, executable
-from tests.slow import SLOW
 from tests.warm_python import warm_python
 
 CLIPS = (clip("a", 3), clip("b", 5))
@@ -56,7 +55,6 @@ def test_a_link_between_two_hosts_of_a_clip_is_cut(fabric: ModuleType, tmp_path:
         assert re.search(r"where rank [12] came too: the network between them may be cut", text)
 
 
-@SLOW
 def test_a_host_whose_wire_is_out(fabric: ModuleType, tmp_path: Path) -> None:
     with training(fabric, tmp_path) as (machines, ranks):
         fabric.unplug(machines, 2)
