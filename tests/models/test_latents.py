@@ -207,7 +207,6 @@ def test_a_schedulers_factor_multiplies_too() -> None:
 
 
 def test_what_is_not_known_is_refused() -> None:
-    demand("AutoencoderKLFlux2")
     loaded = torch.zeros((1, 3, 25, 32, 32), dtype=torch.uint8)
     short = cosmos()
     short.register_to_config(latents_mean=[0.0] * 8, latents_std=[1.0] * 8)
@@ -217,6 +216,7 @@ def test_what_is_not_known_is_refused() -> None:
     half.register_to_config(latents_std=None)
     with pytest.raises(UserError, match="of AutoencoderKLWan are scaled is not known here: it has no latents_std"):
         VideoEncoder(half)(loaded)
+    demand("AutoencoderKLFlux2")
     patches = diffusers.AutoencoderKLFlux2(
         block_out_channels=(4, 4), layers_per_block=1, norm_num_groups=2, latent_channels=4,
         down_block_types=("DownEncoderBlock2D",) * 2, up_block_types=("UpDecoderBlock2D",) * 2,
