@@ -110,6 +110,7 @@ def loss(prediction, target):
     return nn.functional.mse_loss(prediction.float(), target)
 """
 MODEL = BLOCK + SAMPLE + TINY
+FOUR_BLOCKS = MODEL.replace("range(2)", "range(4)")
 
 DOUBLE = """
 

@@ -61,6 +61,14 @@ def build():
         parameter.requires_grad_(name.startswith("second"))
     return model
 """
+ADAPTED = """
+
+def build():
+    model = Hard().double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".out." in name)
+    return model
+"""
 
 
 TFLOP = Formula((Term(1e-6, (("B", 1), ("S", 1))), Term(1e-8, (("B", 1), ("S", 2)))), "TFLOP")

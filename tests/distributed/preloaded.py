@@ -9,27 +9,33 @@ from pathlib import Path
 
 import torch
 
+from arachnec.backends.cascade_step import in_training_precision
+from arachnec.executable.training_options import Training
 from arachnec.models.file import load_model_file
 from arachnec.tracing import blocks
 from arachnec.tracing.sample import example_calls
 from tests.distributed import pipeline_cases
-from tests.distributed.executor_cases import ADAPTERS, DOUBLE, MODEL, TIED, captured_once, clip
+from tests.distributed.executor_cases import ADAPTERS, DOUBLE, FOUR_BLOCKS, MODEL, TIED, captured_once, clip
 from tests.distributed.rank_device import without_gpu
 from tests.generation.cases import written
 
+FP32, BF16 = Training(), Training(dtype="bf16")
 MODELS = (
-    MODEL, MODEL + DOUBLE, MODEL + ADAPTERS, MODEL + TIED, pipeline_cases.MODEL,
-    pipeline_cases.MODEL + pipeline_cases.FROZEN,
+    (MODEL, FP32), (MODEL, BF16), (FOUR_BLOCKS, FP32),
+    (MODEL + DOUBLE, FP32), (MODEL + ADAPTERS, FP32), (MODEL + TIED, FP32),
+    (pipeline_cases.MODEL, FP32), (pipeline_cases.MODEL, BF16),
+    (pipeline_cases.MODEL + pipeline_cases.FROZEN, FP32), (pipeline_cases.MODEL + pipeline_cases.ADAPTED, FP32),
 )  # fmt: skip
 
 gc.set_threshold(50_000, 20, 20)
 torch.set_num_threads(1)  # threads would not come along
 with tempfile.TemporaryDirectory() as folder, captured_once(), without_gpu():
-    for number, text in enumerate(MODELS):
+    for number, (text, training) in enumerate(MODELS):
         path = Path(folder, f"model_{number}.py")
         path.write_text(text)
-        _file = load_model_file(path)
-        _model = _file.build()
+        _file = in_training_precision(load_model_file(path), training)
+        with torch.device("meta"):  # as on a rank
+            _model = _file.build()
         blocks.capture_blocks(_model, example_calls(_model, _file, [clip("a", 3)]), verify=False)
     if importlib.util.find_spec("diffusers"):  # which its scheduler is of
         _file = written(Path(folder)).model_file("large")

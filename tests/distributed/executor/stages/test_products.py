@@ -23,21 +23,11 @@ from arachnec.ir.values import Quantity
 from arachnec.models.file import load_model_file
 from tests.distributed.executor.stages.test_pipelines import FROZEN
 from tests.distributed.executor_cases import assert_same_gradients, clip, plain_loop, train_on
-from tests.distributed.pipeline_cases import executable, pipeline_of
+from tests.distributed.pipeline_cases import ADAPTED, executable, pipeline_of
 from tests.distributed.rank_device import ROUNDING
 from tests.slow import quick, slow
 
 CLIPS = (clip("a", 3), clip("b", 3), clip("c", 5), clip("d", 2), clip("e", 4))
-
-
-ADAPTED = """
-
-def build():
-    model = Hard().double()
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(".out." in name)
-    return model
-"""
 
 
 def partly(cascade: Cascade) -> Cascade:

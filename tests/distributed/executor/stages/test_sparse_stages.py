@@ -29,22 +29,20 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.sparsity.learning_steps import learns
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
-from tests.distributed.executor_cases import MODEL, QUICK, clip, train
+from tests.distributed.executor_cases import FOUR_BLOCKS, QUICK, clip, train
 from tests.distributed.harness import run_ranks
 from tests.distributed.pipeline_cases import figures, pipeline_of, traced
 from tests.slow import slow
 
 CLIPS = (clip("long", 60), clip("short", 25), clip("third", 40))
 LAYERS = 4
-FOUR = MODEL.replace("range(2)", f"range({LAYERS})")
 WHOLE = QUICK.replace("choose-layout,offload", "shard-optimizer")
-TOO_FEW = "import the model with four blocks"
 
 
 def source(world: int) -> Module:
     """Densities of four layers; predictors of rank 4, the size of a head, are right from the first step. Sparse kernels
     are so fast that they pay whatever a head needs."""
-    assert FOUR != MODEL, TOO_FEW
+    assert f"range({LAYERS})" in FOUR_BLOCKS
     module = traced(world, [CLIPS])
     (stage,) = module.stages
     density = density_rows({layer: LayerDensity(0.25, (0.2,) * 3) for layer in range(LAYERS)})
@@ -62,7 +60,7 @@ def executable(folder: Path, world: int, passes: str, before: str = "") -> Path:
     model, _ = plan_model(module, pipeline)
     folder.mkdir()
     place = folder / "source.py"
-    place.write_text(FOUR)
+    place.write_text(FOUR_BLOCKS)
     return write_executable(
         folder,
         program=plan_iteration(model, pipeline, 0)[0],
