@@ -27,10 +27,10 @@ from arachnec.ir.tables import STAGE
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.programs import lower
 from arachnec.models.batch import clip_generator
-from arachnec.models.file import load_model_file
+from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.check import checked
 from arachnec.passes.infra.named_pipelines import PIPELINES
-from arachnec.tracing import blocks
+from arachnec.tracing import blocks, sample
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.record import ExampleCall
 from tests.distributed.harness import PRELOAD, run_ranks
@@ -341,12 +341,14 @@ def run(folder: Path, *arguments: str | Path, timeout: float = 250) -> subproces
 
 
 _CAPTURED: dict[Hashable, CapturedModel] = {}
+_EXAMPLES: dict[Hashable, list[ExampleCall]] = {}
 _MEASURED: dict[Hashable, Stage] = {}
 
 
 @contextlib.contextmanager
 def captured_once() -> Iterator[None]:
-    """A rank keeps what it captures for later tests with the same classes, weights and examples, and its costs.
+    """A rank keeps what it captures for later tests with the same classes, weights and examples, the examples that it
+    found for a model file and captions of these lengths, and its costs.
 
     ``tests.distributed.preloaded`` has captured the models above before the ranks are forked. Ranks that
     ``arachnec run`` starts capture for themselves.
@@ -354,6 +356,7 @@ def captured_once() -> Iterator[None]:
     # not imported for this: it imports Triton, which reads its environment when it is
     trace = sys.modules.get("arachnec.passes.trace")
     capture, measure = blocks.capture_blocks, getattr(trace, "trained_stage", None)
+    find = sample.example_calls
 
     def kept(
         model: nn.Module,
@@ -376,6 +379,20 @@ def captured_once() -> Iterator[None]:
             _CAPTURED[key, verify] = capture(model, examples, at=at, verify=verify, gradients=gradients)
         return _CAPTURED[key, (key, True) in _CAPTURED]
 
+    def tried(model: nn.Module, source: Any, clips: Sequence[VideoClip], *given: Any, most: int | None = None) -> Any:
+        file = getattr(source, "model_file", source)
+        if given or not clips or not isinstance(file, ModelFile):
+            return find(model, source, clips, *given, most=most)
+        of_model = file.path.read_text(), frozenset((w.dtype, w.device.type) for w in model.parameters())
+        of_source = getattr(source, "dtype", None), source.encoders is None, frozenset(c.text_tokens for c in clips)
+        key = (*of_model, *of_source, most)
+        if key not in _EXAMPLES:
+            calls = find(model, source, clips, most=most)
+            if calls[0].clip != sample.SMALL[0]:  # the clips' own sizes
+                return calls
+            _EXAMPLES[key] = calls
+        return _EXAMPLES[key]
+
     def measured(
         name: str, model: nn.Module, captured: CapturedModel, calls: Sequence[ExampleCall], **options: Any
     ) -> Stage:
@@ -387,6 +404,7 @@ def captured_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(blocks, "capture_blocks", kept)
+        patch.setattr(sample, "example_calls", tried)
         if trace is not None:
             patch.setattr(trace, "trained_stage", measured)
         yield

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import torch
 
-from arachnec.backends.cascade_step import in_training_precision
+from arachnec.backends.cascade_step import DTYPES, in_training_precision
 from arachnec.executable.training_options import Training
+from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import load_model_file
-from arachnec.tracing import blocks
-from arachnec.tracing.sample import example_calls
+from arachnec.tracing import blocks, sample
 from tests.distributed import pipeline_cases
 from tests.distributed.executor_cases import ADAPTERS, DOUBLE, FOUR_BLOCKS, MODEL, TIED, captured_once, clip
 from tests.distributed.rank_device import without_gpu
@@ -33,13 +33,14 @@ with tempfile.TemporaryDirectory() as folder, captured_once(), without_gpu():
     for number, (text, training) in enumerate(MODELS):
         path = Path(folder, f"model_{number}.py")
         path.write_text(text)
-        _file = in_training_precision(load_model_file(path), training)
+        _file = load_model_file(path)
         with torch.device("meta"):  # as on a rank
-            _model = _file.build()
-        blocks.capture_blocks(_model, example_calls(_model, _file, [clip("a", 3)]), verify=False)
+            _model = in_training_precision(_file, training).build()
+        _source = CastSamples(_file, DTYPES[training.dtype] if training is BF16 else None)
+        blocks.capture_blocks(_model, sample.example_calls(_model, _source, [clip("a", 3)]), verify=False)
     if importlib.util.find_spec("diffusers"):  # which its scheduler is of
         _file = written(Path(folder)).model_file("large")
         with torch.device("meta"):
             _model = _file.build()
-        blocks.capture_blocks(_model, example_calls(_model, _file, [clip("a", 3)]), verify=False)
+        blocks.capture_blocks(_model, sample.example_calls(_model, _file, [clip("a", 3)]), verify=False)
 gc.freeze()
