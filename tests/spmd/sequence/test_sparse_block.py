@@ -8,15 +8,20 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from arachnec.ir.gradient_buckets import layers_of
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.video_attention import is_full
+from arachnec.planning.sparse_stages import attentions_of
 from arachnec.spmd.rewrite import shard_block
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.spmd.sparse_block import sparsify_block
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, after
 from arachnec.tracing.blocks import capture_blocks
+from arachnec.tracing.cost import trained_stage
 from arachnec.tracing.dims import counts_captions
-from tests.spmd.sequence_models import MODELS, Size
+from arachnec.tracing.graph import block_graph
+from tests.slow import quick
+from tests.spmd.sequence_models import MODELS, ModelCase, Size
 
 SIZE = Size(6, 8, 8)
 JOINT = MODELS["cogvideox-rotary"]
@@ -54,6 +59,18 @@ def test_self_and_joint_attention_are_found_and_the_rest_says_why_not(
         outputs[name] = [([site.captions for site in b.sites], [why.reason for why in b.dense]) for b in sparse]
     assert outputs["joint"] == [(["first"], [])]
     assert outputs["plain"] == [([None], ["its keys are not the tokens of the clip"])]
+
+
+@pytest.mark.parametrize("case", quick({n: c for n, c in MODELS.items() if c.only is None}, "multihead"))
+def test_no_layer_is_planned_sparse_that_a_run_finds_no_attention_in(case: ModelCase) -> None:
+    model, examples = case.build(), case.examples()
+    captured = capture_blocks(model, examples, verify=False)
+    stage = trained_stage("model", model, captured, examples, source="Model")
+    paths = [path for path, _ in layers_of(stage)]
+    blocks = [(block, sparsify_block(shard_block(block))) for block in captured.blocks]
+    runs = {paths.index(path) for block, sparse in blocks if len(sparse.sites) == 1 for path in block.instances}
+    planned = set(attentions_of(stage, [block_graph(block) for block in captured.blocks]))
+    assert planned == (set() if counts_captions(captured.sizes) else runs)
 
 
 def test_captions_that_a_model_joins_outside_its_blocks_count_among_its_tokens() -> None:
