@@ -26,12 +26,9 @@ from arachnec.backends.torch_distributed.rank.sharded_blocks import needs_sequen
 from arachnec.equivalence.small_program import Small
 from arachnec.executable.training_options import TorchClass, Training
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
-from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.model_state.gradient_precision import keep_gradients
 from arachnec.models.file import ModelFile
 from arachnec.runtime.clock import Clock
-from arachnec.runtime.handoffs import handoff_pairs
-from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.spmd.sharded_model import install
 from arachnec.spmd.specialisation import Specialisation
 from arachnec.spmd.specialise import captured_again
@@ -76,7 +73,7 @@ def run_rank(small: Small, model_file: ModelFile, captured: CapturedModel | None
     module, clips = small.module, small.clips
     context = set_up_rank(model_file, TRAINING, module, list(clips.values()), CPU)
     keep_gradients(context.parameters, module)
-    _connect(context, module)
+    context.connect(module)
     if captured is not None:
         context = replace(context, sequence=install(context.model, captured))
     own = program_of(module, rank)
@@ -98,14 +95,6 @@ def run_rank(small: Small, model_file: ModelFile, captured: CapturedModel | None
     weights = {} if dealt_out else _copied(_on_this_rank(context))
     context.threads.close()
     return OnRank(tuple(steps), weights)
-
-
-def _connect(context: RankContext, module: Module) -> None:
-    context.groups.ensure(wanted_groups(module), device=CPU)
-    for groups in (context.gradient_groups, context.host_groups):
-        assert isinstance(groups, ProcessGroups)
-        groups.ensure(wanted_gradient_groups(module), device=CPU)
-    context.connections.ensure(handoff_pairs(module.programs))
 
 
 def _on_this_rank(context: RankContext) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ the last layers, and a pooled embedding beside them.
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -95,7 +94,7 @@ def _cogvideox(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
 
 def _hunyuan_video(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
     version = importlib.import_module("transformers").__version__
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < LANGUAGE_MODEL_ON_META:
+    if constructor("packaging.version", "Version")(version).release < LANGUAGE_MODEL_ON_META:
         raise UserError(OlderTransformers(None, version))
     template = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE
     return {

@@ -28,9 +28,11 @@ from arachnec.model_state.updated_parameters import UpdatedParameters
 from arachnec.models.file import ModelFile
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.handoffs import handoff_pairs
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.host_inputs import HostInputs
 from arachnec.runtime.link_watch import HandoffNotes
+from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.rank_threads import RankThreads
 from arachnec.spmd.block_forward import InputsAway
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
@@ -111,6 +113,20 @@ class RankContext:
         program = next(program for program in module.programs if program.rank == self.rank)
         _, inputs = host_peak(program, {cascade.name: cascade for cascade in module.cascades})
         self.host_copies.reserve(round(inputs * GIB))
+
+    def connect(self, module: Module) -> None:
+        """Make the process groups and connections of a module that earlier ones did not have. Collective."""
+        self.groups.ensure(wanted_groups(module), device=self.device)
+        self.gradient_groups.ensure(wanted_gradient_groups(module), device=self.device)
+        self.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
+        self.connections.ensure(handoff_pairs(module.programs))
+
+    def disconnect(self) -> None:
+        """Give them up. Collective; nobody may still wait on one."""
+        cells = () if self.cells is None else self.cells.groups
+        for groups in (self.groups, self.gradient_groups, self.host_groups, *cells):
+            groups.close()
+        self.connections.close()
 
     def norm_group(self, ranks: tuple[int, ...]) -> ProcessGroup | None:
         """Where a norm over these ranks is summed: in their cell's group, or in that of their all-reduces."""

@@ -67,9 +67,8 @@ from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import OnHost
-from arachnec.runtime.handoffs import TensorSpec, handoff_pairs
+from arachnec.runtime.handoffs import TensorSpec
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
-from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.slow_ranks import notes_of_slow
 from arachnec.runtime.step_progress import StepProgress
 
@@ -457,11 +456,7 @@ class Trainer:
         """Give up the process groups and the connections of the steps. Collective; after a failure nobody may call it,
         and they end with the default group."""
         dist.barrier()  # nobody closes what another still waits on
-        context = self._context
-        cells = () if context.cells is None else context.cells.groups
-        for groups in (context.groups, context.gradient_groups, context.host_groups, *cells):
-            groups.close()
-        context.connections.close()
+        self._context.disconnect()
 
     def _prepare(self, module: Module, share: Share) -> None:
         """Make what this program needs and earlier ones did not: process groups, connections, traced blocks."""
@@ -473,10 +468,7 @@ class Trainer:
         if module is self._ready:
             return
         self._ready = module
-        context.groups.ensure(wanted_groups(module), device=context.device)
-        context.gradient_groups.ensure(wanted_gradient_groups(module), device=context.device)
-        context.host_groups.ensure(wanted_gradient_groups(module), device=torch.device("cpu"))
-        context.connections.ensure(handoff_pairs(module.programs))
+        context.connect(module)
         self.clock.done("connections")
         self._context = replace(context, sequence=self._sequences.for_program(module))
         self.clock.done("blocks")
