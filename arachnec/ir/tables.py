@@ -29,7 +29,7 @@ def table(text: str) -> dict[str, Row]:
 
 MODULE = table("""
     makespan  | ms   | scheduled | required | end of the last cascade
-    bound     | ms   | scheduled | required | no schedule of these cascades can be shorter, or have less of the objective
+    bound     | ms   | scheduled | required | no schedule has a shorter makespan, or less of the objective
     area_bound | ms | scheduled | optional | the part of it that needs no search: work over GPUs, or the longest chain
     grouping  | int > 0 | placed | optional | micro-batches that kfkb takes as one, where the links chose it
     objective | str  | scheduled | optional | of a latency, what the plan is for and its bound is of; else the makespan

@@ -4,9 +4,10 @@ Both take all GPUs for one machine that is m times as fast as one GPU, may inter
 request it does only the least work that its chain needs, over all degrees. Every schedule, cut down to that work, is
 one of this machine's, with no end later. So what is best there is a bound.
 
-* *Mean.* Shortest remaining work first has at every moment the fewest requests unfinished (Schrage 1968): its k-th end
-  is not after the k-th end of any schedule. Nor is the k-th least of arrival + fastest time of the chain, because no
-  request ends before its own. The k-th end is at least the larger of the two, and the bound is their mean over k.
+* *Mean.* How many requests can have ended by T? Each that has needs its least work within T minus its arrival. Shortest
+  remaining work first has at every moment the fewest unfinished (Schrage 1968), so it has the most ended by T. Where
+  that is fewer than k, the k-th end of every schedule lies behind T. The bound is the mean over k of the largest T that
+  was seen to be too early.
 * *Mean, again.* The mean moment of a request's work lies before its end by at least half of its fastest time (counted
   step by step where steps differ). The sum of the mean moments is least where the available request of least whole work
   goes first (Goemans et al. 2002). This one is the larger where many requests run side by side.
@@ -27,6 +28,7 @@ from functools import cached_property
 
 from arachnec.solver.malleable import Chain
 
+STEP, HALVINGS = 1 / 64, 5  # of the longest request's fastest time; a bound is sought in such steps, then halves
 ROUNDING = 1e-9  # of a bound, that floats may have added
 
 
@@ -71,23 +73,49 @@ def least_mean_latency(demands: Sequence[Demand], gpus: int) -> float:
     """Ticks below which the mean latency of no schedule lies; 0 without requests."""
     if not demands:
         return 0.0
-    first = sorted(demand.release + demand.shortest for demand in demands)
-    ends = sorted(shortest_remaining_first(demands, gpus))
     arrived = math.fsum(demand.release for demand in demands)
-    one = math.fsum(map(max, ends, first)) - arrived
-    other = math.fsum(_mean_moments(demands, gpus)) + math.fsum(demand.behind for demand in demands) - arrived
-    return max(0.0, max(one, other) / len(demands) - ROUNDING * first[-1])
+    ends = _least_ends(demands, gpus)
+    other = math.fsum(_mean_moments(demands, gpus)) + math.fsum(demand.behind for demand in demands)
+    return max(0.0, (max(math.fsum(ends), other) - arrived) / len(demands) - ROUNDING * max(ends))
+
+
+def _least_ends(demands: Sequence[Demand], gpus: int) -> list[float]:
+    """The k-th end at least, for every k."""
+    first = sorted(demand.release + demand.shortest for demand in demands)
+    least = list(map(max, sorted(shortest_remaining_first(demands, gpus)), first))
+    shortest = max(1, max(demand.shortest for demand in demands))
+    for number, low in enumerate(least):
+        if _ended(demands, gpus, low) > number:
+            continue
+        step = STEP * shortest
+        while _ended(demands, gpus, low + step) <= number:
+            low, step = low + step, 2 * step
+        for _ in range(HALVINGS):
+            step /= 2
+            low += step if _ended(demands, gpus, low + step) <= number else 0.0
+        least[number] = low
+    return least
+
+
+def _ended(demands: Sequence[Demand], gpus: int, moment: float) -> int:
+    """How many requests can have ended by a moment."""
+    within = [demand for demand in demands if demand.release + demand.shortest <= moment]
+    works = [demand.work_within(moment - demand.release) for demand in within]
+    return sum(end <= moment * (1 + ROUNDING) for end in _ends([d.release for d in within], works, gpus))
 
 
 def shortest_remaining_first(demands: Sequence[Demand], gpus: int) -> list[float]:
     """Ticks at which each request ends on the one machine, the one with least work left first."""
-    ends = [0.0] * len(demands)
+    return _ends([demand.release for demand in demands], [demand.work for demand in demands], gpus)
+
+
+def _ends(releases: Sequence[float], works: Sequence[float], gpus: int) -> list[float]:
+    ends = [0.0] * len(works)
     waiting: list[tuple[float, int]] = []
-    coming = sorted(range(len(demands)), key=lambda n: demands[n].release)
-    now = 0.0
-    for number, until in zip(coming, [*(demands[n].release for n in coming[1:]), math.inf], strict=True):
-        now = demands[number].release
-        heapq.heappush(waiting, (demands[number].work / gpus, number))
+    coming = sorted(range(len(works)), key=lambda n: releases[n])
+    for number, until in zip(coming, [*(releases[n] for n in coming[1:]), math.inf], strict=False):
+        now = releases[number]
+        heapq.heappush(waiting, (works[number] / gpus, number))
         while waiting and now < until:
             left, doing = heapq.heappop(waiting)
             if now + left > until:

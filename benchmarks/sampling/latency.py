@@ -2,10 +2,10 @@
 
     python benchmarks/sampling/latency.py [--json results.json] [--seeds 2]
 
-Requests of the sizes of `plans.py` arrive as a Poisson process of so many a second that their least work is 0.5, 0.8 or
-0.95 of the GPUs. The planner knows all arrivals. `in_order` is one degree for all in several orders, the best by the
-objective; `replica`, `one_degree` and `two_pools` are those pipelines. Each is as placed on ranks. Gaps are to the bound
-of the objective (`arachnec/solver/latency_bound.py`). Ends with 1 where the search is above any of them.
+Requests of the sizes of `plans.py` arrive as a Poisson process of so many a second that their least work is 0.5, 0.8
+or 0.95 of the GPUs. The planner knows all arrivals. `in_order` is one degree for all in several orders, the best by the
+objective, before it is placed; `replica`, `one_degree` and `two_pools` are those pipelines, placed as the search is.
+Gaps are to the bound of the objective (`arachnec/solver/latency_bound.py`). Ends with 1 where the search is above any.
 """
 
 from __future__ import annotations
@@ -130,9 +130,10 @@ def main() -> int:
                         rows.append(row)
                         others = (row.in_order, row.replica, row.one_degree, row.two_pools)
                         times = "  ".join(f"{other / row.search:>7.2f}x" for other in others)
+                        took = f"{row.planning:>10.2f} {row.processor:>9.2f}"
                         print(
                             f"{row.objective:>12} {count:>9} {gpus:>4} {load:>4} {seed:>4} {row.bound:>8.1f}"
-                            f" {row.search:>9.1f} {row.gap:>7.1%}  {times}  {row.planning:>10.2f} {row.processor:>9.2f}",
+                            f" {row.search:>9.1f} {row.gap:>7.1%}  {times}  {took}",
                             flush=True,
                         )
     if arguments.json:

@@ -56,6 +56,7 @@ CLOSE = 1e-3  # of the bound, from which on nothing else is tried
 BATCHES = (2, 4, 8)  # sizes that are tried
 SAVED = 5e-3  # of the work of a request, from which on a batch is worth a try
 PLACINGS = 7  # what a schedule of the portfolio takes to be placed, in times of what one takes that has ranks
+PLACING = 1.0  # ms that a piece takes to be placed
 LATE = 5.0  # ms by which the portfolio ends late, and in which a plan is told
 Policy = Literal["search", "replica", "one-degree", "two-pools"]
 
@@ -91,16 +92,15 @@ def planned(
     fitting = fitting if sizes else [cost]
     plans = [plan for own in fitting for plan in _plans(own, bound, least, policy, objective)]
     best = min(plans, key=lambda plan: plan.value(objective), default=None)
-    over_time = policy == "search" and (objective != "makespan" or any(arrivals.values()))
-    before = clock.spent()
-    cost = cost if best is None else best.rates.cost
-    placed = None if best is None else placed_segments(cost.module, best.cascades(), cost)
-    ending = PLACINGS * (clock.spent() - before) + (LATE if clock.steps is None else 0.0)
-    if over_time:
-        within = clock.slice(clock.left() - ending)
-        placed = _over_time(module, fitting, best, placed, least, objective, within, seed)
-    elif policy == "search" and not is_close(placed, bound):
-        placed = _improved(cost.module, cost, placed, clock.slice(clock.left() - ending), seed)
+    if policy == "search" and (objective != "makespan" or any(arrivals.values())):
+        placed = _over_time(module, fitting, best, least, objective, clock, seed)
+    else:
+        before = clock.spent()
+        cost = cost if best is None else best.rates.cost
+        placed = None if best is None else _placed(best)
+        if policy == "search" and not is_close(placed, bound):
+            ending = PLACINGS * (clock.spent() - before) + (LATE if clock.steps is None else 0.0)
+            placed = _improved(cost.module, cost, placed, clock.slice(clock.left() - ending), seed)
     if placed is None:
         raise not_this_way(policy, cost, partial(_fits, policy=policy))
     makespan = end_of(placed)
@@ -248,38 +248,42 @@ def _together(chains: Sequence[Chain], gpus: int, node: int, bound: int, policy:
     yield from in_order_of_length(chains, gpus, node)
 
 
+def _placed(plan: Plan) -> list[Cascade]:
+    return placed_segments(plan.rates.cost.module, plan.cascades(), plan.rates.cost)
+
+
 def _over_time(
     module: Module,
     costs: Sequence[CostModel],
     best: Plan | None,
-    placed: list[Cascade] | None,
     least: float,
     objective: Objective,
     clock: Clock,
     seed: int,
 ) -> list[Cascade] | None:
-    """The best of ``placed`` and of what insertion and a local search from the best plan come to, as placed."""
-
-    def close() -> bool:
-        return placed is not None and _value(module, placed, objective) * TICKS <= least * (1 + CLOSE)
-
-    inserted: list[Plan] = []
+    """The ``best`` plan, or what insertion and a local search make, whichever the objective prefers as placed."""
+    ways: list[Plan] = []
     for cost in costs:
         rates = _everywhere(cost.module, cost)
         requests = request_chains(cost.module, rates)
-        if not isinstance(requests, Cascade) and not close():
-            plans = insertion_plans(requests, cost.cluster.world, cost.cluster.gpus, objective, clock)
-            inserted += [Plan(requests, pieces, rates) for pieces in plans]
-    for plan in [min(inserted, key=lambda plan: plan.value(objective))] if inserted else []:
-        if best is not None and not isinstance(best.rates, Halves) and best.value(objective) < plan.value(objective):
-            plan = best
-        cluster = plan.rates.cost.cluster
-        pieces = improved_pieces(plan.requests, plan.pieces, cluster.world, cluster.gpus, objective, clock, seed)
-        for way in (plan, replace(plan, pieces=pieces)):
-            cascades = placed_segments(way.rates.cost.module, way.cascades(), way.rates.cost)
-            if placed is None or _value(module, cascades, objective) < _value(module, placed, objective):
-                placed = cascades
-    return placed
+        if isinstance(requests, Cascade) or (best is not None and best.value(objective) <= least * (1 + CLOSE)):
+            continue
+        plans = insertion_plans(requests, cost.cluster.world, cost.cluster.gpus, objective, clock)
+        ways += [Plan(requests, pieces, rates) for pieces in plans]
+    if not ways:
+        return None if best is None else _placed(best)
+    if best is not None and not isinstance(best.rates, Halves):
+        ways.append(best)
+    plan = min(ways, key=lambda plan: plan.value(objective))
+    cluster = plan.rates.cost.cluster
+    ending = PLACING * len(plan.pieces) + LATE if clock.steps is None else 0.0
+    within = clock.slice(clock.left() - ending)
+    pieces = improved_pieces(plan.requests, plan.pieces, cluster.world, cluster.gpus, objective, within, seed)
+    placed = _placed(replace(plan, pieces=pieces))
+    value = _value(module, placed, objective)
+    if best is None or value * TICKS <= best.value(objective):
+        return placed
+    return min(placed, _placed(best), key=lambda cascades: _value(module, cascades, objective))
 
 
 def _improved(
