@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from arachnec.solver.malleable import Chain
 
@@ -112,9 +113,7 @@ def shortest_remaining_first(demands: Sequence[Demand], gpus: int) -> list[float
 def _ends(releases: Sequence[float], works: Sequence[float], gpus: int) -> list[float]:
     ends = [0.0] * len(works)
     waiting: list[tuple[float, int]] = []
-    coming = sorted(range(len(works)), key=lambda n: releases[n])
-    for number, until in zip(coming, [*(releases[n] for n in coming[1:]), math.inf], strict=False):
-        now = releases[number]
+    for number, now, until in _arrivals(releases):
         heapq.heappush(waiting, (works[number] / gpus, number))
         while waiting and now < until:
             left, doing = heapq.heappop(waiting)
@@ -126,14 +125,20 @@ def _ends(releases: Sequence[float], works: Sequence[float], gpus: int) -> list[
     return ends
 
 
+def _arrivals(releases: Sequence[float]) -> Iterator[tuple[int, float, float]]:
+    """Requests as they arrive, each with its arrival and the next one's."""
+    coming = sorted((release, number) for number, release in enumerate(releases))
+    for (release, number), (until, _) in pairwise([*coming, (math.inf, 0)]):
+        yield number, release, until
+
+
 def _mean_moments(demands: Sequence[Demand], gpus: int) -> list[float]:
     """The mean moment of each request's work on the one machine, the one of least whole work first."""
     moments = [demand.release if demand.work == 0 else 0.0 for demand in demands]
-    coming = sorted((n for n in range(len(demands)) if demands[n].work > 0), key=lambda n: demands[n].release)
     waiting: list[tuple[float, int, float]] = []
-    for number, until in zip(coming, [*(demands[n].release for n in coming[1:]), math.inf], strict=True):
-        now = demands[number].release
-        heapq.heappush(waiting, (demands[number].work, number, demands[number].work / gpus))
+    for number, now, until in _arrivals([demand.release for demand in demands]):
+        if demands[number].work > 0:
+            heapq.heappush(waiting, (demands[number].work, number, demands[number].work / gpus))
         while waiting and now < until:
             work, doing, left = heapq.heappop(waiting)
             taken = min(left, until - now)

@@ -116,3 +116,10 @@ def test_a_batch_that_needs_less_work_a_request_lowers_the_bound() -> None:
     assert least_mean_latency([single] * 2, 1) == pytest.approx(15.0)
     assert least_mean_latency([both] * 2, 1) <= 12.0
     assert both.work == 6.0 and both.work_within(11) == 10.0 and math.isinf(both.work_within(9))
+
+
+def test_requests_that_take_no_time_do_not_hinder_and_none_has_no_bound() -> None:
+    nothing = request(5, 0, 1)
+    assert least_mean_latency([], 2) == least_mean_latency([nothing] * 2, 2) == 0.0
+    assert least_mean_latency([request(0, 10, 1), nothing], 1) == pytest.approx(5.0)
+    assert least_percentile([nothing], 2, 0) == least_percentile([], 2, 0) == 0.0
