@@ -9,6 +9,7 @@ from typing import Any
 
 from arachnec.backends.simulator import Simulation
 from arachnec.cost.model import CostModel
+from arachnec.ir.latency import latencies_of, mean, objective_ms, objective_of, percentile
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, quantity
 from arachnec.ir.sampling import arrival_of, is_sampling, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
@@ -23,7 +24,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
 
     No schedule of these cascades goes below ``bound_ms``. ``area_bound_ms`` is what work over GPUs and the longest
     chain alone say; Z3 may exclude more, up to the makespan itself where that is proved optimal. ``gap`` is
-    makespan / bound - 1.
+    makespan / bound - 1. Where requests are planned for another ``objective``, bounds and gap are of that.
 
     ``tensor_parallel`` has the encoders whose weights are divided by width, and over how many ranks.
 
@@ -33,6 +34,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
     """
     makespan, bound = quantity(module.attrs["makespan"]), quantity(module.attrs["bound"])
     area_bound = module.attrs.get("area_bound")
+    ends = {cascade.name: cascade.end for cascade in module.cascades}
     lowered = module.level is Level.LOWERED  # only then is it known which all-reduces hide behind the last backwards
     cost = CostModel(module)
     steps = [step for program in module.programs for step in program.instructions]
@@ -42,7 +44,9 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
         "iteration_ms": planned(module).end if lowered else makespan + synchronisation_ms(module, cost),
         "bound_ms": bound,
         "area_bound_ms": quantity(area_bound) if area_bound is not None else bound,
-        "gap": makespan / bound - 1 if bound > 0 else 0.0,
+        "gap": (makespan if objective_of(module) == "makespan" else objective_ms(module, ends)) / bound - 1
+        if bound > 0
+        else 0.0,
         "proved_optimal": module.attrs["proved"] is True,
         "imbalance": imbalance(busy_ms(module)),
         "planning_ms": planning_ms,
@@ -77,7 +81,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
             }
             for cascade in module.cascades
         ],
-    } | request_report(module, {cascade.name: cascade.end for cascade in module.cascades})
+    } | request_report(module, ends)
 
 
 def sampled(cascade: Cascade) -> dict[str, Any]:
@@ -117,11 +121,13 @@ def simulation_report(module: Module, simulation: Simulation, planning_ms: float
         spans[interval.target] = (min(start, interval.start), max(end, interval.end))
     for row in report["cascades"]:
         row["start_ms"], row["end_ms"] = spans[row["name"]]
-    report |= request_report(module, {name: end for name, (_, end) in spans.items()})
+    ends = {name: end for name, (_, end) in spans.items()}
+    objective = simulation.makespan_ms if objective_of(module) == "makespan" else objective_ms(module, ends)
+    report |= request_report(module, ends)
     return report | {
         "makespan_ms": simulation.makespan_ms,
         "iteration_ms": simulation.iteration_ms,
-        "gap": simulation.makespan_ms / report["bound_ms"] - 1 if report["bound_ms"] > 0 else 0.0,
+        "gap": objective / report["bound_ms"] - 1 if report["bound_ms"] > 0 else 0.0,
         "imbalance": simulation.imbalance,
         "peak_memory_gib": max(simulation.peak_memory_gib, default=0.0),
         "mfu": simulation.mfu,
@@ -204,26 +210,22 @@ def request_report(module: Module, ends: Mapping[str, float]) -> dict[str, Any]:
     mean and 95th percentile. ``ends`` are those of cascades. Empty for others."""
     if not is_sampling(module):
         return {}
-    last: dict[int, float] = {}
-    for cascade in module.cascades:
-        for clip in cascade.clips:
-            last[clip] = max(last.get(clip, 0.0), ends[cascade.name])
-    sampled = [clip for clip in module.clips if clip.id in last]
-    latencies = [last[clip.id] - arrival_of(clip) for clip in sampled]
+    latencies = latencies_of(module, ends)
     rows = [
         {
             "id": clip.attrs.get("name", str(clip.id)),
             "arrival_ms": arrival_of(clip),
-            "end_ms": last[clip.id],
-            "latency_ms": latency,
+            "end_ms": arrival_of(clip) + latencies[clip.id],
+            "latency_ms": latencies[clip.id],
         }
-        for clip, latency in zip(sampled, latencies, strict=True)
+        for clip in module.clips
+        if clip.id in latencies
     ]
-    ranked = sorted(latencies)
     return {
+        "objective": objective_of(module),
         "requests": rows,
-        "mean_latency_ms": math.fsum(latencies) / max(1, len(latencies)),
-        "p95_latency_ms": ranked[math.ceil(0.95 * len(ranked)) - 1] if ranked else 0.0,
+        "mean_latency_ms": mean(list(latencies.values())),
+        "p95_latency_ms": percentile(list(latencies.values())),
     }
 
 

@@ -101,6 +101,7 @@ def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str
 
 def drawing(model: Path, plans: Sequence[Compared]) -> str:
     """Bars and timelines of all, as SVG."""
+    from arachnec.ir.latency import objective_of
     from arachnec.ir.nodes import quantity
     from arachnec.views.comparison_svg import Plan, draw_comparison
 
@@ -116,7 +117,7 @@ def drawing(model: Path, plans: Sequence[Compared]) -> str:
                 plan.simulation.timeline,
                 plan.simulation.makespan_ms,
                 plan.simulation.iteration_ms,
-                quantity(plan.module.attrs["bound"]),
+                quantity(plan.module.attrs["bound"]) if objective_of(plan.module) == "makespan" else 0.0,
             )
             for plan in plans
         ],

@@ -25,10 +25,11 @@ def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: fl
     print_segments(console, module, report["cascades"])
     source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
     last = max(report["requests"], key=lambda row: float(row["latency_ms"]))
+    of = "" if report["objective"] == "makespan" else f" of {report['objective']}"
     console.print(
         bold("predicted"),
         f"(costs from: {', '.join(sorted(source))})\n"
-        f"  makespan {ms(report['makespan_ms'])}, lower bound {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
+        f"  makespan {ms(report['makespan_ms'])}, lower bound{of} {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
         f"{', proved optimal' if report['proved_optimal'] else ''}\n"
         f"  latency: mean {ms(report['mean_latency_ms'])}, 95th percentile {ms(report['p95_latency_ms'])}, "
         f"longest {ms(last['latency_ms'])} of request {last['id']}\n"

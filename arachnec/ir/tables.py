@@ -29,10 +29,11 @@ def table(text: str) -> dict[str, Row]:
 
 MODULE = table("""
     makespan  | ms   | scheduled | required | end of the last cascade
-    bound     | ms   | scheduled | required | no schedule of these cascades can be shorter
+    bound     | ms   | scheduled | required | no schedule has a shorter makespan, or less of the objective
     area_bound | ms | scheduled | optional | the part of it that needs no search: work over GPUs, or the longest chain
     grouping  | int > 0 | placed | optional | micro-batches that kfkb takes as one, where the links chose it
-    proved    | bool | scheduled | required | whether this makespan is proved to be the least
+    objective | str  | scheduled | optional | of a latency, what the plan is for and its bound is of; else the makespan
+    proved    | bool | scheduled | required | whether this makespan, or objective, is proved to be the least
     layout    | str  | traced | optional | how model state lies on the ranks, chosen once per run
     schedule  | str  | traced | optional | that of the pipeline, where the layout has stages
     full      | bool | traced | optional | micro-batches fill cells as if every block were recomputed

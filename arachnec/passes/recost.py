@@ -50,7 +50,11 @@ class Recost(Pass):
             cascades=tuple(cascades[cascade.name] for cascade in module.cascades),
             programs=programs,
             attrs=module.attrs.updated(
-                makespan=Quantity(makespan, "ms"), bound=Quantity(bound, "ms"), area_bound=None, proved=False
+                makespan=Quantity(makespan, "ms"),
+                objective=None,
+                bound=Quantity(bound, "ms"),
+                area_bound=None,
+                proved=False,
             ),
         )
 

@@ -14,6 +14,7 @@ from itertools import pairwise
 from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
+from arachnec.ir.latency import objective_ms, objective_of
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.ir.stage_sizes import times_of
 from arachnec.planning.bound_parts import BoundParts, bound_parts
@@ -79,6 +80,8 @@ def _plan(module: Module, timeline: Timeline) -> list[str]:
         f"{ms(makespan)} of cascades, {_synchronisation(timeline, makespan)}."
     )
     bound = quantity(module.attrs["bound"])
+    if objective_of(module) != "makespan":
+        return [sentence, *_latency(module, bound)]
     if module.attrs.get("proved") is True:
         return [sentence, "No plan of these cascades is shorter: that was proved."]
     if bound <= 0:
@@ -89,6 +92,19 @@ def _plan(module: Module, timeline: Timeline) -> list[str]:
         f"No plan of these cascades ends before {ms(bound)}. This one does {_percent(gap)} later; "
         "how much of that a longer search could save is not known.",
     ]
+
+
+def _latency(module: Module, bound: float) -> list[str]:
+    """Of a plan for a latency: what it is, and what no plan goes below."""
+    value = objective_ms(module, {cascade.name: cascade.end for cascade in module.cascades})
+    name = {"mean-latency": "mean latency", "p95-latency": "95th percentile of latency"}[objective_of(module)]
+    sentence = f"It was made for the {name} of requests, which is {ms(value)}"
+    if module.attrs.get("proved") is True:
+        return [f"{sentence}. No plan of these cascades has less: that was proved."]
+    if bound <= 0:
+        return [f"{sentence}."]
+    more = _percent(value / bound - 1)
+    return [f"{sentence}. No plan of these cascades has less than {ms(bound)}; this one has {more} more."]
 
 
 def _layout(module: Module) -> list[str]:

@@ -15,6 +15,7 @@ from typing import Any
 
 from arachnec.cluster.topology import machines, node_of
 from arachnec.data.clip import VideoClip
+from arachnec.ir.latency import objective_ms, objective_of
 from arachnec.ir.nodes import Cascade, Module, quantity
 from arachnec.ir.recomputation import block_count, recomputed_blocks
 from arachnec.ir.values import Value
@@ -100,9 +101,14 @@ def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Cu
     bound = module.attrs.get("bound")
     if bound is not None and quantity(bound) > 0:
         proved = ", proved optimal" if module.attrs.get("proved") is True else ""
+        objective = objective_of(module)
+        value, of = makespan, ""
+        if objective != "makespan":
+            ends = {cascade.name: cascade.end for cascade in module.cascades}
+            value, of = objective_ms(module, ends, objective), f" of {objective}"
         figures += [
-            ("lower bound", ms(quantity(bound))),
-            ("to the bound", f"{makespan / quantity(bound):.3f}x{proved}"),
+            (f"lower bound{of}", ms(quantity(bound))),
+            ("to the bound", f"{value / quantity(bound):.3f}x{proved}"),
         ]
     figures += [(f"imbalance, {t.title}", f"{imbalance([t.busy_ms(rank) for rank in t.lanes]):.1%}") for t in timelines]
     peak, limit = max(

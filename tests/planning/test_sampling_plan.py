@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import permutations, product
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
@@ -11,13 +12,17 @@ from hypothesis import strategies as st
 
 from arachnec.cost.model import CostModel
 from arachnec.data.requests import Request
+from arachnec.ir.latency import Objective, objective_ms, objective_of
 from arachnec.ir.nodes import Module, Phase, Stage, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sampling.chains import Rates, request_chains
+from arachnec.planning.sampling.plan import Plan
+from arachnec.planning.sampling.policies import in_order_of_length
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
+from arachnec.report import plan_report
 from arachnec.solver.problem import TICKS
 
 TEXT = """
@@ -221,6 +226,46 @@ def test_nothing_of_a_request_runs_before_it_arrives() -> None:
         planned = Pipeline.parse(passes).run(module)
         for cascade in planned.cascades:
             assert cascade.start >= 200.0 * cascade.clips[0] - 1e-6
+
+
+@st.composite
+def arriving(draw: st.DrawFn, most: int) -> tuple[list[Request], list[SwitchForecast]]:
+    rows, forecasts = draw(requests(most))
+    return [replace(row, arrival=draw(st.sampled_from([0.0, 0.01, 0.1, 1.0]))) for row in rows], forecasts
+
+
+@given(arriving(6), st.sampled_from(["makespan", "mean-latency", "p95-latency"]), st.integers(2, 4), st.booleans())
+@settings(max_examples=4, deadline=None)
+def test_plans_over_time_are_proved_and_no_worse_than_one_degree_and_not_below_their_bound(
+    drawn: tuple[list[Request], list[SwitchForecast]], objective: str, gpus: int, decoder: bool
+) -> None:
+    costed = Pipeline.parse("segment{length=9},annotate").run(traced(*drawn, gpus=gpus, decoder=decoder))
+    schedule = f"schedule-sampling{{objective={objective},steps=20}}"
+    module = Pipeline.parse(f"{schedule},place,lower,check").run(costed)
+    ends = {cascade.name: cascade.end for cascade in module.cascades}
+    value = objective_ms(module, ends)
+    assert objective_of(module) == objective and parse_module(print_module(module)) == module
+    assert value >= quantity(module.attrs["bound"]) * (1 - 1e-6)
+    assert plan_report(module, 0.0)["gap"] == pytest.approx(value / quantity(module.attrs["bound"]) - 1, abs=1e-6)
+    rates = Rates(CostModel(costed), {cascade.stage for cascade in costed.cascades})
+    chains = request_chains(costed, rates)
+    assert isinstance(chains, list)
+    judge = cast(Objective, objective)
+    others = [
+        Plan(chains, pieces, rates).value(judge) for pieces in in_order_of_length([c.chain for c in chains], gpus, gpus)
+    ]
+    assert value <= min(others) / TICKS * 1.002 + 0.05  # handoffs take their time
+    assert Pipeline.parse(schedule).run(costed) == Pipeline.parse(schedule).run(costed)
+
+
+def test_a_short_request_that_comes_later_does_not_wait_for_a_long_one() -> None:
+    """The long one gives way at a step: one degree for all in any order lets the short one wait, or the long one."""
+    rows = [request(0, SHAPES[2], steps=9), replace(request(1, SHAPES[1], steps=3), arrival=0.1)]
+    module = traced(rows, [SwitchForecast.fixed(9), SwitchForecast.fixed(3)], gpus=2)
+    passes = "segment,annotate,schedule-sampling{steps=20,objective=mean-latency},place,lower,check"
+    planned = Pipeline.parse(passes).run(module)
+    ends = {cascade.name: cascade.end for cascade in planned.cascades}
+    assert objective_ms(planned, ends) < 1.1 * quantity(planned.attrs["bound"])
 
 
 def test_equal_requests_are_batched_and_take_their_steps_together() -> None:

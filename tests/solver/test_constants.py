@@ -14,7 +14,14 @@ PLANNING = (
     "candidates exposed_sync family_degrees family_placement following handoff_memory placed_cascade placed_search "
     "placement rank_choice rank_trades simulated_objective"
 )
-OTHERS = {"malleable", "pools", "group_rounds"}  # of sampling and of the baselines
+OTHERS = {
+    "malleable",
+    "pools",
+    "insertion",
+    "insertion_search",
+    "latency_bound",
+    "group_rounds",
+}  # of sampling and of the baselines
 FILES = [
     *(path for path in sorted((ROOT / "arachnec/solver").glob("*.py")) if path.stem not in OTHERS),
     *(ROOT / "arachnec/planning" / f"{name}.py" for name in PLANNING.split()),

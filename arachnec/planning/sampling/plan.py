@@ -4,6 +4,7 @@ Ways are tried in the order of what they take, milliseconds first, and each is j
 
 1. Every rank holds all stages, where the memory allows it: wrap-around over aligned blocks (``solver.malleable``), one
    degree for all, and the portfolio of ``solver.search`` over whole segments, which proves small instances.
+   Where requests arrive over time or latencies count, by insertion and a local search (``latency_plans``).
 2. Encoders and decoders on ranks of their own, beside the models.
 3. Two pools, one for each model: every share and degree by enumeration. Where the memory does not hold both models this
    is all there is.
@@ -19,12 +20,20 @@ from functools import partial
 from typing import Literal
 
 from arachnec.cost.model import CostModel
+from arachnec.ir.latency import Objective, objective_ms
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
 from arachnec.ir.sampling import CODING, arrival_of, models_of, planned_steps
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity
 from arachnec.planning.placement import end_of, quick_placements
 from arachnec.planning.sampling.chains import Rates, RequestChain, request_chains, scheduled, with_pieces
+from arachnec.planning.sampling.latency_plans import (
+    demands,
+    improved_pieces,
+    insertion_plans,
+    latency_bound,
+    measure,
+)
 from arachnec.planning.sampling.least_cluster import fits_no_rank, not_this_way
 from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import (
@@ -39,7 +48,7 @@ from arachnec.planning.sampling.policies import (
 from arachnec.planning.sampling.rounds import moved, with_memory
 from arachnec.planning.sampling.segments import batched, demand_requests
 from arachnec.solver.budget import Clock
-from arachnec.solver.malleable import Chain, Piece, least_makespan, length
+from arachnec.solver.malleable import Chain, Piece, least_makespan
 from arachnec.solver.problem import TICKS, Choice, Job, Problem
 from arachnec.solver.search import solve
 
@@ -47,9 +56,9 @@ CLOSE = 1e-3  # of the bound, from which on nothing else is tried
 BATCHES = (2, 4, 8)  # sizes that are tried
 SAVED = 5e-3  # of the work of a request, from which on a batch is worth a try
 PLACINGS = 7  # what a schedule of the portfolio takes to be placed, in times of what one takes that has ranks
+PLACING = 1.0  # ms that a piece takes to be placed
 LATE = 5.0  # ms by which the portfolio ends late, and in which a plan is told
 Policy = Literal["search", "replica", "one-degree", "two-pools"]
-Objective = Literal["makespan", "mean-latency", "p95-latency"]
 
 
 def planned(
@@ -75,30 +84,39 @@ def planned(
         raise fits_no_rank(alone[0], cost, partial(_fits, policy=policy))
     sizes = _batches(alone[0], [chains for chains in alone[1:] if not isinstance(chains, Cascade)])
     bound = least_makespan([request.chain for request in alone[0]], cost.cluster.world, sizes)
+    arrivals = {clip.id: arrival_of(clip) for clip in module.clips}
+    gpus, least = cost.cluster.world, float(bound)
+    if objective != "makespan":
+        least = latency_bound(demands(alone[0], arrivals, sizes), gpus, objective)
     fitting = [own for own, chains in zip(costs, alone, strict=True) if not isinstance(chains, Cascade)]
-    plans = [plan for own in (fitting if sizes else [cost]) for plan in _plans(own, bound, policy)]
+    fitting = fitting if sizes else [cost]
+    plans = [plan for own in fitting for plan in _plans(own, bound, least, policy, objective)]
     best = min(plans, key=lambda plan: plan.value(objective), default=None)
-    chosen = cost.module if best is None else best.rates.cost.module
-    cost = cost if best is None else best.rates.cost
-    before = clock.spent()
-    placed = None if best is None else placed_segments(chosen, best.cascades(), cost)
-    if policy == "search" and objective == "makespan" and not is_close(placed, bound):
-        ending = PLACINGS * (clock.spent() - before) + (LATE if clock.steps is None else 0.0)
-        placed = _improved(chosen, cost, placed, clock.slice(clock.left() - ending), seed)
+    if policy == "search" and (objective != "makespan" or any(arrivals.values())):
+        placed = _over_time(module, fitting, best, least, objective, clock, seed)
+    else:
+        before = clock.spent()
+        cost = cost if best is None else best.rates.cost
+        placed = None if best is None else _placed(best)
+        if policy == "search" and not is_close(placed, bound):
+            ending = PLACINGS * (clock.spent() - before) + (LATE if clock.steps is None else 0.0)
+            placed = _improved(cost.module, cost, placed, clock.slice(clock.left() - ending), seed)
     if placed is None:
         raise not_this_way(policy, cost, partial(_fits, policy=policy))
     makespan = end_of(placed)
     # a segment that was cut reads what the one before it hands on
     placed = with_memory(replace(module, cascades=tuple(placed)), placed)
+    value = _value(module, placed, objective)
     return replace(
         module,
         level=Level.SCHEDULED,
         cascades=tuple(c.with_attrs(assigned=c.ranks, ranks=None, ulysses=None, ring=None) for c in placed),
         attrs=module.attrs.updated(
             makespan=Quantity(makespan, "ms"),
-            bound=Quantity(bound / TICKS, "ms"),
-            area_bound=Quantity(bound / TICKS, "ms"),
-            proved=makespan <= bound / TICKS * (1 + 1e-9),
+            objective=objective if objective != "makespan" else None,
+            bound=Quantity(least / TICKS, "ms"),
+            area_bound=Quantity(least / TICKS, "ms"),
+            proved=value <= least / TICKS * (1 + 1e-9),
         ),
     )
 
@@ -136,26 +154,18 @@ def _fits(module: Module, policy: Policy) -> bool:
     if isinstance(alone, Cascade):
         return False
     bound = least_makespan([request.chain for request in alone], cost.cluster.world)
-    return next(_plans(cost, bound, policy), None) is not None
+    return next(_plans(cost, bound, bound, policy), None) is not None
+
+
+def _value(module: Module, placed: Sequence[Cascade], objective: Objective) -> float:
+    """The objective of placed cascades, in ms."""
+    whole = replace(module, cascades=tuple(placed))
+    return objective_ms(whole, {cascade.name: cascade.end for cascade in placed}, objective)
 
 
 def is_close(placed: Sequence[Cascade] | None, bound: int) -> bool:
     """Whether a plan's makespan is so close to the bound that nothing else is worth its time."""
     return placed is not None and end_of(placed) * TICKS <= bound * (1 + CLOSE)
-
-
-def latencies_of(module: Module, placed: Sequence[Cascade]) -> dict[int, float]:
-    """ms from each request's arrival to the end of its last cascade."""
-    ends: dict[int, float] = {}
-    for cascade in placed:
-        for clip in cascade.clips:
-            ends[clip] = max(ends.get(clip, 0.0), cascade.end)
-    return {clip.id: ends[clip.id] - arrival_of(clip) for clip in module.clips}
-
-
-def percentile(values: Sequence[float], part: float) -> float:
-    """The least value that so large a part of them does not exceed."""
-    return sorted(values)[math.ceil(part * len(values)) - 1]
 
 
 @dataclass(frozen=True)
@@ -168,24 +178,20 @@ class Plan:
 
     def value(self, objective: Objective) -> float:
         """Ticks: the makespan, or a statistic of the requests' latencies."""
-        if objective == "makespan":
-            return length(self.pieces)
-        ends: dict[int, int] = {}
+        ends = [0] * len(self.requests)
         for piece in self.pieces:
-            ends[piece.chain] = max(ends.get(piece.chain, 0), piece.end)
-        latencies = [
-            float(ends[number] - request.chain.release)
-            for number, request in enumerate(self.requests)
-            for _ in request.requests
-        ]
-        return math.fsum(latencies) / len(latencies) if objective == "mean-latency" else percentile(latencies, 0.95)
+            ends[piece.chain] = max(ends[piece.chain], piece.end)
+        return measure(self.requests, objective)(ends)[0]
 
     def cascades(self) -> list[Cascade]:
         return with_pieces(self.rates.cost.module, self.requests, self.pieces, self.rates)
 
 
-def _plans(cost: CostModel, bound: int, policy: Policy) -> Iterator[Plan]:
-    """What policies make of the chains, one way after another."""
+def _plans(
+    cost: CostModel, bound: int, least: float, policy: Policy, objective: Objective = "makespan"
+) -> Iterator[Plan]:
+    """What policies make of the chains, one way after another. ``bound`` is of the makespan, ``least`` of the
+    objective."""
     module = cost.module
     gpus, node = cost.cluster.world, cost.cluster.gpus
     fits_together = False
@@ -195,8 +201,9 @@ def _plans(cost: CostModel, bound: int, policy: Policy) -> Iterator[Plan]:
         fits_together = not isinstance(requests, Cascade)
         if not isinstance(requests, Cascade):
             for pieces in _together([request.chain for request in requests], gpus, node, bound, policy):
-                yield Plan(requests, pieces, together)
-                if policy == "search" and length(pieces) <= bound * (1 + CLOSE):
+                plan = Plan(requests, pieces, together)
+                yield plan
+                if policy == "search" and plan.value(objective) <= least * (1 + CLOSE):
                     return
     if policy == "search":
         yield from _apart(module, cost, gpus, node, bound)
@@ -239,6 +246,44 @@ def _together(chains: Sequence[Chain], gpus: int, node: int, bound: int, policy:
         if parallel is not None:
             yield parallel
     yield from in_order_of_length(chains, gpus, node)
+
+
+def _placed(plan: Plan) -> list[Cascade]:
+    return placed_segments(plan.rates.cost.module, plan.cascades(), plan.rates.cost)
+
+
+def _over_time(
+    module: Module,
+    costs: Sequence[CostModel],
+    best: Plan | None,
+    least: float,
+    objective: Objective,
+    clock: Clock,
+    seed: int,
+) -> list[Cascade] | None:
+    """The ``best`` plan, or what insertion and a local search make, whichever the objective prefers as placed."""
+    ways: list[Plan] = []
+    for cost in costs:
+        rates = _everywhere(cost.module, cost)
+        requests = request_chains(cost.module, rates)
+        if isinstance(requests, Cascade) or (best is not None and best.value(objective) <= least * (1 + CLOSE)):
+            continue
+        plans = insertion_plans(requests, cost.cluster.world, cost.cluster.gpus, objective, clock)
+        ways += [Plan(requests, pieces, rates) for pieces in plans]
+    if not ways:
+        return None if best is None else _placed(best)
+    if best is not None and not isinstance(best.rates, Halves):
+        ways.append(best)
+    plan = min(ways, key=lambda plan: plan.value(objective))
+    cluster = plan.rates.cost.cluster
+    ending = PLACING * len(plan.pieces) + LATE if clock.steps is None else 0.0
+    within = clock.slice(clock.left() - ending)
+    pieces = improved_pieces(plan.requests, plan.pieces, cluster.world, cluster.gpus, objective, within, seed)
+    placed = _placed(replace(plan, pieces=pieces))
+    value = _value(module, placed, objective)
+    if best is None or value * TICKS <= best.value(objective):
+        return placed
+    return min(placed, _placed(best), key=lambda cascades: _value(module, cascades, objective))
 
 
 def _improved(

@@ -229,6 +229,7 @@ def _with_rest(fixed: _Fixed, module: Module, round: int, rest: Sequence[Cascade
     attrs = module.attrs.updated(
         round=Quantity(length, "ms"),
         makespan=Quantity(makespan, "ms"),
+        objective=None,
         bound=Quantity(bound / TICKS, "ms"),
         area_bound=Quantity(bound / TICKS, "ms"),
         proved=False,
