@@ -73,7 +73,7 @@ def read_commit(path: Path) -> Commit | None:
     """What the checkpoint in ``path`` says of itself; None where it is not whole."""
     file = path / COMMIT
     try:
-        if file.stat().st_size > LARGEST_COMMIT:
+        if not file.is_file() or file.stat().st_size > LARGEST_COMMIT:  # a pipe would be waited for
             return None
         commit = msgspec.json.decode(file.read_bytes(), type=Commit)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -85,7 +85,7 @@ def read_commit(path: Path) -> Commit | None:
         and commit.position.steps >= 0
         and _steps(path) in (commit.position.steps, -1)
         and commit.position.clips >= 0
-        and all(Path(record.name).name == record.name for record in commit.files)
+        and all(Path(record.name).name == record.name and "\0" not in record.name for record in commit.files)
     )
     return commit if sound else None
 
@@ -104,7 +104,7 @@ def is_intact(path: Path, record: FileRecord) -> bool:
     """Whether a file is there as it was written."""
     try:
         file = path / record.name
-        return file.stat().st_size == record.bytes and sha256(file) == record.sha256
+        return file.is_file() and file.stat().st_size == record.bytes and sha256(file) == record.sha256
     except OSError:
         return False
 

@@ -32,11 +32,13 @@ def command(program: Path, equivalence: bool) -> None:
     from arachnec.verification.memory_claims import only_claimed
 
     module = checked(read_program(program))
+    unheld = ""
     if samples(program):
         from arachnec.generation.run import planned_stages
 
         executable = read_sampling_executable(program)
-        demand_own_requests(executable, module, planned_stages(executable))
+        unheld = ", ".join(executable.header.load)  # code, and looking at a folder runs none
+        demand_own_requests(executable, module, None if unheld else planned_stages(executable))
     elif (program / HEADER).is_file():
         demand_own_input(read_executable(program), module, 0)
     assert module.cluster is not None
@@ -61,6 +63,8 @@ def command(program: Path, equivalence: bool) -> None:
     if believed := only_claimed(module):
         names = ", ".join(f"@{name}" for name in believed)
         click.echo(f"  claimed   what {names} take while they run is the program's word: no `saved` or `workspace`")
+    if unheld:
+        click.echo(f"  stages    not held to those that the passes in {unheld} plan with: `arachnec run` does that")
     if equivalence:
         from arachnec.equivalence.compare import demand_equivalent
 

@@ -36,7 +36,7 @@ import msgspec
 from arachnec.data.clip import VideoClip
 from arachnec.data.long_manifest import LongManifest
 from arachnec.executable.training_options import Training, verified
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, writing
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
@@ -258,7 +258,7 @@ def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:
     texts: dict[str, str] = {}
 
     def renamed(option: re.Match[str]) -> str:
-        path = Path(json.loads(option[2])) if option[2].startswith('"') else Path(option[2])
+        path = Path(unquoted(option[2]))
         if not path.is_file():
             return option[0]  # the name of device specs
         stem, suffix = FILES[option[1]]
@@ -370,9 +370,16 @@ def demand_inside(folder: Path, main: str, pipeline: str, load: Sequence[str], m
     if len(load) > MOST_LOADED:
         raise UserError(NotExecutable(None, str(folder), f"it loads more than {MOST_LOADED} files of passes"))
     for option in FILE_OPTION.finditer(pipeline):
-        profile = json.loads(option[2]) if option[2].startswith('"') else option[2]
-        if Path(profile).name != profile:
+        if Path(profile := unquoted(option[2])).name != profile:
             raise UserError(NotExecutable(None, str(folder), "it reads a file from outside of its folder"))
+
+
+def unquoted(value: str) -> str:
+    """An option's text without quotes; one that is no string stands for itself, and the pipeline's reader says so."""
+    try:
+        return str(json.loads(value)) if value.startswith('"') else value
+    except ValueError:
+        return value
 
 
 def _is_inside(name: str, main: str) -> bool:
@@ -386,7 +393,8 @@ def read_part(folder: Path, name: str) -> bytes:
         raise UserError(NotExecutable(None, str(folder), f"it has no {name}"))
     if path.stat().st_size > LIMIT_BYTES:
         raise UserError(NotExecutable(None, str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB"))
-    return path.read_bytes()
+    with writing(path):
+        return path.read_bytes()
 
 
 def text_of(folder: Path, name: str, data: bytes) -> str:

@@ -71,14 +71,14 @@ def demand_own_input(
         raise UserError(*problems)
 
 
-def demand_own_requests(executable: SamplingExecutable, program: Module, stages: tuple[Stage, ...]) -> None:
+def demand_own_requests(executable: SamplingExecutable, program: Module, stages: tuple[Stage, ...] | None) -> None:
     """Raises ``UserError`` where ``program`` does not sample the requests of the executable, as they are asked for.
 
-    ``stages`` are those traced, as the pipeline's passes of scope ``model`` leave them.
+    ``stages`` are those traced, as the pipeline's passes of scope ``model`` leave them; None where these are not run.
     """
     traced = executable.traced
     problems = [*_clips(traced.clips, program, 0), *_cluster(traced.cluster, program.cluster)]
-    if not problems:
+    if not problems and stages is not None:
         problems += _stages(stages, program.stages)
     asked = {clip.id: clip for clip in traced.clips}
     for clip in program.clips if not problems else ():

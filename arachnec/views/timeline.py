@@ -12,13 +12,16 @@ import msgspec
 
 from arachnec.analysis.uses import COMPUTE as COMPUTE
 from arachnec.analysis.uses import READS_GRADIENTS, moved_by
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Instruction, Module, quantity
+from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+from arachnec.ir.nodes import MOST_GPUS, Instruction, Module, quantity
 from arachnec.simulation.events import Interval as Interval
 from arachnec.simulation.events import Transfer as Transfer
 
 AFTER = ("reduce", *READS_GRADIENTS)  # the cascades
 DRAWN = (*COMPUTE, *AFTER)
+LARGEST_MEASURED = 64 * 2**20  # bytes
+SHORTEST_MS = 1e-9
+LONGEST_MS = 1e12  # of a step: thirty years
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,12 @@ class Timeline:
     def busy_ms(self, rank: int) -> float:
         """ms in which the rank computed cascades."""
         return sum(i.end - i.start for i in self.lanes.get(rank, ()) if i.op in COMPUTE)
+
+
+def scale_end(*ends: float) -> float:
+    """Where an axis ends that shows all of these, in ms: after 1 where nothing lasts, or too short for a quotient."""
+    longest = max(ends, default=0.0)
+    return longest if longest > SHORTEST_MS else 1.0
 
 
 def imbalance(busy: Iterable[float]) -> float:
@@ -131,10 +140,19 @@ def read_measured(path: Path) -> Timeline:
         intervals: tuple[Interval, ...]
         iteration: int = 0
 
+    if path.stat().st_size > LARGEST_MEASURED:
+        raise UserError(BadMeasured(None, str(path), f"it is larger than {LARGEST_MEASURED >> 20} MiB"))
     try:
-        content = msgspec.json.decode(path.read_bytes(), type=Measured)
+        with writing(path):
+            content = msgspec.json.decode(path.read_bytes(), type=Measured)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(BadMeasured(None, str(path), str(error))) from error
+    for number, interval in enumerate(content.intervals):
+        if not 0 <= interval.rank < MOST_GPUS:
+            raise UserError(BadMeasured(None, str(path), f"interval {number} is of rank {interval.rank}"))
+        if not -LONGEST_MS <= interval.start <= interval.end <= LONGEST_MS:
+            reason = f"interval {number} lasts from {interval.start:g} to {interval.end:g} ms"
+            raise UserError(BadMeasured(None, str(path), reason))
     of = f" of iteration {content.iteration}" if content.iteration else ""
     return Timeline(f"measured, step {content.step}{of}", content.intervals)
 

@@ -9,7 +9,7 @@ from html import escape
 
 from arachnec.ir.nodes import Module
 from arachnec.views.format import title_of
-from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance
+from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance, scale_end
 
 WIDTH = 1200
 LEFT, RIGHT = 72, 24
@@ -46,7 +46,7 @@ def draw(module: Module, *timelines: Timeline) -> str:
     ranks = sorted({rank for timeline in timelines for rank in timeline.lanes})
     rows = {rank: row for row, rank in enumerate(ranks)}
     height = row_height(len(ranks))
-    end = max((timeline.end for timeline in timelines), default=0.0) or 1.0
+    end = scale_end(*(timeline.end for timeline in timelines))
     elements: list[str] = []
     top: float = HEADER
     for timeline in timelines:

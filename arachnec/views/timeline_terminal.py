@@ -8,7 +8,7 @@ from rich.text import Text
 
 from arachnec.ir.nodes import Module
 from arachnec.views.format import printable
-from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance
+from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance, scale_end
 from arachnec.views.timeline_svg import stage_colours, time_text
 
 WIDTH = 100
@@ -34,7 +34,7 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     More than ``MOST_ROWS`` ranks share rows; a cell shows what its ranks do most of its time.
     """
     ranks = sorted(timeline.lanes)
-    scale_end = end or timeline.end or 1.0
+    shown_end = scale_end(timeline.end if end is None else end)
     per_row = -(-len(ranks) // MOST_ROWS) if ranks else 1
     groups = [ranks[i : i + per_row] for i in range(0, len(ranks), per_row)]
     names = [f"{g[0]}-{g[-1]}" if len(g) > 1 else f"{g[0]}" for g in groups]
@@ -47,14 +47,14 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     text = Text(no_wrap=True)
     text.append(printable(timeline.title), style="bold")
     text.append(f"  {time_text(float(f'{timeline.end:.4g}'))}, imbalance {imbalance(busy.values()):.1%}\n")
-    text.append(f"{'rank'.rjust(margin - 1)} {_axis(scale_end, cells)} busy\n", style="dim")
+    text.append(f"{'rank'.rjust(margin - 1)} {_axis(shown_end, cells)} busy\n", style="dim")
     for name, group in zip(names, groups, strict=True):
         text.append(f"{name.rjust(margin - 1)} ")
         row = [interval for rank in group for interval in timeline.lanes[rank] if interval.op in DRAWN]
-        for character, interval in _cells(row, cells, scale_end, len(group), fills, stage_of):
+        for character, interval in _cells(row, cells, shown_end, len(group), fills, stage_of):
             stage = stage_of.get(interval.target) if interval else None
             text.append(character, style=colours[stage] if stage else GREY)
-        share = sum(busy[rank] for rank in group) / len(group) / scale_end
+        share = sum(busy[rank] for rank in group) / len(group) / shown_end
         text.append(f" {share:4.0%}\n")
     text.append(" " * margin)
     for stage, colour in colours.items():
@@ -81,19 +81,19 @@ def _fills(timeline: Timeline, stage_of: Mapping[str, str]) -> dict[tuple[str, s
 def _cells(
     intervals: list[Interval],
     cells: int,
-    scale_end: float,
+    shown_end: float,
     ranks: int,
     fills: Mapping[tuple[str, str | None], str],
     stage_of: Mapping[str, str],
 ) -> list[tuple[str, Interval | None]]:
     """A character and what it stands for, for each cell; names where they fit."""
-    size = scale_end / cells
+    size = shown_end / cells
     shares: list[dict[tuple[str, str], float]] = [{} for _ in range(cells)]
     intervals_by_key: dict[tuple[str, str], Interval] = {}
     for interval in intervals:
         key = (interval.op, interval.target)
         intervals_by_key.setdefault(key, interval)
-        first = int(interval.start / size)
+        first = max(0, int(interval.start / size))
         for cell in range(first, min(cells, int(interval.end / size) + 1)):
             covered = min(interval.end, (cell + 1) * size) - max(interval.start, cell * size)
             if covered > 0:
@@ -125,12 +125,12 @@ def _target(interval: Interval | None) -> str:
     return interval.target if interval else ""
 
 
-def _axis(scale_end: float, cells: int) -> str:
+def _axis(shown_end: float, cells: int) -> str:
     """0 on the left, the end on the right, the half between."""
     marks = [
         (0, "0"),
-        (cells // 2, time_text(float(f"{scale_end / 2:.3g}"))),
-        (cells, time_text(float(f"{scale_end:.3g}"))),
+        (cells // 2, time_text(float(f"{shown_end / 2:.3g}"))),
+        (cells, time_text(float(f"{shown_end:.3g}"))),
     ]
     line = [" "] * cells
     for position, mark in marks:

@@ -21,6 +21,8 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.views.format import ms
 from arachnec.views.timeline import planned
 
+MOST_STEPS = 10_000  # of a search that counts them
+COUNTED = ("generations", "population", "limit")  # how large searches without a budget are
 SAME = 0.005  # relative: what differs by less is what another search could come to as well
 Change = Callable[[Module], Module]
 
@@ -94,7 +96,11 @@ def questions(plan: Module) -> Iterator[Question]:
 
 
 def with_budget(pipeline: Pipeline, budget_ms: float) -> Pipeline:
-    """The same passes, each with this budget that has one and does not count steps instead."""
+    """The same passes, each with this budget that has one and does not count steps instead.
+
+    Whoever asks may not have written them: more than ``MOST_STEPS`` are searched for the budget, and a search without
+    one is never larger than by default.
+    """
     return Pipeline(tuple(_limited(step, budget_ms) for step in pipeline.passes))
 
 
@@ -140,11 +146,15 @@ def _until_partitioned(begin: Module, pipeline: Pipeline) -> int:
 
 
 def _limited(step: Pass, budget_ms: float) -> Pass:
-    names = {field.name for field in fields(step)}
-    if "budget" not in names or getattr(step, "steps", None) is not None:
-        return step
-    changed: Pass = replace(step, budget=Duration(budget_ms))  # type: ignore[call-arg]
-    return changed
+    default = {field.name: field.default for field in fields(step)}
+    changed: dict[str, object] = {
+        name: default[name] for name in COUNTED if getattr(step, name, 0) > default.get(name, 0)
+    }
+    steps = getattr(step, "steps", None)
+    if "budget" in default and (steps is None or steps > MOST_STEPS):
+        changed |= {"budget": Duration(budget_ms)} | ({"steps": None} if steps is not None else {})
+    limited: Pass = replace(step, **changed)  # type: ignore[arg-type]
+    return limited
 
 
 def _scaled(row: Value, factor: float) -> Value:

@@ -185,6 +185,18 @@ def test_the_budget_is_given_to_searches_that_count_time_and_not_to_those_that_c
     assert with_budget(PASSES, 300.0) == PASSES
 
 
+def test_an_answer_is_no_larger_search_than_anybody_would_ask_for() -> None:
+    """The pipeline stands in a folder that may come from elsewhere: a billion steps would never end."""
+    for asked, held in (
+        ("schedule-z3{steps=10000}", "schedule-z3{steps=10000}"),
+        ("schedule-z3{steps=10001}", "schedule-z3{budget=300ms}"),
+        ("schedule-genetic{generations=61,population=1000000000}", "schedule-genetic"),
+        ("schedule-genetic{generations=60,population=39}", "schedule-genetic{population=39}"),
+        ("schedule-flexsp{limit=9h}", "schedule-flexsp"),
+    ):
+        assert str(with_budget(Pipeline.parse(f"{asked},place"), 300.0)) == f"{held},place"
+
+
 @given(st.floats(1.0, 1e6), st.floats(1.0, 1e6))
 def test_a_difference_is_said_the_right_way_round(now: float, then: float) -> None:
     _, said = sentences([Answer("as it is", now), Answer("Changed", then)])
