@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from arachnec.cluster.topology import mix_of
 from arachnec.ir import tables
@@ -146,14 +147,12 @@ def _until_partitioned(begin: Module, pipeline: Pipeline) -> int:
 
 
 def _limited(step: Pass, budget_ms: float) -> Pass:
-    default = {field.name: field.default for field in fields(step)}
-    changed: dict[str, object] = {
-        name: default[name] for name in COUNTED if getattr(step, name, 0) > default.get(name, 0)
-    }
+    default: dict[str, Any] = {field.name: field.default for field in fields(step)}
+    changed: dict[str, Any] = {n: default[n] for n in COUNTED if getattr(step, n, 0) > default.get(n, 0)}
     steps = getattr(step, "steps", None)
     if "budget" in default and (steps is None or steps > MOST_STEPS):
         changed |= {"budget": Duration(budget_ms)} | ({"steps": None} if steps is not None else {})
-    limited: Pass = replace(step, **changed)  # type: ignore[arg-type]
+    limited: Pass = replace(step, **changed)
     return limited
 
 
