@@ -165,7 +165,8 @@ def test_small_instances_reach_the_optimum_over_all_degrees_and_orders(
     best = optimum(module, gpus)
     planned = Pipeline.parse("schedule-sampling{steps=2000},place").run(module)
     assert quantity(planned.attrs["bound"]) <= best * (1 + 1e-6)
-    assert quantity(planned.attrs["makespan"]) <= best * (1 + 1e-3)  # handoffs take their time
+    # handoffs take their time: 12 us in the shortest instance that can be drawn
+    assert quantity(planned.attrs["makespan"]) <= best * (1 + 1e-3) + 0.02
 
 
 def without_encoders(module: Module) -> Module:
