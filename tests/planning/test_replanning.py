@@ -8,12 +8,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arachnec.backends.simulator import simulate
-from arachnec.ir.nodes import Instruction, Module, Phase, integer, quantity
+from arachnec.ir.nodes import Module, Phase, integer, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.sampling import outcomes_of, segment_of
-from arachnec.ir.values import Attributes
-from arachnec.lowering.continuation import beginning, begins_as
+from arachnec.lowering.continuation import begins_as
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sampling.outcomes import at_outcomes
@@ -90,13 +89,3 @@ def test_ranks_that_early_switches_leave_idle_are_used() -> None:
         module, round = replanned(module, round, known(module, round, outcomes), length=2), round + 1
     assert integer(module.clips[0].attrs["steps"]) == 40
     assert simulate(at_outcomes(checked(module), outcomes)).makespan_ms < 0.75 * fixed
-
-
-def test_a_list_begins_up_to_the_replan_of_its_round() -> None:
-    steps = [Instruction("replan", "m", (), Attributes.of(round=number)) for number in (1, 2, 3)]
-    denoise = Instruction("denoise", "a", (), Attributes.of(round=2))
-    whole = [steps[0], denoise, steps[1], denoise, steps[2]]
-    assert beginning(whole, 1) == (steps[0],)
-    assert beginning(whole, 2) == (steps[0], denoise, steps[1])
-    assert begins_as(whole, [steps[0], denoise, steps[1]], 2)
-    assert not begins_as(whole, [steps[0], steps[1]], 2)
