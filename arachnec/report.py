@@ -9,7 +9,7 @@ from typing import Any
 
 from arachnec.backends.simulator import Simulation
 from arachnec.cost.model import CostModel
-from arachnec.ir.latency import latencies_of, mean, objective_ms, objective_of, percentile
+from arachnec.ir.latency import judged_ms, latencies_of, mean, objective_of, percentile
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, quantity
 from arachnec.ir.sampling import arrival_of, is_sampling, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
@@ -44,9 +44,7 @@ def plan_report(module: Module, planning_ms: float) -> dict[str, Any]:
         "iteration_ms": planned(module).end if lowered else makespan + synchronisation_ms(module, cost),
         "bound_ms": bound,
         "area_bound_ms": quantity(area_bound) if area_bound is not None else bound,
-        "gap": (makespan if objective_of(module) == "makespan" else objective_ms(module, ends)) / bound - 1
-        if bound > 0
-        else 0.0,
+        "gap": judged_ms(module, ends, makespan) / bound - 1 if bound > 0 else 0.0,
         "proved_optimal": module.attrs["proved"] is True,
         "imbalance": imbalance(busy_ms(module)),
         "planning_ms": planning_ms,
@@ -122,12 +120,12 @@ def simulation_report(module: Module, simulation: Simulation, planning_ms: float
     for row in report["cascades"]:
         row["start_ms"], row["end_ms"] = spans[row["name"]]
     ends = {name: end for name, (_, end) in spans.items()}
-    objective = simulation.makespan_ms if objective_of(module) == "makespan" else objective_ms(module, ends)
+    judged = judged_ms(module, ends, simulation.makespan_ms)
     report |= request_report(module, ends)
     return report | {
         "makespan_ms": simulation.makespan_ms,
         "iteration_ms": simulation.iteration_ms,
-        "gap": objective / report["bound_ms"] - 1 if report["bound_ms"] > 0 else 0.0,
+        "gap": judged / report["bound_ms"] - 1 if report["bound_ms"] > 0 else 0.0,
         "imbalance": simulation.imbalance,
         "peak_memory_gib": max(simulation.peak_memory_gib, default=0.0),
         "mfu": simulation.mfu,

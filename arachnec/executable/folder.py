@@ -55,8 +55,13 @@ REPORT = "report.json"  # for people; nothing is proved by it
 FINGERPRINTED = (MODEL, CLIPS, TRACED, MODEL_IR)  # the program may be edited: it is proved again
 MEASURED, MEASURED_PROGRAM = "measured.json", "measured.cascade"  # of the last step of the last run, and its program
 OF_RUNS = (MEASURED, MEASURED_PROGRAM, "measured.svg")
-# An option that names a file: costs, orders of a pipeline, a profile of layers in DAPPLE's format; and its name here.
-FILES = {"profile": ("profile", ".json"), "orders": ("orders", ".csv"), "layers": ("layers", ".txt")}
+# An option that names a file: costs, orders of a pipeline, layers in DAPPLE's format, densities; and its name here.
+FILES = {
+    "profile": ("profile", ".json"),
+    "orders": ("orders", ".csv"),
+    "layers": ("layers", ".txt"),
+    "file": ("sparsity", ".json"),
+}
 FILE_OPTION = re.compile(rf'\b({"|".join(FILES)})=("(?:\\.|[^"\\])*"|[^,{{}}]+)')
 LIBRARIES = ("torch", "diffusers", "transformers")
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal, cast
+from typing import Literal, cast, get_args
 
 from arachnec.ir.nodes import Module
 from arachnec.ir.sampling import arrival_of
 
 Objective = Literal["makespan", "mean-latency", "p95-latency"]
+OBJECTIVES: tuple[str, ...] = get_args(Objective)
 PART = 0.95
 
 
@@ -28,6 +29,11 @@ def objective_ms(module: Module, ends: Mapping[str, float], objective: Objective
         return max(ends.values(), default=0.0)
     latencies = list(latencies_of(module, ends).values())
     return mean(latencies) if objective == "mean-latency" else percentile(latencies)
+
+
+def judged_ms(module: Module, ends: Mapping[str, float], makespan: float) -> float:
+    """What the module's bound is of: its objective at these ends of cascades, or this makespan."""
+    return makespan if objective_of(module) == "makespan" else objective_ms(module, ends)
 
 
 def latencies_of(module: Module, ends: Mapping[str, float]) -> dict[int, float]:

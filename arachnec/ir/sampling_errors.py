@@ -81,6 +81,16 @@ class NotTwoModels(Diagnostic):
 
 
 @dataclass(frozen=True)
+class NoObjective(Diagnostic):
+    title: ClassVar[str] = "{node} has `objective` {objective}"
+    label: ClassVar[str] = "expected {known}"
+    help: ClassVar[str] = "leave `objective` out where the bound is of the makespan"
+    node: str
+    objective: str
+    known: str
+
+
+@dataclass(frozen=True)
 class SwitchUnsaid(Diagnostic):
     title: ClassVar[str] = "{node} {reason}"
     label: ClassVar[str] = "{remedy}"

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.latency import OBJECTIVES
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers
 from arachnec.ir.printer import value_text
@@ -23,6 +24,7 @@ from arachnec.ir.sampling import (
     segment_of,
 )
 from arachnec.ir.sampling_errors import (
+    NoObjective,
     NotAModel,
     NotTwoModels,
     SwitchUnsaid,
@@ -43,6 +45,14 @@ def models_are_one_or_two(index: ModuleIndex) -> Problems:
     named = module.attrs.get("models")
     if isinstance(named, tuple) and not 1 <= len(named) == len(set(named)) <= 2:
         yield NotTwoModels(_at(module, "models"), label(module), value_text(named))
+
+
+def objective_is_known(index: ModuleIndex) -> Problems:
+    module = index.module
+    objective = module.attrs.get("objective", "makespan")
+    if objective not in OBJECTIVES:
+        known = " or ".join(OBJECTIVES)
+        yield NoObjective(_at(module, "objective"), label(module), value_text(objective), known)
 
 
 def segments_fit_their_requests(index: ModuleIndex) -> Problems:
@@ -138,4 +148,4 @@ def _at(node: Module | Cascade | Clip, attribute: str) -> Span | None:
     return node.attrs.span(attribute) or node.span
 
 
-SAMPLING_RULES = (models_are_one_or_two, segments_fit_their_requests)
+SAMPLING_RULES = (models_are_one_or_two, objective_is_known, segments_fit_their_requests)

@@ -23,7 +23,7 @@ TERA, GIB = 10**12, 2**30
 PREDICTOR_BYTES = 16  # of a parameter: itself, its gradient and AdamW's moments, all fp32
 FROZEN_BYTES = 4  # of one that only predicts
 JOINED_OUTSIDE = "the model joins captions to the tokens outside its blocks"
-SEVERAL_GRAPHS = {  # by the stage's ``graphs``: none is there when the run gives layers their predictors
+NOT_ONE_GRAPH = {  # by the stage's ``graphs``: none is there when the run gives layers their predictors
     "shapes": "its blocks have a graph for each clip shape",
     "none": "its blocks run as they are written, without a graph",
 }
@@ -178,9 +178,9 @@ def _by_class(
     """For every block class that can be sparse its attention, and why others are dense: attention, reason."""
     attentions: dict[int, ClassAttention] = {}
     reasons: list[tuple[str, str]] = []
-    of_all = SEVERAL_GRAPHS.get(str(stage.attrs.get("graphs"))) or (None if blocks else NOT_READ)
-    if of_all is not None:
-        return {}, [(name, of_all) for name in blocks or (stage.name,)]
+    reason = NOT_ONE_GRAPH.get(str(stage.attrs.get("graphs"))) or (None if blocks else NOT_READ)
+    if reason is not None:
+        return {}, [(name, reason) for name in blocks or (stage.name,)]
     for kind, name in enumerate(blocks):
         of_class, why = _in_graph(graphs[name], stage) if name in graphs else _recorded(stage, kind)
         reasons += [(f"{name}/{op}" if op else name, reason) for op, reason in why]

@@ -15,7 +15,7 @@ from typing import Any
 
 from arachnec.cluster.topology import machines, node_of
 from arachnec.data.clip import VideoClip
-from arachnec.ir.latency import objective_ms, objective_of
+from arachnec.ir.latency import judged_ms, objective_of
 from arachnec.ir.nodes import Cascade, Module, quantity
 from arachnec.ir.recomputation import block_count, recomputed_blocks
 from arachnec.ir.values import Value
@@ -101,11 +101,8 @@ def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Cu
     bound = module.attrs.get("bound")
     if bound is not None and quantity(bound) > 0:
         proved = ", proved optimal" if module.attrs.get("proved") is True else ""
-        objective = objective_of(module)
-        value, of = makespan, ""
-        if objective != "makespan":
-            ends = {cascade.name: cascade.end for cascade in module.cascades}
-            value, of = objective_ms(module, ends, objective), f" of {objective}"
+        of = "" if objective_of(module) == "makespan" else f" of {objective_of(module)}"
+        value = judged_ms(module, {cascade.name: cascade.end for cascade in module.cascades}, makespan)
         figures += [
             (f"lower bound{of}", ms(quantity(bound))),
             ("to the bound", f"{value / quantity(bound):.3f}x{proved}"),

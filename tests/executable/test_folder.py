@@ -127,6 +127,18 @@ def test_orders_travel_with_the_executable_too(tmp_path: Path) -> None:
     assert texts == {"orders.csv": "0F0,0B0\n"}
 
 
+def test_densities_travel_with_the_executable_and_are_read_from_nowhere_else(folder: Path, tmp_path: Path) -> None:
+    """What would change a plan makes its model's passes again, in a command that only looks, too."""
+    densities = tmp_path / "mine.json"
+    densities.write_text("{}")
+    assert own_profiles(f"sparsify{{file={densities},mass=0.9}}") == (
+        "sparsify{file=sparsity.json,mass=0.9}", {"sparsity.json": "{}"}
+    )  # fmt: skip
+    rewritten(folder, pipeline="sparsify{file=/etc/hostname},place")
+    with pytest.raises(UserError, match="outside"):
+        read_executable(folder)
+
+
 def test_the_name_of_a_device_stays_in_the_pipeline() -> None:
 
     assert own_profiles("annotate{profile=h100-80g},place") == ("annotate{profile=h100-80g},place", {})
