@@ -212,7 +212,9 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
         clips=clips,
         stages=stages,
         cascades=tuple(cascades),
-        attrs=draw(_by_table(tables.MODULE, level, makespan=Quantity(1e4, "ms"), models=None, decoder=None)),
+        attrs=draw(
+            _by_table(tables.MODULE, level, makespan=Quantity(1e4, "ms"), models=None, decoder=None, objective=None)
+        ),
     )
     if level >= Level.SCHEDULED:
         module = replace(

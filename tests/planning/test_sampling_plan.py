@@ -18,8 +18,9 @@ from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.placed_cascade import arrival
 from arachnec.planning.sampling.chains import Rates, request_chains
-from arachnec.planning.sampling.plan import Plan
+from arachnec.planning.sampling.plan import CLOSE, Plan
 from arachnec.planning.sampling.policies import in_order_of_length
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
 from arachnec.report import plan_report
@@ -165,8 +166,22 @@ def test_small_instances_reach_the_optimum_over_all_degrees_and_orders(
     best = optimum(module, gpus)
     planned = Pipeline.parse("schedule-sampling{steps=2000},place").run(module)
     assert quantity(planned.attrs["bound"]) <= best * (1 + 1e-6)
-    # handoffs take their time: 12 us in the shortest instance that can be drawn
-    assert quantity(planned.attrs["makespan"]) <= best * (1 + 1e-3) + 0.02
+    slower, handed = on_ranks(planned)
+    assert quantity(planned.attrs["makespan"]) <= best * (1 + CLOSE) * slower + handed  # where a search ends
+    assert slower <= 1.002
+
+
+def on_ranks(planned: Module) -> tuple[float, float]:
+    """What the tables that a search goes by do not have: how much slower the slowest cascade is on its ranks, and ms of
+    the longest chain's handoffs."""
+    cost = CostModel(planned)
+    rates, by_name = Rates(cost, {"large", "small"}), {cascade.name: cascade for cascade in planned.cascades}
+    slower = max((c.end - c.start) / rates.row(c, c.degree).time for c in planned.cascades)
+    handed = dict.fromkeys(by_name, 0.0)
+    for cascade in sorted(planned.cascades, key=lambda cascade: cascade.start):
+        before = [(by_name[name], handed[name]) for name in cascade.inputs]
+        handed[cascade.name] = max((ms + arrival(one, cascade, cost) for one, ms in before), default=0.0)
+    return max(1.0, slower), max(handed.values())
 
 
 def without_encoders(module: Module) -> Module:
