@@ -1,9 +1,14 @@
 import os
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from arachnec.backends.torch_distributed.options import RunOptions
+from arachnec.executable.training_options import Training
+from tests.distributed import executor_cases
+from tests.distributed.executor_cases import Work, executable
 from tests.distributed.harness import RankError, RankPool, run_ranks
 
 
@@ -60,3 +65,23 @@ def test_a_rank_that_hangs_ends_the_run() -> None:
 def hang_on_0() -> None:
     if dist.get_rank() == 0:
         dist.recv(torch.zeros(1), 1)
+
+
+def kept_by(folder: Path, steps: int) -> tuple[int, ...]:
+    """How many captures and examples this rank has, before and behind a step with the model in a folder."""
+    before = len(executor_cases._CAPTURED), len(executor_cases._EXAMPLES)
+    executor_cases.train(folder, RunOptions(steps=steps))
+    return *before, len(executor_cases._CAPTURED), len(executor_cases._EXAMPLES)
+
+
+@pytest.mark.parametrize("training", [Training(), Training(dtype="bf16")], ids=["fp32", "bf16"])
+def test_ranks_are_born_with_the_captures_that_a_step_makes(training: Training, tmp_path: Path) -> None:
+    """Made on another device, or of samples in another precision, they would be made again by every rank."""
+    clips = (executor_cases.clip("a", 3),)
+    folder = executable(tmp_path, [clips], [Work((0,), (0, 1), 0.0)], 2, training=training)
+    pool = RankPool(2)
+    try:
+        for captures, examples, *after in pool.run(kept_by, folder, 1):
+            assert captures and examples and [captures, examples] == after
+    finally:
+        pool.close()
