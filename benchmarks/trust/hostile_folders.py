@@ -24,7 +24,6 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ from arachnec.executable.folder import CLIPS, HEADER, MEASURED, PROGRAM, digest_
 from arachnec.executable.folder import MODEL as MODEL_FILE
 from arachnec.export.trained_values import MASTER, trained_values
 from arachnec.ir.diagnostic import UserError
-from benchmarks.trust.input_fuzz import damaged, judged, other_tokens, other_values
+from benchmarks.trust.input_fuzz import damaged, judge_all, other_tokens, other_values
 from tests.commands.binary_inputs import damaged_bytes
 from tests.commands.small_model import MODEL
 
@@ -307,21 +306,12 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (8 * 2**30, 8 * 2**30))
     executables(root)
     demand_whole(root)
-    counts: Counter[str] = Counter()
-    wrong: list[dict[str, Any]] = []
-    for number in range(options.first, options.inputs):
-        rng = random.Random(f"{options.seed}/{number}")
-        with tempfile.TemporaryDirectory(prefix="arachnec-hostile-") as place:
-            done, run = one_input(root, Path(place), rng)
-            why = judged(run)
-        counts[done.split(":")[0] if ":" in done else "checkpoints"] += 1
-        if why is not None:
-            wrong.append({"input": number, "what": done, "why": why})
-            print(json.dumps(wrong[-1]), flush=True)
-        result = {"inputs": number + 1, "seed": options.seed, "kinds": dict(counts), "wrong": wrong}
-        if options.output:
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+
+    def one(number: int, place: Path, rng: random.Random) -> tuple[str, dict[str, str], Run]:
+        done, run = one_input(root, place, rng)
+        return done.split(":")[0] if ":" in done else "checkpoints", {"what": done}, run
+
+    judge_all(one, range(options.first, options.inputs), options.seed, options.output, Counter(), [])
 
 
 if __name__ == "__main__":

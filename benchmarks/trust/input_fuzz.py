@@ -222,6 +222,30 @@ def _child(run: Callable[[], int], said: int) -> None:
     os._exit(code)
 
 
+def judge_all(
+    one: Callable[[int, Path, random.Random], tuple[str, dict[str, str], Callable[[], int]]],
+    numbers: range,
+    seed: int,
+    output: Path | None,
+    counts: Counter[str],
+    wrong: list[dict[str, Any]],
+) -> None:
+    """Judge inputs, and write after each what is known so far. ``one`` makes an input below a folder: its kind, what
+    tells it, and what is to be run on it."""
+    for number in numbers:
+        with tempfile.TemporaryDirectory(prefix="arachnec-fuzz-") as folder:
+            kind, what, run = one(number, Path(folder), random.Random(f"{seed}/{number}"))
+            counts[kind] += 1
+            why = judged(run)
+        if why is not None:
+            wrong.append({"input": number, **what, "why": why})
+            print(json.dumps(wrong[-1]), flush=True)
+        result = {"inputs": number + 1, "seed": seed, "kinds": dict(counts), "wrong": wrong}
+        if output:
+            output.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps({"inputs": numbers.stop, "seed": seed, "kinds": dict(counts), "wrong": wrong}))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--inputs", type=int, default=2000)
@@ -239,19 +263,12 @@ def main() -> None:
         earlier = json.loads(options.output.read_text())
         if earlier["seed"] == options.seed:
             done, wrong, counts = earlier["inputs"], earlier["wrong"], Counter(earlier["kinds"])
-    for number in range(done, options.inputs):
-        rng = random.Random(f"{options.seed}/{number}")
+
+    def one(number: int, folder: Path, rng: random.Random) -> tuple[str, dict[str, str], Callable[[], int]]:
         name = kinds[number % len(kinds)]
-        counts[name] += 1
-        with tempfile.TemporaryDirectory(prefix="arachnec-fuzz-") as folder:
-            why = judged(one_input(name, Path(folder), options.executable.absolute(), rng))
-        if why is not None:
-            wrong.append({"input": number, "kind": name, "why": why})
-            print(json.dumps(wrong[-1]), flush=True)
-        result = {"inputs": number + 1, "seed": options.seed, "kinds": dict(counts), "wrong": wrong}
-        if options.output:
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(json.dumps(result))
+        return name, {"kind": name}, one_input(name, folder, options.executable.absolute(), rng)
+
+    judge_all(one, range(done, options.inputs), options.seed, options.output, counts, wrong)
 
 
 if __name__ == "__main__":
