@@ -62,7 +62,12 @@ FILES = {
     "layers": ("layers", ".txt"),
     "file": ("sparsity", ".json"),
 }
-FILE_OPTION = re.compile(rf'\b({"|".join(FILES)})=("(?:\\.|[^"\\])*"|[^,{{}}]+)')
+# Other passes may have a `file` that they write.
+_QUOTED = r'"(?:\\.|[^"\\])*"'
+_OF_SPARSIFY = rf'(?P<before>\bsparsify\s*\{{(?:{_QUOTED}|[^"{{}}])*?)'
+FILE_OPTION = re.compile(
+    rf"(?:{_OF_SPARSIFY}\b(?P<file>file)|\b(?P<option>profile|orders|layers))\s*=\s*(?P<value>{_QUOTED}|[^,{{}}]+)"
+)
 LIBRARIES = ("torch", "diffusers", "transformers")
 
 
@@ -263,16 +268,17 @@ def own_profiles(pipeline: str) -> tuple[str, dict[str, str]]:
     texts: dict[str, str] = {}
 
     def renamed(option: re.Match[str]) -> str:
-        path = Path(unquoted(option[2]))
+        path = Path(unquoted(option["value"]))
         if not path.is_file():
             return option[0]  # the name of device specs
-        stem, suffix = FILES[option[1]]
+        key = option["file"] or option["option"]
+        stem, suffix = FILES[key]
         own = {name: text for name, text in texts.items() if name.startswith(stem)}
         text = path.read_text(encoding="utf-8")
         earlier = next((name for name, other in own.items() if other == text), None)
         name = earlier or (f"{stem}_{len(own)}{suffix}" if own else f"{stem}{suffix}")
         texts[name] = text
-        return f"{option[1]}={name}"
+        return f"{option['before'] or ''}{key}={name}"
 
     return FILE_OPTION.sub(renamed, pipeline), texts
 
@@ -375,14 +381,15 @@ def demand_inside(folder: Path, main: str, pipeline: str, load: Sequence[str], m
     if len(load) > MOST_LOADED:
         raise UserError(NotExecutable(None, str(folder), f"it loads more than {MOST_LOADED} files of passes"))
     for option in FILE_OPTION.finditer(pipeline):
-        if Path(profile := unquoted(option[2])).name != profile:
+        if Path(profile := unquoted(option["value"])).name != profile:
             raise UserError(NotExecutable(None, str(folder), "it reads a file from outside of its folder"))
 
 
 def unquoted(value: str) -> str:
-    """An option's text without quotes; one that is no string stands for itself, and the pipeline's reader says so."""
+    """An option's text without quotes and spaces around it. One that is no string stands for itself: the pipeline's
+    reader says so."""
     try:
-        return str(json.loads(value)) if value.startswith('"') else value
+        return str(json.loads(value)) if value.startswith('"') else value.strip()
     except ValueError:
         return value
 

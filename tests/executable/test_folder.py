@@ -127,14 +127,28 @@ def test_orders_travel_with_the_executable_too(tmp_path: Path) -> None:
     assert texts == {"orders.csv": "0F0,0B0\n"}
 
 
-def test_densities_travel_with_the_executable_and_are_read_from_nowhere_else(folder: Path, tmp_path: Path) -> None:
-    """What would change a plan makes its model's passes again, in a command that only looks, too."""
+def test_densities_travel_with_the_executable_and_other_files_do_not(tmp_path: Path) -> None:
+    """A pass of the user's may have a `file` that it writes."""
     densities = tmp_path / "mine.json"
     densities.write_text("{}")
     assert own_profiles(f"sparsify{{file={densities},mass=0.9}}") == (
         "sparsify{file=sparsity.json,mass=0.9}", {"sparsity.json": "{}"}
     )  # fmt: skip
-    rewritten(folder, pipeline="sparsify{file=/etc/hostname},place")
+    assert own_profiles(f"mine{{file={densities}}},place") == (f"mine{{file={densities}}},place", {})
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        "sparsify{file=/etc/hostname}",
+        'sparsify { mass=0.9, file = "/etc/hostname" }',
+        "annotate{profile =/etc/hostname}",
+        "annotate{ profile= ../profile.json}",
+    ],
+)
+def test_a_pipeline_names_no_file_outside_of_its_folder(step: str, folder: Path) -> None:
+    """However it is written: a command that only looks makes plans anew with these passes."""
+    rewritten(folder, pipeline=f"{step},place")
     with pytest.raises(UserError, match="outside"):
         read_executable(folder)
 
