@@ -1,4 +1,4 @@
-"""The garbage collector put off while nodes are made or walked in great numbers. In: a block of code. Out: nothing."""
+"""The garbage collector put off while much is made that stays: nodes, modules. In: a block of code. Out: nothing."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def without_garbage_collector() -> Iterator[None]:
-    """Without the garbage collector: nodes hold no cycles, and it would walk all of them again and again."""
+    """Without the garbage collector, which would walk all of it again and again: a fifth of the time of imports."""
     enabled = gc.isenabled()
     gc.disable()
     try:

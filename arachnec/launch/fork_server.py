@@ -10,6 +10,7 @@ BLAS's, which sees to forks itself.
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import os
 import runpy
@@ -23,6 +24,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from arachnec.ir.garbage import without_garbage_collector
 from arachnec.launch.start_times import note_imports
 
 POLL_S = 0.02
@@ -153,9 +155,11 @@ def serve(task: Task, command: list[str]) -> None:
     launcher = os.getppid()
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # where it was ignored, nobody would be told that a rank has ended
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGCHLD,))
-    for module in task.modules:
-        with contextlib.suppress(Exception):  # a rank imports it again, and says what is wrong with it
-            importlib.import_module(module)
+    with without_garbage_collector():
+        for module in task.modules:
+            with contextlib.suppress(Exception):  # a rank imports it again, and says what is wrong with it
+                importlib.import_module(module)
+    gc.freeze()  # ranks share these pages until somebody writes to them, and the collector would
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on the launcher ends the ranks
     processes: dict[int, int] = {}
     for number, own in enumerate(task.ranks):

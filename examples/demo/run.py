@@ -56,7 +56,7 @@ def main() -> int:
     cluster = ("--cluster", f"{RANKS}:cpu")
     common = (HERE / "model.py", "--data", latents / "clips.jsonl", *cluster)
 
-    print("One long clip and four short ones from three real videos (random weights, so nothing is downloaded):")
+    print("One long clip and three short ones from three real videos (random weights, so nothing is downloaded):")
     sys.stdout.flush()
     subprocess.run([sys.executable, HERE / "make_clips.py", clips, "--one-long"], check=True)
     command("cache", HERE / "model.py", "--data", clips, *cluster, "-o", latents)

@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from arachnec.backends.torch_distributed.options import RunOptions, run_options
+from arachnec.ir.garbage import without_garbage_collector
 from arachnec.launch.ranks import exit_with, joined_rank
 from arachnec.launch.start_times import StartClock
 from arachnec.launch.timeouts import START_S
@@ -22,9 +23,10 @@ def command(folder: Path, options: RunOptions) -> None:
     """Run this rank's part of the executable FOLDER. Rank and world size come from torchrun's environment."""
     clock = StartClock.of_process()
     with joined_rank(START_S if options.start_timeout is None else options.start_timeout) as joined:
-        from arachnec.backends.torch_distributed.engine import train
-        from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
-        from arachnec.executable.folder import read_executable
+        with without_garbage_collector():
+            from arachnec.backends.torch_distributed.engine import train
+            from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
+            from arachnec.executable.folder import read_executable
 
         clock.done("imports")
         executable = read_executable(folder)
