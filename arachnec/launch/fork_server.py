@@ -10,7 +10,6 @@ BLAS's, which sees to forks itself.
 from __future__ import annotations
 
 import contextlib
-import gc
 import importlib
 import os
 import runpy
@@ -159,7 +158,6 @@ def serve(task: Task, command: list[str]) -> None:
         for module in task.modules:
             with contextlib.suppress(Exception):  # a rank imports it again, and says what is wrong with it
                 importlib.import_module(module)
-    gc.freeze()  # ranks share these pages until somebody writes to them, and the collector would
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # from now on the launcher ends the ranks
     processes: dict[int, int] = {}
     for number, own in enumerate(task.ranks):
