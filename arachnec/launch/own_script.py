@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,6 +18,7 @@ from arachnec.ir.nodes import Cluster
 from arachnec.launch.failure import failure_of
 from arachnec.launch.progress import Progress
 from arachnec.launch.ranks import Ended, end_process, joined_rank
+from arachnec.launch.scratch import ScratchFolder
 from arachnec.launch.timeouts import START_S
 from arachnec.launch.watchdog import Watchdog
 
@@ -64,6 +66,7 @@ class OwnScript:
     restarted: bool = False  # by a launcher, after a failure
     _steps: int = 0  # that the loop has taken
     _joined: ExitStack = field(default_factory=ExitStack)
+    _folder: ScratchFolder | None = None
     _usual: Hook | None = None  # what the interpreter calls for an exception without us
 
     @classmethod
@@ -93,6 +96,16 @@ class OwnScript:
         if self.watchdog is not None:
             self.watchdog.enter(phase, limit, option, progress)
 
+    def folder(self) -> Path:
+        """One for files of this rank, which goes with it."""
+        if self._folder is None:
+            self._folder = ScratchFolder()
+        return self._folder.path
+
+    def remove_folder(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+
     def begins(self, step: int) -> None:
         """The loop takes this step, and so must that of every other rank."""
         self._steps = step + 1
@@ -116,6 +129,7 @@ class OwnScript:
         usual = self._usual = sys.excepthook
 
         def ends(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            self.remove_folder()
             try:
                 self._joined.__exit__(kind, error, trace)
             except Ended as end:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -137,7 +136,6 @@ class Engine:
         self._script = OwnScript.join(machine, own.start_timeout)
         own = _resuming(own, self._script.restarted)
         clock.done("group")
-        self._folder = tempfile.TemporaryDirectory(prefix="arachnec-")
         enter = self._script.enter
         file = load_model_file(model) if isinstance(model, str | Path) else given_module(model, sample, loss, encoders)
         file = file if optimizer is None else with_own_optimizer(file, optimizer)
@@ -150,7 +148,7 @@ class Engine:
         position = None if resumed is None else resumed.position
         compiling = Compiling(file, machine, passes, training)
         clock.done("reading")
-        executable, drawn = own_executable(Path(self._folder.name), compiling, source, position)
+        executable, drawn = own_executable(self._script.folder(), compiling, source, position)
         clock.done("plan")
         self._begin(
             own,
@@ -342,6 +340,7 @@ class Engine:
             self._closed = True
             self._log.close()
             self._trainer.close()
+            self._script.remove_folder()
 
 
 def run_options(options: Mapping[str, Any]) -> RunOptions:
