@@ -9,7 +9,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 # Dozens of processes import the same sources: they are compiled once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo demo-finetune demo-generate test test-all fuzz parts golden bench lint format docs clean
+.PHONY: help ready demo demo-finetune demo-generate test test-all fuzz parts golden bench lint format docs clean
 .DEFAULT_GOAL := help
 
 help: ## this list
@@ -22,6 +22,8 @@ $(READY): pyproject.toml constraints.txt
 	$(PIP) torch setuptools
 	$(PIP) -e '.[diffusers,finetune,plots,parquet,test,demo,dev]'
 	@touch $@
+
+ready: $(READY)
 
 demo: $(READY) ## train a small Wan2.1 model on clips of real videos, in turns with data parallelism, on 2 processes
 	$(BIN)/python -m examples.demo.run

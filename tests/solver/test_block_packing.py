@@ -17,6 +17,7 @@ from arachnec.solver.z3_assignment import Assignment, Conflict, schedule_by_sets
 from arachnec.solver.z3_packing import find_packing
 from arachnec.solver.z3_question import Answer
 from arachnec.solver.z3_schedule import find_schedule
+from tests.slow import slow
 
 FRAMES = (17, 33, 49, 65, 81, 97, 121)
 SLOWDOWN = {1: 1.0, 2: 1.04, 4: 1.08, 8: 1.15, 16: 1.35, 32: 1.6}
@@ -140,7 +141,7 @@ def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> Non
     assert (solution.schedule.makespan(problem), solution.proved) == (10, True)
 
 
-@pytest.mark.parametrize(("clips", "seed"), [(16, 0), (12, 1)])
+@pytest.mark.parametrize(("clips", "seed"), [slow(16, 0), (12, 1)])
 def test_two_clips_for_each_of_eight_gpus_are_proved_optimal(clips: int, seed: int) -> None:
     problem = video_mix(clips, 8, seed)
     solution = solve(problem, Clock(0.0, 0.0, steps=300_000.0), seed=0)

@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 from arachnec.kernels.attention.sequence_shard import even_split
 from tests.distributed.attention_cases import Case, check
 from tests.distributed.harness import run_ranks
+from tests.slow import slow
 
 GRIDS = {1: ((1, 1),), 2: ((2, 1), (1, 2)), 3: ((3, 1), (1, 3)), 4: ((4, 1), (2, 2), (1, 4))}
-GRID_IDS = [(degree, grid) for degree, grids in GRIDS.items() for grid in grids]
+QUICK = ((1, 1), (1, 2), (3, 1), (1, 3), (2, 2))
+GRID_IDS = [
+    (degree, grid) if grid in QUICK else slow(degree, grid) for degree, grids in GRIDS.items() for grid in grids
+]
 
 
 def case(degree: int, grid: tuple[int, int], total: int = 23, **fields: object) -> Case:

@@ -21,6 +21,7 @@ from arachnec.kernels.attention.collectives import all_gather, exchange, is_gloo
 from tests.distributed.attention_cases import process_groups
 from tests.distributed.harness import RankPool, run_ranks
 from tests.distributed.ncclish import NAME, Settings, install, uninstall
+from tests.slow import slow
 
 Sizes = tuple[int, ...]
 
@@ -186,7 +187,7 @@ def memory(sizes: Sizes, batch: int) -> tuple[int, int, int, int]:
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("sizes", [(1500, 1500, 1500, 1500), (1501, 1501, 1501, 1500)])
+@pytest.mark.parametrize("sizes", [slow((1500, 1500, 1500, 1500)), (1501, 1501, 1501, 1500)])
 def test_a_gather_holds_its_result_and_its_gradient_holds_its_piece(sizes: Sizes, batch: int) -> None:
     for forward, backward, full, piece in run_ranks(4, memory, sizes, batch):
         assert full > 60 * BYTES

@@ -85,7 +85,7 @@ PRODUCTS = {
 
 
 QUICK = (
-    "dealt-1f1b", "cells-zb-h1-beside", "cells-zb-v", "degrees-3-1-recompute", "cells-adapters", "cells-partly",
+    "dealt-1f1b", "cells-zb-h1-beside", "degrees-3-1-recompute", "cells-adapters", "cells-partly",
     "host-inputs", "host-cells-zb-v", "degrees-partly", "replicas-planned-host",
 )  # fmt: skip
 
