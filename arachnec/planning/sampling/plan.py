@@ -27,14 +27,9 @@ from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity
 from arachnec.planning.placement import end_of, quick_placements
 from arachnec.planning.sampling.chains import Rates, RequestChain, request_chains, scheduled, with_pieces
-from arachnec.planning.sampling.latency_plans import (
-    demands,
-    improved_pieces,
-    insertion_plans,
-    latency_bound,
-    measure,
-)
+from arachnec.planning.sampling.latency_plans import improved_pieces, insertion_plans
 from arachnec.planning.sampling.least_cluster import fits_no_rank, not_this_way
+from arachnec.planning.sampling.objectives import MEASURED, measure
 from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import (
     coding_apart,
@@ -85,9 +80,7 @@ def planned(
     sizes = _batches(alone[0], [chains for chains in alone[1:] if not isinstance(chains, Cascade)])
     bound = least_makespan([request.chain for request in alone[0]], cost.cluster.world, sizes)
     arrivals = {clip.id: arrival_of(clip) for clip in module.clips}
-    gpus, least = cost.cluster.world, float(bound)
-    if objective != "makespan":
-        least = latency_bound(demands(alone[0], arrivals, sizes), gpus, objective)
+    least = MEASURED[objective].bound(alone[0], arrivals, sizes, cost.cluster.world)
     fitting = [own for own, chains in zip(costs, alone, strict=True) if not isinstance(chains, Cascade)]
     fitting = fitting if sizes else [cost]
     plans = [plan for own in fitting for plan in _plans(own, bound, least, policy, objective)]

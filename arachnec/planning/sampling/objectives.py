@@ -1,0 +1,125 @@
+"""What the search needs of each objective: a bound that no plan is below, the value of a plan, and in which orders
+requests are inserted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from arachnec.ir.latency import PART, Objective, mean, percentile
+from arachnec.planning.sampling.chains import RequestChain
+from arachnec.solver.insertion_search import Measure
+from arachnec.solver.latency_bound import (
+    Demand,
+    least_mean_latency,
+    least_percentile,
+    on_time,
+    shortest_remaining_first,
+)
+from arachnec.solver.malleable import Batches, least_makespan
+from arachnec.solver.problem import TICKS
+
+NEAR = 1e-3  # above the bound, where it is decided who may be late
+
+
+class Measured(Protocol):
+    """One objective. Times are ticks; ``wanted`` are demands, one for each chain."""
+
+    def bound(
+        self, requests: Sequence[RequestChain], arrivals: Mapping[int, float], batches: Batches, gpus: int
+    ) -> float:
+        """No plan is below it. ``arrivals`` are ms by request."""
+
+    def value(self, last: float, latencies: Sequence[float]) -> tuple[float, float]:
+        """Of a plan's last end and every request's latency; then what to prefer where that is equal."""
+
+    def orders(self, wanted: Sequence[Demand], gpus: int) -> list[list[int]]:
+        """In which the chains, by their numbers, are inserted."""
+
+
+@dataclass(frozen=True)
+class Makespan:
+    def bound(
+        self, requests: Sequence[RequestChain], arrivals: Mapping[int, float], batches: Batches, gpus: int
+    ) -> float:
+        return float(least_makespan([request.chain for request in requests], gpus, batches))
+
+    def value(self, last: float, latencies: Sequence[float]) -> tuple[float, float]:
+        return last, mean(latencies)
+
+    def orders(self, wanted: Sequence[Demand], gpus: int) -> list[list[int]]:
+        return [_ordered([one.release for one in wanted]), _ordered([-one.work for one in wanted])]
+
+
+@dataclass(frozen=True)
+class MeanLatency:
+    def bound(
+        self, requests: Sequence[RequestChain], arrivals: Mapping[int, float], batches: Batches, gpus: int
+    ) -> float:
+        return least_mean_latency(demands(requests, arrivals, batches), gpus)
+
+    def value(self, last: float, latencies: Sequence[float]) -> tuple[float, float]:
+        return mean(latencies), 0.0
+
+    def orders(self, wanted: Sequence[Demand], gpus: int) -> list[list[int]]:
+        return [_ordered(shortest_remaining_first(wanted, gpus)), _ordered([one.work for one in wanted])]
+
+
+@dataclass(frozen=True)
+class PercentileLatency:
+    def bound(
+        self, requests: Sequence[RequestChain], arrivals: Mapping[int, float], batches: Batches, gpus: int
+    ) -> float:
+        wanted = demands(requests, arrivals, batches)
+        return least_percentile(wanted, gpus, _may_be_late(len(wanted)))
+
+    def value(self, last: float, latencies: Sequence[float]) -> tuple[float, float]:
+        least = percentile(latencies)
+        return least, math.fsum(latency**2 for latency in latencies if latency <= least)
+
+    def orders(self, wanted: Sequence[Demand], gpus: int) -> list[list[int]]:
+        late = _may_be_late(len(wanted))
+        limit = least_percentile(wanted, gpus, late) * (1 + NEAR) + 1
+        kept = set(on_time(wanted, gpus, limit, late) or range(len(wanted)))
+        return [sorted(range(len(wanted)), key=lambda n: (n not in kept, wanted[n].release))]
+
+
+MEASURED: Mapping[Objective, Measured] = {
+    "makespan": Makespan(),
+    "mean-latency": MeanLatency(),
+    "p95-latency": PercentileLatency(),
+}
+
+
+def demands(requests: Sequence[RequestChain], arrivals: Mapping[int, float], batches: Batches) -> list[Demand]:
+    """Of every request, whichever of the ``batches`` it is in; ``arrivals`` are ms."""
+    return [
+        Demand(arrivals[clip] * TICKS, ((len(one.requests), one.chain), *batches.get(one.chain, ())))
+        for one in requests
+        for clip in one.requests
+    ]
+
+
+def measure(requests: Sequence[RequestChain], objective: Objective) -> Measure:
+    """Of ends in ticks: the objective, and what to prefer where that is equal."""
+    releases = [one.chain.release for one in requests for _ in one.requests]
+    counts = [len(one.requests) for one in requests]
+    value = MEASURED[objective].value
+
+    def of_ends(ends: Sequence[int]) -> tuple[float, float]:
+        each = (end for end, count in zip(ends, counts, strict=True) for _ in range(count))
+        latencies = [float(end - release) for end, release in zip(each, releases, strict=True)]
+        return value(float(max(ends, default=0)), latencies)
+
+    return of_ends
+
+
+def _ordered(keys: Sequence[float]) -> list[int]:
+    return sorted(range(len(keys)), key=lambda n: keys[n])
+
+
+def _may_be_late(requests: int) -> int:
+    """How many may take longer than the percentile."""
+    return requests - math.ceil(PART * requests)
