@@ -109,8 +109,8 @@ def measure(requests: Sequence[RequestChain], objective: Objective) -> Measure:
     value = MEASURED[objective].value
 
     def of_ends(ends: Sequence[int]) -> tuple[float, float]:
-        each = (end for end, count in zip(ends, counts, strict=True) for _ in range(count))
-        latencies = [float(end - release) for end, release in zip(each, releases, strict=True)]
+        request_ends = (end for end, count in zip(ends, counts, strict=True) for _ in range(count))
+        latencies = [float(end - release) for end, release in zip(request_ends, releases, strict=True)]
         return value(float(max(ends, default=0)), latencies)
 
     return of_ends
