@@ -85,13 +85,19 @@ def test_a_link_is_not_followed(folders: Path, tmp_path: Path) -> None:
     assert (elsewhere / "lock").is_file()
 
 
-def test_a_fork_does_not_take_the_folder_of_its_parent(folders: Path) -> None:
-    folder = ScratchFolder()
-    process = os.fork()
-    if process == 0:
-        folder.close()
-        os._exit(0)
-    os.waitpid(process, 0)
-    assert folder.path.is_dir()
+FORKS = """
+import os
+from arachnec.launch.scratch import ScratchFolder
+folder = ScratchFolder()
+if os.fork() == 0:
     folder.close()
+    os._exit(0)
+os.wait()
+print(folder.path.is_dir())
+"""
+
+
+def test_a_fork_does_not_take_the_folder_of_its_parent(folders: Path) -> None:
+    told = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, check=True).stdout
+    assert told == "True\n"
     assert list(folders.iterdir()) == []
