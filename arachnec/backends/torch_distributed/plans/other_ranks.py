@@ -27,9 +27,10 @@ def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
     file give way to the schedule where there are fewer stages.
     """
     schedule = next((step for step in pipeline.passes if isinstance(step, SchedulePipeline)), SchedulePipeline())
-    per_rank = schedule.place_options["stages_each"]
+    said = schedule.place_options
+    per_rank = said["stages_each"]
     count = next((_count(step) for step in pipeline.passes if isinstance(step, Stages)), None)
-    ranks = None if count is None else count // per_rank  # of one pipeline
+    ranks = None if count is None else said["pipeline"] or count // per_rank  # of one pipeline
     fitting = 1 if ranks is None else _most(ranks, cluster.world)
     replicas = cluster.world // fitting
     degree = schedule.degree if replicas % (schedule.degree or 1) == 0 else None
