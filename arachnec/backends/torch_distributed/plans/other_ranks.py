@@ -8,6 +8,7 @@ is given up where it does not fit, and planned; a pipeline that fits is left as 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.parameter_cells import cell_fits
@@ -40,7 +41,7 @@ def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
             cells = [size for size in range(1, int(step.cell) + 1) if replicas % size == 0]
             return replace(step, cell=str(max(size for size in cells if cell_fits(size, cluster.nodes, cluster.gpus))))
         if isinstance(step, Stages) and ranks is not None:
-            fewer = {} if fitting == ranks else {"p": fitting * per_rank, "cuts": None}
+            fewer: dict[str, Any] = {} if fitting == ranks else {"p": fitting * per_rank, "cuts": None}
             return replace(step, replicas=None, **fewer)
         if isinstance(step, SchedulePipeline):
             return replace(step, degree=degree, degrees=None, orders=None)
