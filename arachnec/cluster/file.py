@@ -19,11 +19,13 @@ import difflib
 import math
 import re
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
 from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, PCIE4, DeviceSpecs, find_device_specs
+from arachnec.ir.bounds import LARGEST, SMALLEST
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import MOST_GPUS, Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
@@ -150,6 +152,7 @@ _EXAMPLES = {
 }
 _OF_A_GROUP = ("nodes", "device", "memory", "flops", "intra")
 _SHORT = re.compile(r"(?:(?P<nodes>\d{1,18})x)?(?P<gpus>\d{1,18}):(?P<device>[A-Za-z0-9_.+-]+)")
+_GROUP = re.compile(r"\s*\[\[\s*group\s*\]\]")
 _QUANTITY = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?\d+)?)\s*(?P<unit>[A-Za-z/]+)\s*")
 
 
@@ -171,7 +174,7 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
         raise UserError(ClusterNotFound(None, str(text_or_path)))
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
-    text = path.read_text(encoding="utf-8", errors="replace")
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
     try:
         values = dict(tomllib.loads(text))
     except RecursionError:
@@ -204,19 +207,28 @@ def _own_cores(values: dict[str, object]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Lines:
-    """Where a key of a TOML file stands, or the head of a table; tomllib keeps no positions."""
+    """Where a key of a TOML file stands, or the head of a table; tomllib keeps no positions.
+
+    Keys of one group are looked for from its head on, line ``first``.
+    """
 
     file: str | None
     text: str
+    first: int = 1
 
     def span(self, key: str) -> Span | None:
         if self.file is None:
             return None
         for number, row in enumerate(self.text.splitlines(), 1):
             match = re.match(rf"\s*(?:\[\[?\s*)?({re.escape(key)})\b", row)
-            if match:
+            if match and number >= self.first:
                 return Span(self.file, number, match.start(1) + 1, number, match.end(1) + 1)
-        return Span(self.file, 1, 1, 1, 2)
+        return Span(self.file, self.first, 1, self.first, 2)
+
+    def of_groups(self, count: int) -> Sequence[Lines]:
+        """One for each ``[[group]]``; all of the file where they are written otherwise."""
+        heads = [number for number, row in enumerate(self.text.splitlines(), 1) if _GROUP.match(row)]
+        return [replace(self, first=head) for head in heads] if len(heads) == count else [self] * count
 
 
 def _cluster(values: dict[str, object], name: str, lines: Lines) -> Cluster:
@@ -241,15 +253,16 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
         if key in values:
             raise UserError(_bad(key, values[key], "in each `[[group]]`, since the nodes differ", lines))
     counts, devices, specs_of_groups = [], [], []
-    for row in rows:
-        _check_keys(row, _OF_A_GROUP, lines)
-        shared = {key: values[key] for key in ("inter", "latency", "inter_latency") if key in values}
-        specs, device = _device(row | shared, lines)
-        counts.append(_count(row, "nodes", 1, lines))
+    shared = {key: values[key] for key in ("inter", "latency", "inter_latency") if key in values}
+    for row, of_group in zip(rows, lines.of_groups(len(rows)), strict=True):
+        _check_keys(row, _OF_A_GROUP, of_group)
+        specs, device = _device(row | shared, of_group)
+        counts.append(_count(row, "nodes", 1, of_group))
+        if counts[-1] < 1:
+            raise UserError(NoGpus(of_group.span("nodes"), counts[-1], _count(values, "gpus", None, lines)))
         specs_of_groups.append(specs)
-        devices.append((device, {key: _quantity(row | shared, key, specs, lines) for key in _REQUIRED}))
-    if min(counts) < 1:
-        raise UserError(NoGpus(lines.span("nodes"), min(counts), _count(values, "gpus", None, lines)))
+        places = {key: lines if key in shared else of_group for key in _REQUIRED}
+        devices.append((device, {key: _quantity(row | shared, key, specs, at) for key, at in places.items()}))
     nodes = sum(counts)
     gpus = _gpus(values, nodes, lines)
     worst: dict[str, Quantity] = {}
@@ -286,8 +299,8 @@ def _build(
     if rack < 1:
         raise UserError(_bad("rack", rack, "at least one node", lines))
     cores = _count(values, "cores", 0, lines)
-    if cores < 0:
-        raise UserError(_bad("cores", cores, "a whole number from 0", lines))
+    if not 0 <= cores <= LARGEST:
+        raise UserError(_bad("cores", cores, f"a whole number from 0 to {LARGEST:g}", lines))
     attrs: dict[str, Value | None] = {
         "nodes": nodes,
         "gpus": gpus,
@@ -394,6 +407,8 @@ def _quantity(values: dict[str, object], key: str, specs: DeviceSpecs | None, li
         number = 0.0
     if match is None or match["unit"] != unit or number <= 0:
         raise UserError(_bad(key, value, f"a positive number of {unit}, with its unit", lines))
+    if not SMALLEST <= number <= LARGEST:
+        raise UserError(_bad(key, value, f"{SMALLEST:g} to {LARGEST:g} {unit}", lines))
     return Quantity(number, unit)
 
 

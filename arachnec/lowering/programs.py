@@ -175,7 +175,8 @@ def _placed(
         placed[handoff.source].append(((handoff.slot, HANDOFF), send))
         placed[handoff.target].append(((handoff.slot, HANDOFF), receive))
     stages = {stage.name: stage for stage in module.stages}
-    count = len(module.clips) or len({clip for cascade in order for clip in cascade.clips})
+    # a table of durations has no clips
+    count = len(module.clips) or len({clip for cascade in order for clip in cascade.clips}) or 1
     named = {cascade.name: cascade for cascade in order}
     split = split_backwards(module)
     for i, cascade in enumerate(with_attention(order, module.stages, cluster, attention)):

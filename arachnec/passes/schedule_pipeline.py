@@ -62,7 +62,8 @@ class SchedulePipeline(Pass):
     @property
     def place_options(self) -> dict[str, Any]:
         """What says how many ranks hold a stage: passes before this one have these as options."""
-        return {"stages_each": stages_each(self.schedule, self.v), "degrees": self.degrees}
+        pipeline = None if self.orders is None else len(read_csv(Path(self.orders)).orders)
+        return {"stages_each": stages_each(self.schedule, self.v), "degrees": self.degrees, "pipeline": pipeline}
 
     def run(self, module: Module) -> Module:
         how = (self.schedule, self.k, self.v, self.degree, self.recompute, self.policy, self.orders, self.degrees)

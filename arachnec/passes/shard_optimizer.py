@@ -22,7 +22,7 @@ from arachnec.ir.values import Quantity
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
-from arachnec.planning.pipeline_orders import ranks_of_stages
+from arachnec.planning.pipeline_orders import demand_counts, ranks_of_stages
 
 CROWDED = 0.5  # of the device's memory, taken by state alone
 
@@ -32,8 +32,8 @@ class ShardOptimizer(Pass):
     """Deal the optimizer's state out over all ranks where its copies would take more than half of a device.
 
     Of parameters in cells, over the cells, beside each cell's own dealing out. Of a model in stages, over the ranks of
-    each stage. How many these are follows from ``stages_each``, the stages on one rank, or from ``degrees``, which the
-    schedule says.
+    each stage. How many these are follows from ``stages_each``, the stages on one rank, from ``degrees``, or from
+    ``pipeline``, the ranks of one pipeline, which the schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -42,20 +42,26 @@ class ShardOptimizer(Pass):
 
     stages_each: int = 1
     degrees: tuple[int, ...] | None = None
+    pipeline: int | None = None
+
+    def __post_init__(self) -> None:
+        demand_counts(self.stages_each, self.pipeline)
 
     def run(self, module: Module) -> Module:
-        return with_gradient_precision(_sharded(module, self.stages_each, self.degrees))
+        return with_gradient_precision(_sharded(module, self.stages_each, self.degrees, self.pipeline))
 
     def informed(self, following: tuple[Pass, ...]) -> ShardOptimizer:
         schedule = next((step for step in following if isinstance(step, SchedulePipeline)), None)
         return self if schedule is None else replace(self, **schedule.place_options)
 
 
-def _sharded(module: Module, stages_each: int, degrees: tuple[int, ...] | None) -> Module:
+def _sharded(module: Module, stages_each: int, degrees: tuple[int, ...] | None, pipeline: int | None) -> Module:
     if module.cluster is None or module.cluster.world < 2:
         return module
     if parts := [stage for stage in module.stages if "part_of" in stage.attrs]:
-        return _sharded_stages(module, module.cluster, parts, stages_each, degrees)
+        per_rank = stages_each if pipeline is None else -(-len(parts) // pipeline)
+        ranks = ranks_of_stages(module.cluster.world, len(parts), per_rank, degrees, pipeline)
+        return _sharded_stages(module, module.cluster, parts, per_rank, ranks)
     state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
     if state <= CROWDED * module.cluster.memory:
         return module
@@ -71,13 +77,12 @@ def spread(module: Module) -> Module:
 
 
 def _sharded_stages(
-    module: Module, cluster: Cluster, parts: Sequence[Stage], per_rank: int, degrees: tuple[int, ...] | None
+    module: Module, cluster: Cluster, parts: Sequence[Stage], per_rank: int, ranks: Sequence[int]
 ) -> Module:
     """Where the fullest rank of the pipeline would be crowded; its stages are taken to be as large as the largest."""
     everywhere = sum(gib(stage.attrs.get("state")) for stage in module.stages if stage not in parts)
     if everywhere + per_rank * max(gib(stage.attrs.get("state")) for stage in parts) <= CROWDED * cluster.memory:
         return module
-    ranks = ranks_of_stages(cluster.world, len(parts), per_rank, degrees)
     placed = [integers(part.attrs["place"]) if "place" in part.attrs else None for part in parts]
     counts = [count if place is None else len(place) for count, place in zip(ranks, placed, strict=True)]
     dealt = {part.name: _dealt_out(part, count) for part, count in zip(parts, counts, strict=True)}

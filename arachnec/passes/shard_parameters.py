@@ -17,7 +17,7 @@ from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells
-from arachnec.planning.pipeline_orders import ranks_of_stages
+from arachnec.planning.pipeline_orders import demand_counts, ranks_of_stages
 from arachnec.planning.pipeline_places import RanksDoNotDivide
 
 
@@ -41,7 +41,7 @@ class ShardParameters(Pass):
 
     ``cell`` is how many ranks hold them together: a number, ``node`` for the devices of a machine, ``world`` for all.
     Of a model in stages ``world`` are the ranks of a stage. How many these are follows from ``stages_each``, the stages
-    on one rank, or from ``degrees``, which the schedule says.
+    on one rank, from ``degrees``, or from ``pipeline``, the ranks of one pipeline, which the schedule says.
     """
 
     needs: ClassVar[Level] = Level.TRACED
@@ -51,6 +51,10 @@ class ShardParameters(Pass):
     cell: str = "node"
     stages_each: int = 1
     degrees: tuple[int, ...] | None = None
+    pipeline: int | None = None
+
+    def __post_init__(self) -> None:
+        demand_counts(self.stages_each, self.pipeline)
 
     def informed(self, following: tuple[Pass, ...]) -> ShardParameters:
         schedule = next((step for step in following if isinstance(step, SchedulePipeline)), None)
@@ -67,10 +71,11 @@ class ShardParameters(Pass):
 
     def _size(self, module: Module, cluster: Cluster) -> int:
         parts = sum("part_of" in stage.attrs for stage in module.stages)
-        places = ranks_of_stages(cluster.world, parts, self.stages_each, self.degrees) if parts else (cluster.world,)
+        said = self.stages_each, self.degrees, self.pipeline
+        places = ranks_of_stages(cluster.world, parts, *said) if parts else (cluster.world,)
         ranks = math.gcd(*places)  # which cells must divide
         if not ranks:
-            raise UserError(RanksDoNotDivide(None, cluster.world, parts // self.stages_each))
+            raise UserError(RanksDoNotDivide(None, cluster.world, self.pipeline or parts // self.stages_each))
 
         def fits(size: int) -> bool:
             return cell_fits(size, cluster.nodes, cluster.gpus) and ranks % size == 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from arachnec.ir.bounds import LARGEST, SMALLEST
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import learned_densities
@@ -157,13 +158,19 @@ class Sparsify(Pass):
         speeds = ("forward_speed", "backward_speed", "choice_speed", "learning_speed")
         of_kernels = ((name, getattr(self, name)) for name in speeds)
         density = DENSITY if self.density is None else self.density
+        overhead = self.overhead or 0.0
         checks = (
             ("density", density, 0 < density <= 1, "above 0, to 1", "share of keys that a query attends to"),
             ("mass", self.mass, 0 < self.mass <= 1, "above 0, to 1", "share of the attention that chosen keys hold"),
             ("rank", rank, 1 <= rank <= size, f"1 to {size}", "features of the predictor, at most a head's"),
-            ("group", group, group >= 1, "1 or more", "queries whose keys are chosen together"),
-            ("block", self.block, self.block >= 1, "1 or more", "keys that are chosen together"),
-            *((name, x, x > 0, "above 0", "1 for as fast as dense") for name, x in of_kernels if x is not None),
+            ("group", group, 1 <= group <= LARGEST, "1 to 1e+15", "queries whose keys are chosen together"),
+            ("block", self.block, 1 <= self.block <= LARGEST, "1 to 1e+15", "keys that are chosen together"),
+            ("overhead", overhead, overhead <= LARGEST, "1e+15 ms at most", "of the choice of a layer, for any clip"),
+            *(
+                (name, x, SMALLEST <= x <= LARGEST, "above 0: 1e-09 to 1e+15", "1 for as fast as dense")
+                for name, x in of_kernels
+                if x is not None
+            ),
         )
         for option, value, right, expected, meaning in checks:
             if not right:

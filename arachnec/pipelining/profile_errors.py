@@ -29,7 +29,9 @@ class BadProfileLine(Diagnostic):
 class BadProfileNumber(Diagnostic):
     title: ClassVar[str] = "`{field}` is `{given}`: {reason}"
     label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "give `{field}` as a number of at least 0, times in ms and sizes in bytes"
+    help: ClassVar[str] = (
+        "give `{field}` as a number of at least 0 and no more than 1e+15, times in ms and sizes in bytes"
+    )
     field: str
     given: str
     reason: str

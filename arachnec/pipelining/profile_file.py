@@ -16,6 +16,7 @@ from pathlib import Path
 
 import networkx as nx
 
+from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.span import Span
 from arachnec.pipelining.errors import NoText
@@ -130,6 +131,8 @@ def _layer(name: str, fields: str, span: Span) -> Layer | Diagnostic:
             return BadProfileNumber(span, key, given[key][:40], "not finite")
         if any(float(word) < 0 for word in words):
             return BadProfileNumber(span, key, given[key][:40], "negative")
+        if number > LARGEST:
+            return BadProfileNumber(span, key, given[key][:40], f"above {LARGEST:g}")
         numbers.append(number)
     return Layer(name, *numbers)
 

@@ -25,7 +25,7 @@ from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stag
 from arachnec.ir.values import Attributes, Quantity
 
 LARGEST_FILE = 64 * 2**20  # bytes
-LONGEST = 1e15  # a time, in ms or s: 30,000 years
+LONGEST = 1e15  # ms: 30,000 years
 UNITS = {"ms": 1.0, "s": 1e3}
 EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
 
@@ -99,7 +99,7 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
         raise UserError(NoTable(None, str(path)))
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(NotJson(None, f"it is larger than {LARGEST_FILE >> 20} MiB"))
-    text = file.read_text(encoding="utf-8", errors="replace")
+    text = file.read_text(encoding="utf-8-sig", errors="replace")
     try:
         value = json.loads(text, object_pairs_hook=partial(_once, file, text))
     except json.JSONDecodeError as error:
@@ -210,8 +210,9 @@ class _Reader:
         for degree, time in times.items():
             if not re.fullmatch(r"[1-9][0-9]{0,8}", degree):
                 raise self._bad(f"a degree of {where}", degree, "a whole number from 1", degree)
-            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < LONGEST:
-                raise self._bad(f"the time of {where} at degree {degree}", time, "a number from 0", near)
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < LONGEST / scale:
+                expected = f"a number from 0, less than {LONGEST / scale:g}"
+                raise self._bad(f"the time of {where} at degree {degree}", time, expected, near)
             pairs.append((int(degree), Quantity(float(time) * scale, "ms")))
         return tuple(sorted(pairs, key=lambda pair: pair[0]))
 

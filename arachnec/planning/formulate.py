@@ -36,6 +36,17 @@ class FitsNoDegree(Diagnostic):
 
 
 @dataclass(frozen=True)
+class TooFewForACell(Diagnostic):
+    title: ClassVar[str] = "{what} cannot be divided over the {cell} ranks of a cell"
+    label: ClassVar[str] = "too small for a cell"
+    help: ClassVar[str] = (
+        "give `shard-parameters` a smaller `cell`, let more clips of this size share a micro-batch, or leave it out"
+    )
+    what: str
+    cell: int
+
+
+@dataclass(frozen=True)
 class EncodersDoNotFit(Diagnostic):
     title: ClassVar[str] = (
         "{what} needs {needed:.3f} GiB per GPU beside {others:.3f} GiB that other encoders made of the same clips, "
@@ -138,6 +149,8 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         smallest = min(cost.memory(cascade, degree) for degree in legal)
         room = cost.largest_memory - cost.resident - cost.communicators
         raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), smallest, held, room))
+    if not choices and not any(cost.table.ways(cascade, degree) for degree in legal):
+        raise UserError(TooFewForACell(cascade.span, describe(cascade), legal[0]))
     if not choices:
         raise UserError(_fits_no_degree(cascade, cost, legal))
     return tuple(choices)

@@ -104,3 +104,25 @@ def test_an_unknown_device_needs_every_quantity() -> None:
     cluster = parse_cluster(Path(__file__).parents[2] / "examples" / "clusters" / "any_device.toml")
     assert cluster.attrs["device"] == "mi300x"
     assert quantity(cluster.attrs["flops"]) == 400
+
+
+@pytest.mark.parametrize("value", ["1e999 us", "1e300 us", "1e-300 us"])
+def test_a_number_that_no_plan_takes_is_told_with_its_line_and_what_one_would(value: str, tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f'gpus = 4\ndevice = "cpu"\nlatency = "{value}"\n')
+    said = message(file)
+    assert "c.toml:3:1" in said and "1e-09 to 1e+15 us" in said
+
+
+def test_what_is_wrong_in_a_group_is_told_with_the_line_of_that_group(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    group = '[[group]]\nnodes = {}\ndevice = "h100"\nmemory = "{} GiB"\n'
+    for nodes, memory, line in ((1, 0, 10), (0, 80, 8)):
+        file.write_text("gpus = 4\n\n" + group.format(1, 80) + group.format(nodes, memory))
+        assert f"c.toml:{line}:1" in message(file)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('gpus = 4\ndevice = "cpu"\n', encoding="utf-8-sig")
+    assert parse_cluster(file).world == 4

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.cli import run
+from arachnec.cluster.device_specs import DEVICE_SPECS
 
 TABLE = Path(__file__).parents[2] / "examples" / "tables" / "four_tasks.json"
 REPORT = {
@@ -140,3 +141,26 @@ def test_a_wrong_table_gets_one_message_and_exit_code_2(
 def test_a_missing_table_gets_one_message(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan", "nowhere.json", "--cluster", "8:h100-80g"]) == 2
     assert "there is no file `nowhere.json`" in capsys.readouterr().err
+
+
+def test_a_table_is_planned_for_nodes_that_differ(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Durations are those of the fastest devices: an A100 takes as much longer as it computes less."""
+    table = {"tasks": [{"name": str(n), "stages": [{"stage": "dit", "ms": {"1": 100}}]} for n in range(4)]}
+    file = tmp_path / "t.json"
+    file.write_text(json.dumps(table), encoding="utf-8-sig")
+    passes = "schedule-z3{steps=20},place"
+    assert run(["plan", str(file), "--cluster", "1x2:h100+1x2:a100", "--passes", passes, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    slower = DEVICE_SPECS["h100-80g"].sustained / DEVICE_SPECS["a100-80g"].sustained
+    assert report["makespan_ms"] == pytest.approx(100 * min(2, slower), rel=1e-4)
+    assert report["bound_ms"] <= report["makespan_ms"] + 1e-6
+    for row in report["cascades"]:
+        expected = 100 * (slower if row["ranks"][0] >= 2 else 1)
+        assert row["end_ms"] - row["start_ms"] == pytest.approx(expected, rel=1e-4)
+
+
+def test_a_time_too_long_to_plan_is_told_where_it_stands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.json"
+    file.write_text('{"tasks": [{"name": "a", "stages": [{"stage": "x", "s": {"1": 9e14}}]}]}')
+    assert run(["plan", str(file), "--cluster", "2:cpu"]) == 2
+    assert "less than 1e+12" in capsys.readouterr().err

@@ -123,7 +123,7 @@ def partly_trained(stage: Stage, paths: Sequence[str]) -> Stage:
     )
 
 
-def pipeline_of(stages: str, schedule: str, policy: str = "single", cell: int = 1, host: str = "none") -> str:
+def pipeline_of(stages: str, schedule: str, policy: str = "single", cell: int | str = 1, host: str = "none") -> str:
     """The passes that train in ``stages`` by a ``schedule``: every layer's gradients in a bucket of their own. ``host``
     is what lies in host memory."""
     return (

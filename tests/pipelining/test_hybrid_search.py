@@ -194,6 +194,7 @@ BAD = {
     GOOD + line("node2", "c", 1, 1, 1, -8): profile_errors.BadProfileNumber,
     GOOD + line("node2", "c", float("nan"), 1, 1, 1): profile_errors.BadProfileNumber,
     GOOD + line("node2", "c", 1, 1, float("inf"), 1): profile_errors.BadProfileNumber,
+    GOOD + line("node2", "c", 1e308, 1, 1, 1): profile_errors.BadProfileNumber,
     GOOD.replace("forward_compute_time=1", "forward_compute_time=x", 1): profile_errors.BadProfileNumber,
     GOOD.replace("forward_compute_time=1, ", "", 1): profile_errors.BadProfileLine,
     GOOD + "node2 is a layer": profile_errors.BadProfileLine,

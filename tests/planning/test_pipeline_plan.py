@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -147,3 +148,23 @@ def test_a_stage_without_figures_is_refused() -> None:
     bare = Stage("dit", True, Attributes.of(params=1, layers=traced_module.stages[0].attrs["layers"]))
     with pytest.raises(UserError, match="cannot be cut"):
         Pipeline.parse("stages{p=2}").run(replace(traced_module, stages=(bare,)))
+
+
+def test_cells_and_optimizers_are_of_the_ranks_that_a_file_of_orders_gives_a_stage(tmp_path: Path) -> None:
+    """Three stages on two ranks, so each stage has half of all ranks."""
+    file = tmp_path / "orders.csv"
+    file.write_text("0F0,0F1,2F0,2B0,2F1,2B1,0B0,0B1\n1F0,1F1,1B0,1B1\n")
+    passes = pipeline_of("cuts=[1,2]", f'orders="{file}"', cell="world")
+    module = Pipeline.parse(passes).run(traced(4, [[clip("a", 3), clip("b", 3)]]))
+    assert [stage.attrs["cell"] for stage in module.stages] == [2, 2, 2]
+    assert {cascade.ranks for cascade in module.cascades if cascade.stage == "dit_1"} == {(2, 3)}
+    crowded = traced(4, [[clip("a", 3), clip("b", 3)] * 2])
+    large = crowded.stages[0].attrs.updated(state=Quantity(6.0, "GiB"), optimizer=Quantity(4.0, "GiB"))
+    crowded = replace(crowded, stages=(replace(crowded.stages[0], attrs=large),))
+    module = Pipeline.parse(pipeline_of("cuts=[1,2]", f'orders="{file}"')).run(crowded)
+    assert [stage.attrs["sharded"] for stage in module.stages] == [2, 2, 2]
+
+
+def test_a_clip_with_fewer_tokens_than_a_cell_has_ranks_is_told_so() -> None:
+    with pytest.raises(UserError, match=r"clip 0 \(1 tokens, stage `@dit_0`\) cannot be divided over the 2 ranks"):
+        Pipeline.parse(pipeline_of("p=2", "schedule=1f1b", cell=2)).run(traced(4, [[clip("a", 1, 8, 8)]]))

@@ -8,6 +8,7 @@ is given up where it does not fit, and planned; a pipeline that fits is left as 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.parameter_cells import cell_fits
@@ -16,6 +17,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.passes.shard_parameters import ShardParameters
 from arachnec.passes.stages import Stages
+from arachnec.planning.pipeline_orders import stages_each
 
 
 def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
@@ -24,10 +26,10 @@ def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
     ``stages`` keeps its ``p`` or ``cuts`` where the ranks of one pipeline divide all ranks. Else there is one pipeline
     of the most ranks, no more than before, that do. A ``degree`` stays where it divides the ranks of a stage, a
     ``cell`` too, else it is the largest that does; ``replicas`` and ``degrees`` are planned anew, and ``orders`` of a
-    file give way to the schedule where there are fewer stages.
+    file give way to the schedule: they are for as many micro-batches as each pipeline had.
     """
     schedule = next((step for step in pipeline.passes if isinstance(step, SchedulePipeline)), SchedulePipeline())
-    per_rank = schedule.place_options["stages_each"]
+    per_rank = stages_each(schedule.schedule, schedule.v)
     count = next((_count(step) for step in pipeline.passes if isinstance(step, Stages)), None)
     ranks = None if count is None else count // per_rank  # of one pipeline
     fitting = 1 if ranks is None else _most(ranks, cluster.world)
@@ -39,11 +41,10 @@ def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
             cells = [size for size in range(1, int(step.cell) + 1) if replicas % size == 0]
             return replace(step, cell=str(max(size for size in cells if cell_fits(size, cluster.nodes, cluster.gpus))))
         if isinstance(step, Stages) and ranks is not None:
-            fewer = {} if fitting == ranks else {"p": fitting * per_rank, "cuts": None}
+            fewer: dict[str, Any] = {} if fitting == ranks else {"p": fitting * per_rank, "cuts": None}
             return replace(step, replicas=None, **fewer)
         if isinstance(step, SchedulePipeline):
-            orders = step.orders if fitting == ranks else None
-            return replace(step, degree=degree, degrees=None, orders=orders)
+            return replace(step, degree=degree, degrees=None, orders=None)
         return step
 
     return Pipeline(tuple(map(fitted, pipeline.passes)))

@@ -62,6 +62,18 @@ def test_three_runs_of_stages_on_each_rank_have_the_gradients_of_plain_pytorch(t
     assert_exact(tmp_path / "g.safetensors", plain_loop(folder, CLIPS)[1])
 
 
+def test_orders_of_a_file_with_three_stages_on_two_ranks_have_the_gradients_of_plain_pytorch(tmp_path: Path) -> None:
+    """In cells of two: the rows of the file say how many ranks a stage has. Backwards are whole and split."""
+    file = tmp_path / "orders.csv"
+    file.write_text(
+        "0F0,0F1,2F0,2I0,2F1,2I1,0I0,0I1,2W0,2W1,0W0,0W1,0F2,0F3,0F4,2F2,2B2,2F3,2B3,2F4,2B4,0B2,0B3,0B4\n"
+        "1F0,1F1,1B0,1B1,1F2,1F3,1F4,1B2,1I3,1B4,1W3\n"
+    )
+    folder = executable(tmp_path, 4, [CLIPS], pipeline_of("cuts=[1,3]", f'orders="{file}"', cell=2))
+    train_on(4, folder, save_gradients=tmp_path / "g.safetensors", steps=1)
+    assert_exact(tmp_path / "g.safetensors", plain_loop(folder, CLIPS)[1])
+
+
 def test_sequence_parallel_stages_that_recompute_have_the_gradients_of_plain_pytorch(tmp_path: Path) -> None:
     """Two stages on two ranks each: ranks of one stage and the next go in pairs, each with its part of a gradient."""
     passes = pipeline_of("p=2", "schedule=zb-h1,degree=2,recompute=true")

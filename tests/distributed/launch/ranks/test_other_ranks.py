@@ -41,6 +41,7 @@ ENDS = "lower,check"
         ("stages{p=2}", "schedule-pipeline{degree=2}", 2, ("stages{p=2}", "schedule-pipeline")),
         ("stages{p=2}", "schedule-pipeline{degrees=[1,3]}", 2, ("stages{p=2}", "schedule-pipeline")),
         ("stages{p=4}", "schedule-pipeline{orders=a.csv}", 2, ("stages{p=2}", "schedule-pipeline")),
+        ("stages{p=2}", "schedule-pipeline{orders=a.csv}", 4, ("stages{p=2}", "schedule-pipeline")),
         ("stages", "schedule-pipeline", 1, ("stages", "schedule-pipeline")),
         ("choose-layout", "schedule-z3", 1, ("choose-layout", "schedule-z3")),
     ],
