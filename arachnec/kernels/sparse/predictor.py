@@ -138,8 +138,8 @@ def turns_sparse(loss: float, held: float, largest_loss: float = LARGEST_LOSS) -
 
 
 def kept_blocks(densities: Sequence[float], blocks: int) -> list[int]:
-    """Blocks of video that each head keeps, of its density: 1 - sparsity. Raises ValueError outside (0, 1]."""
+    """Blocks of video that each head keeps, of its density: 1 - sparsity; one at least. ValueError outside (0, 1]."""
     for head, share in enumerate(densities):
         if not 0 < share <= 1:
             raise ValueError(f"head {head} has density {share}, which is not in (0, 1]")
-    return [min(blocks, math.ceil(share * blocks - 1e-9)) for share in densities]
+    return [min(blocks, max(1, math.ceil(share * blocks - 1e-9))) for share in densities]

@@ -16,6 +16,7 @@ from arachnec.kernels.sparse.predictor import (
     block_mass,
     cell_features,
     held_mass,
+    kept_blocks,
     needed_blocks,
     true_scores,
 )
@@ -76,6 +77,10 @@ def test_the_lists_are_the_blocks_of_most_predicted_mass(
         best = mass[:, head].sort(-1, descending=True).values[..., :keep].sum(-1)
         taken = (mass[:, head] * chosen[:, head, :, :blocks]).sum(-1)
         torch.testing.assert_close(taken, best, rtol=1e-5, atol=1e-9)
+
+
+def test_a_head_keeps_one_block_at_least_and_all_at_most() -> None:
+    assert kept_blocks((1e-12, 0.1, 0.35, 1.0), 20) == [1, 2, 7, 20]
 
 
 def test_ties_go_to_the_lower_index() -> None:
