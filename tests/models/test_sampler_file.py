@@ -1,6 +1,8 @@
 """Sampler files: what is taken from them, and that every mistake has its place and its remedy."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -166,8 +168,6 @@ def test_a_scheduler_takes_what_the_family_predicts() -> None:
 
 def test_the_second_cogvideox_sees_the_noise_that_its_own_schedule_knows() -> None:
     pytest.importorskip("diffusers")
-    from dataclasses import replace
-
     from arachnec.models.diffusers import cogvideox, sampler
     from benchmarks.sampling.pipelines import cogvideox_model
 
@@ -206,3 +206,23 @@ def test_hunyuan_takes_the_scheduler_of_its_folder(tmp_path: Path) -> None:
     config.write_text('{"_class_name": "DDIMScheduler"}')
     told = message(lambda: hunyuan_sampler(model=hunyuan_model(), pipeline=tmp_path))
     assert "`model` predicts `flow_prediction`, and the scheduler DDIMScheduler takes `epsilon`" in told
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")  # Diffusers' own
+def test_noise_is_scaled_for_the_steps_of_its_request() -> None:
+    diffusers = pytest.importorskip("diffusers")
+    from arachnec.models.diffusers.sampler import cogvideox_sampler
+    from benchmarks.sampling.pipelines import cogvideox_model
+
+    def euler() -> Any:
+        return diffusers.EulerDiscreteScheduler(prediction_type="v_prediction", timestep_spacing="leading")
+
+    own = cogvideox_sampler(one=cogvideox_model(), scheduler=euler)
+    drawn = {}
+    for steps in (3, 50):
+        scheduler = euler()
+        scheduler.set_timesteps(steps)
+        request = replace(REQUEST, steps=steps)
+        drawn[steps] = own.start(request, torch.Generator().manual_seed(1)) / scheduler.init_noise_sigma
+    torch.testing.assert_close(drawn[3], drawn[50])
+    assert drawn[3].std() == pytest.approx(1.0, rel=0.1)

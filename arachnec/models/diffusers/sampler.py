@@ -118,12 +118,15 @@ class VideoSampler:
         return self.make_scheduler()
 
     def start(self, request: Request, generator: torch.Generator) -> Tensor:
-        """Unit noise of the latents' shape, times what the scheduler begins at."""
+        """Unit noise of the latents' shape, times what the scheduler begins at for so many steps."""
         geometry: common.Geometry = next(iter(self.experts.values())).adapter.geometry
         channels, frames, height, width = geometry.latent_shape(request.clip())
         order = (frames, channels) if self.frames_first else (channels, frames)
         noise = common.draw_normal((1, *order, height, width), generator)
-        return noise * getattr(self.scheduler(), "init_noise_sigma", 1.0)
+        scheduler = self.scheduler()
+        if isinstance(getattr(type(scheduler), "init_noise_sigma", None), property):  # of the timesteps that are set
+            scheduler.set_timesteps(request.steps)
+        return noise * getattr(scheduler, "init_noise_sigma", 1.0)
 
     def arguments(
         self, name: str, latents: Tensor, timestep: Tensor, request: Request, conditional: bool
