@@ -234,7 +234,7 @@ class BatchSource:
         except UserError:
             raise
         except (Exception, SystemExit) as error:  # it may run in a thread, which an exit would end unheard
-            raise UserError(dataset_raised(error, self.clips)) from error
+            raise UserError(dataset_raised(error, self._given)) from error
         self._in_epoch += 1
         return item
 

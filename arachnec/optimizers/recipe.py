@@ -122,7 +122,8 @@ def _dealt(parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> list[tu
         if not any(_fits(name, value, group) for name, value in parameters.items()):
             shown = [*(group.match or ()), *([] if group.dimensions is None else [group.dimensions])]
             some = ", ".join(list(parameters)[:3])
-            raise UserError(bad_value("groups.match", shown, "no parameter fits", f"names are such as {some}"))
+            key = "groups.dimensions" if group.match is None else "groups.match"
+            raise UserError(bad_value(key, shown, "no parameter fits", f"names are such as {some}"))
         if not names:
             shown = list(group.match or ())
             remedy = "the first group that a parameter fits has it: put this group in front"

@@ -87,6 +87,11 @@ def raising() -> Iterator[Any]:
     raise ValueError("no such column")
 
 
+def raising_inside_a_batch() -> Iterator[Any]:
+    yield from (item(), item())
+    raise ValueError("no such column")
+
+
 @pytest.mark.parametrize(
     ("batches", "batch", "expected"),
     [
@@ -99,6 +104,7 @@ def raising() -> Iterator[Any]:
         pytest.param([[item(hight=3)]], None, "unknown key `hight`", id="unknown-key"),
         pytest.param([[{"frames": 1}]], None, "the clip has no `height`", id="no-size"),
         pytest.param(raising(), None, "raised ValueError: no such column after 1 clip", id="raises"),
+        pytest.param(raising_inside_a_batch(), 3, "no such column after 2 clips", id="raises-inside-a-batch"),
         pytest.param(iter(()), None, "the dataset gives no clips", id="empty"),
         pytest.param(
             [[item(9, video=torch.zeros(3, 5, 16, 16))]],
