@@ -296,8 +296,8 @@ def _build(
         if key in values and other not in values:
             raise UserError(MissingClusterKey(lines.span(key), other, _EXAMPLES[other]))
     rack = _count(values, "rack", nodes, lines)
-    if rack < 1:
-        raise UserError(_bad("rack", rack, "at least one node", lines))
+    if not 1 <= rack <= LARGEST:
+        raise UserError(_bad("rack", rack, f"nodes: 1 to {LARGEST:g}", lines))
     cores = _count(values, "cores", 0, lines)
     if not 0 <= cores <= LARGEST:
         raise UserError(_bad("cores", cores, f"a whole number from 0 to {LARGEST:g}", lines))

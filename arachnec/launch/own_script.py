@@ -129,12 +129,13 @@ class OwnScript:
         usual = self._usual = sys.excepthook
 
         def ends(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            self.remove_folder()
             try:
                 self._joined.__exit__(kind, error, trace)
             except Ended as end:
+                self.remove_folder()
                 end_process(end.failure, tells=end.tells)
             if isinstance(error, UserError):
+                self.remove_folder()
                 end_process(failure_of(error), tells=True)
             usual(kind, error, trace)
 

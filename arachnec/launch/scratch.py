@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 import time
 import weakref
@@ -22,7 +24,8 @@ class ScratchFolder:
         remove_left_behind()
         root = Path(tempfile.mkdtemp(prefix=PREFIX))
         lock = os.open(root / LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody else takes one there either
+            fcntl.flock(lock, fcntl.LOCK_EX)
         self.path = root / "files"
         self.path.mkdir()
         self._finish = weakref.finalize(self, _remove, root, lock, os.getpid())
@@ -36,7 +39,8 @@ def remove_left_behind() -> None:
     for root in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         try:
             state = root.stat(follow_symlinks=False)
-            if state.st_uid != os.getuid() or time.time() - state.st_mtime < NEW_S:
+            own = stat.S_ISDIR(state.st_mode) and state.st_uid == os.getuid()
+            if not own or time.time() - state.st_mtime < NEW_S:
                 continue
             lock = os.open(root / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         except OSError:  # not one of these, or gone meanwhile

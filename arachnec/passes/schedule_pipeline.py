@@ -62,7 +62,8 @@ class SchedulePipeline(Pass):
     @property
     def place_options(self) -> dict[str, Any]:
         """What says how many ranks hold a stage: passes before this one have these as options."""
-        pipeline = None if self.orders is None else len(read_csv(Path(self.orders)).orders)
+        ordered = self.orders is not None and self.degrees is None  # degrees are for other ranks than a file's
+        pipeline = len(read_csv(Path(self.orders)).orders) if ordered and self.orders is not None else None
         return {"stages_each": stages_each(self.schedule, self.v), "degrees": self.degrees, "pipeline": pipeline}
 
     def run(self, module: Module) -> Module:

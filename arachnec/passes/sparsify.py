@@ -163,18 +163,25 @@ class Sparsify(Pass):
             ("density", density, 0 < density <= 1, "above 0, to 1", "share of keys that a query attends to"),
             ("mass", self.mass, 0 < self.mass <= 1, "above 0, to 1", "share of the attention that chosen keys hold"),
             ("rank", rank, 1 <= rank <= size, f"1 to {size}", "features of the predictor, at most a head's"),
-            ("group", group, 1 <= group <= LARGEST, "1 to 1e+15", "queries whose keys are chosen together"),
-            ("block", self.block, 1 <= self.block <= LARGEST, "1 to 1e+15", "keys that are chosen together"),
-            ("overhead", overhead, overhead <= LARGEST, "1e+15 ms at most", "of the choice of a layer, for any clip"),
+            ("group", group, 1 <= group <= LARGEST, f"1 to {LARGEST:g}", "queries whose keys are chosen together"),
+            ("block", self.block, 1 <= self.block <= LARGEST, f"1 to {LARGEST:g}", "keys that are chosen together"),
+            (
+                "overhead",
+                overhead,
+                overhead <= LARGEST,
+                f"{LARGEST:g} ms at most",
+                "of a layer's choice, for any clip",
+            ),
             *(
-                (name, x, SMALLEST <= x <= LARGEST, "above 0: 1e-09 to 1e+15", "1 for as fast as dense")
+                (name, x, SMALLEST <= x <= LARGEST, f"{SMALLEST:g} to {LARGEST:g}", "1 for as fast as dense")
                 for name, x in of_kernels
                 if x is not None
             ),
         )
         for option, value, right, expected, meaning in checks:
             if not right:
-                raise UserError(OutOfRange(None, option, f"{value:g}", expected, meaning))
+                shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
+                raise UserError(OutOfRange(None, option, shown, expected, meaning))
         self._demand_trained([stage for stage in module.stages if stage.name in models_of(module)])
 
     def _demand_trained(self, models: Sequence[Stage]) -> None:

@@ -40,7 +40,7 @@ class TooFewForACell(Diagnostic):
     title: ClassVar[str] = "{what} cannot be divided over the {cell} ranks of a cell"
     label: ClassVar[str] = "too small for a cell"
     help: ClassVar[str] = (
-        "give `shard-parameters` a smaller `cell`, let more clips of this size share a micro-batch, or leave it out"
+        "give `shard-parameters` a smaller `cell`, let more such clips share a micro-batch, or leave the clip out"
     )
     what: str
     cell: int
@@ -149,7 +149,7 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         smallest = min(cost.memory(cascade, degree) for degree in legal)
         room = cost.largest_memory - cost.resident - cost.communicators
         raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), smallest, held, room))
-    if not choices and not any(cost.table.ways(cascade, degree) for degree in legal):
+    if not choices and cascade.tokens < legal[0] and not any(cost.table.ways(cascade, degree) for degree in legal):
         raise UserError(TooFewForACell(cascade.span, describe(cascade), legal[0]))
     if not choices:
         raise UserError(_fits_no_degree(cascade, cost, legal))

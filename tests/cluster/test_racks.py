@@ -106,7 +106,7 @@ def test_the_topology_has_a_vertex_for_every_rack() -> None:
     [
         ("rack = 2\n", "has no `uplink`"),
         ('uplink = "10 GB/s"\n', "has no `rack`"),
-        ('rack = 0\nuplink = "10 GB/s"\n', "at least one node"),
+        ('rack = 0\nuplink = "10 GB/s"\n', "nodes: 1 to 1e+15"),
         ('rack = 2\nuplink = "10 us"\n', "with its unit"),
     ],
 )

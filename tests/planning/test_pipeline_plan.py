@@ -165,6 +165,15 @@ def test_cells_and_optimizers_are_of_the_ranks_that_a_file_of_orders_gives_a_sta
     assert [stage.attrs["sharded"] for stage in module.stages] == [2, 2, 2]
 
 
+def test_degrees_say_how_many_ranks_hold_a_stage_beside_a_file_of_orders(tmp_path: Path) -> None:
+    file = tmp_path / "orders.csv"
+    file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")
+    passes = pipeline_of("p=2", f'orders="{file}",degrees=[1,3]', cell="world")
+    module = Pipeline.parse(passes).run(traced(4, [[clip("a", 3), clip("b", 3)]]))
+    assert [stage.attrs.get("cell", 1) for stage in module.stages] == [1, 1]
+    assert sorted({cascade.degree for cascade in module.cascades}) == [1, 3]
+
+
 def test_a_clip_with_fewer_tokens_than_a_cell_has_ranks_is_told_so() -> None:
     with pytest.raises(UserError, match=r"clip 0 \(1 tokens, stage `@dit_0`\) cannot be divided over the 2 ranks"):
         Pipeline.parse(pipeline_of("p=2", "schedule=1f1b", cell=2)).run(traced(4, [[clip("a", 1, 8, 8)]]))

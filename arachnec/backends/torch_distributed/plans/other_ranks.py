@@ -2,7 +2,7 @@
 cluster that runs. Out: the same passes, with as many as there is room for.
 
 A host that is lost leaves a job with fewer ranks, and it goes on there. What says how many ranks hold a stage or a cell
-is given up where it does not fit, and planned; a pipeline that fits is left as it is.
+is given up where it does not fit, and planned; orders that a file says are given up always.
 """
 
 from __future__ import annotations

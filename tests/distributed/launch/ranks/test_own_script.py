@@ -54,10 +54,12 @@ def started(folder: Path, how: str) -> tuple[subprocess.CompletedProcess[str], i
     (folder / "model.py").write_text(MODEL)
     (folder / "own.py").write_text(textwrap.dedent(SCRIPT))
     torchrun = [warm_python(RUNS), "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    (folder / "tmp").mkdir()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     result = subprocess.run(
         [*torchrun, "own.py", how, "kept"], cwd=folder, capture_output=True, text=True, timeout=200, env=environment
     )
+    assert list((folder / "tmp").glob("arachnec-rank-*")) == []  # however it ended
     commits = [read_commit(path) for path in committed(folder / "kept")]
     return result, max((commit.position.steps for commit in commits if commit is not None), default=0)
 
