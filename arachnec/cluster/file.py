@@ -219,9 +219,9 @@ class Lines:
     def span(self, key: str) -> Span | None:
         if self.file is None:
             return None
-        for number, row in enumerate(self.text.splitlines(), 1):
+        for number, row in enumerate(self.text.splitlines()[self.first - 1 :], self.first):
             match = re.match(rf"\s*(?:\[\[?\s*)?({re.escape(key)})\b", row)
-            if match and number >= self.first:
+            if match:
                 return Span(self.file, number, match.start(1) + 1, number, match.end(1) + 1)
         return Span(self.file, self.first, 1, self.first, 2)
 

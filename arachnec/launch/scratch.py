@@ -18,7 +18,8 @@ NEW_S = 60.0  # younger folders may belong to a process that is about to lock th
 
 
 class ScratchFolder:
-    """``path`` is there until it is closed, forgotten, or the process ends. Forks keep it from being removed."""
+    """``path`` is there until this is closed or forgotten, or the process ends. Where it was killed while a fork of it
+    lives on, the folder stays as long as the fork."""
 
     def __init__(self) -> None:
         remove_left_behind()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -62,9 +63,11 @@ class SchedulePipeline(Pass):
     @property
     def place_options(self) -> dict[str, Any]:
         """What says how many ranks hold a stage: passes before this one have these as options."""
-        ordered = self.orders is not None and self.degrees is None  # degrees are for other ranks than a file's
-        pipeline = len(read_csv(Path(self.orders)).orders) if ordered and self.orders is not None else None
-        return {"stages_each": stages_each(self.schedule, self.v), "degrees": self.degrees, "pipeline": pipeline}
+        if self.orders is None or self.degrees is not None:  # these say it, also beside a file
+            return {"stages_each": stages_each(self.schedule, self.v), "degrees": self.degrees, "pipeline": None}
+        file = read_csv(Path(self.orders))
+        fullest = max(Counter(file.placement).values())
+        return {"stages_each": fullest, "degrees": None, "pipeline": len(file.orders)}
 
     def run(self, module: Module) -> Module:
         how = (self.schedule, self.k, self.v, self.degree, self.recompute, self.policy, self.orders, self.degrees)

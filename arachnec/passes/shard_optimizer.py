@@ -32,7 +32,7 @@ class ShardOptimizer(Pass):
     """Deal the optimizer's state out over all ranks where its copies would take more than half of a device.
 
     Of parameters in cells, over the cells, beside each cell's own dealing out. Of a model in stages, over the ranks of
-    each stage. How many these are follows from ``stages_each``, the stages on one rank, from ``degrees``, or from
+    each stage. How many these are follows from ``stages_each``, the most stages on one rank, from ``degrees``, or from
     ``pipeline``, the ranks of one pipeline, which the schedule says.
     """
 
@@ -59,9 +59,8 @@ def _sharded(module: Module, stages_each: int, degrees: tuple[int, ...] | None, 
     if module.cluster is None or module.cluster.world < 2:
         return module
     if parts := [stage for stage in module.stages if "part_of" in stage.attrs]:
-        per_rank = stages_each if pipeline is None else -(-len(parts) // pipeline)
-        ranks = ranks_of_stages(module.cluster.world, len(parts), per_rank, degrees, pipeline)
-        return _sharded_stages(module, module.cluster, parts, per_rank, ranks)
+        ranks = ranks_of_stages(module.cluster.world, len(parts), stages_each, degrees, pipeline)
+        return _sharded_stages(module, module.cluster, parts, stages_each, ranks)
     state = sum(quantity(stage.attrs["state"]) for stage in module.stages if "state" in stage.attrs)
     if state <= CROWDED * module.cluster.memory:
         return module

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import Diagnostic
 
 
@@ -30,7 +31,7 @@ class BadProfileNumber(Diagnostic):
     title: ClassVar[str] = "`{field}` is `{given}`: {reason}"
     label: ClassVar[str] = "{reason}"
     help: ClassVar[str] = (
-        "give `{field}` as a number of at least 0 and no more than 1e+15, times in ms and sizes in bytes"
+        f"give `{{field}}` as a number of at least 0 and no more than {LARGEST:g}, times in ms and sizes in bytes"
     )
     field: str
     given: str

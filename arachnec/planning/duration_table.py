@@ -20,12 +20,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
+from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
 
 LARGEST_FILE = 64 * 2**20  # bytes
-LONGEST = 1e15  # ms: 30,000 years
 UNITS = {"ms": 1.0, "s": 1e3}
 EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
 
@@ -157,6 +158,9 @@ class _Reader:
             cascades += chain
             last.add(chain[-1].stage)
             order |= dict.fromkeys(cascade.stage for cascade in chain)
+        total = sum(max(times_of(cascade).values()) for cascade in cascades)
+        if total > LARGEST:  # a plan may be as long
+            raise self._bad("the sum of all tasks' longest times", total, f"{LARGEST:g} ms at most", "tasks")
         stages = tuple(Stage(name, name in last, Attributes.of(costs="table")) for name in order)
         return Table(Module("plan", Level.COSTED, cluster, stages=stages, cascades=tuple(cascades)), names)
 
@@ -210,8 +214,8 @@ class _Reader:
         for degree, time in times.items():
             if not re.fullmatch(r"[1-9][0-9]{0,8}", degree):
                 raise self._bad(f"a degree of {where}", degree, "a whole number from 1", degree)
-            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < LONGEST / scale:
-                expected = f"a number from 0, less than {LONGEST / scale:g}"
+            if isinstance(time, bool) or not isinstance(time, int | float) or not 0 <= time < LARGEST / scale:
+                expected = f"a number from 0, less than {LARGEST / scale:g}"
                 raise self._bad(f"the time of {where} at degree {degree}", time, expected, near)
             pairs.append((int(degree), Quantity(float(time) * scale, "ms")))
         return tuple(sorted(pairs, key=lambda pair: pair[0]))

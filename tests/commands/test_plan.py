@@ -164,3 +164,12 @@ def test_a_time_too_long_to_plan_is_told_where_it_stands(tmp_path: Path, capsys:
     file.write_text('{"tasks": [{"name": "a", "stages": [{"stage": "x", "s": {"1": 9e14}}]}]}')
     assert run(["plan", str(file), "--cluster", "2:cpu"]) == 2
     assert "less than 1e+12" in capsys.readouterr().err
+
+
+def test_times_too_long_together_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "t.json"
+    tasks = ", ".join(f'{{"name": "{name}", "stages": [{{"stage": "x", "ms": {{"1": 9e14}}}}]}}' for name in "ab")
+    file.write_text(f'{{"tasks": [{tasks}]}}')
+    assert run(["plan", str(file), "--cluster", "1:cpu"]) == 2
+    told = capsys.readouterr().err
+    assert "the sum of all tasks' longest times is 1800000000000000.0, expected 1e+15 ms at most" in told

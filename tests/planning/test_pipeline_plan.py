@@ -165,6 +165,19 @@ def test_cells_and_optimizers_are_of_the_ranks_that_a_file_of_orders_gives_a_sta
     assert [stage.attrs["sharded"] for stage in module.stages] == [2, 2, 2]
 
 
+def test_the_fullest_rank_of_a_file_of_orders_decides_whether_the_optimizer_is_dealt_out(tmp_path: Path) -> None:
+    """Three of four stages on one rank take more than half of a device, where two would not."""
+    file = tmp_path / "orders.csv"
+    file.write_text("0F0,2F0,3F0,3B0,2B0,0B0\n1F0,1B0\n")
+    module = traced(4, [[clip("a", 3), clip("b", 3)]])
+    assert module.cluster is not None
+    memory = module.cluster.memory
+    state = module.stages[0].attrs.updated(state=Quantity(0.8 * memory, "GiB"), optimizer=Quantity(0.4 * memory, "GiB"))
+    module = replace(module, stages=(replace(module.stages[0], attrs=state),))
+    module = Pipeline.parse(pipeline_of("cuts=[1,2,3]", f'orders="{file}"')).run(module)
+    assert [stage.attrs.get("sharded") for stage in module.stages] == [2, 2, 2, 2]
+
+
 def test_degrees_say_how_many_ranks_hold_a_stage_beside_a_file_of_orders(tmp_path: Path) -> None:
     file = tmp_path / "orders.csv"
     file.write_text("0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n")

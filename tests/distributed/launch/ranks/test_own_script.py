@@ -54,6 +54,7 @@ def started(folder: Path, how: str) -> tuple[subprocess.CompletedProcess[str], i
     (folder / "model.py").write_text(MODEL)
     (folder / "own.py").write_text(textwrap.dedent(SCRIPT))
     torchrun = [warm_python(RUNS), "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    torchrun += ["--monitor-interval=2"]  # time for every rank to end by itself before torchrun ends it
     (folder / "tmp").mkdir()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(folder / "tmp")}
     result = subprocess.run(
