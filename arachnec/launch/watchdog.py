@@ -176,6 +176,9 @@ class Watchdog:
         self._last.note(Place(phase=phase))
         if progress is not None:
             progress.tell(lambda place: self._last.note(msgspec.structs.replace(place, phase=phase)))
+        if len(self._members) < self._world:  # its siblings are to know it before they can lose it
+            self._next_beat = 0.0
+            os.write(self._wake_write, b"\0")
 
     def begins(self, step: int) -> None:
         """This rank begins a step, which all ranks are to take."""

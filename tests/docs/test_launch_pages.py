@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shlex
-import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
@@ -19,6 +18,7 @@ from torch.distributed.run import get_args_parser
 from arachnec.backends.torch_distributed.worker import command
 from arachnec.cluster.file import parse_cluster
 from tests.distributed.executor_cases import RUNS, Work, clip, executable
+from tests.ports import free_port
 from tests.warm_python import warm_python
 
 yaml: Any = pytest.importorskip("yaml")
@@ -200,9 +200,6 @@ def started(name: str, here: Path, port: int) -> Iterator[tuple[list[str], dict[
 @pytest.mark.parametrize("name", ["jobset.yaml", "pytorchjob.yaml"])
 def test_what_the_pods_start_trains_and_leaves_a_checkpoint(name: str, tmp_path: Path) -> None:
     executable(tmp_path / "build", [(clip("a", 3), clip("b", 5))], [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)], 2)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
     (tmp_path / "bin").mkdir()
     torchrun = tmp_path / "bin" / "torchrun"
     torchrun.write_text(f'#!/bin/sh\nexec {warm_python(RUNS)} -m torch.distributed.run "$@"\n')
@@ -210,13 +207,14 @@ def test_what_the_pods_start_trains_and_leaves_a_checkpoint(name: str, tmp_path:
     path = {"PATH": f"{torchrun.parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     running = [
         subprocess.Popen(words, env={**os.environ, **path, **variables}, stderr=subprocess.PIPE, text=True)
-        for words, variables in started(name, tmp_path, port)
+        for words, variables in started(name, tmp_path, free_port())
     ]
     try:
         told = [process.communicate(timeout=200)[1] for process in running]
     finally:
         for process in running:
-            process.kill()
+            with process:  # which waits, and closes its pipe
+                process.kill()
     assert [process.returncode for process in running] == [0, 0], told
     assert any((tmp_path / "ckpt").iterdir())
     assert len(json.loads((tmp_path / "build" / "run.json").read_text())["steps"]) == 2

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.executor_cases import RUNS, Work, clip, executable
+from tests.ports import free_port
 from tests.warm_python import warm_python
 
 ENDS_S = 30.0
@@ -57,9 +58,7 @@ class Agents:
 def agents(tmp_path: Path) -> Iterator[Agents]:
     clips = [clip(name, 3) for name in "abcd"]
     folder = executable(tmp_path / "build", [clips], [Work((rank,), (rank,), 0.0) for rank in range(4)], 4)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     logs = [tmp_path / f"agent-{node}.log" for node in range(2)]
     processes = []

@@ -123,6 +123,13 @@ def test_a_sibling_whose_process_is_gone_is_named_before_it_lapses(run: Run, cap
     assert "rank 1 of 2 on host here was killed or crashed: its process is gone" in capfd.readouterr().err
 
 
+def test_a_rank_that_begins_is_known_before_its_next_sign_of_life_is_due(run: Run) -> None:
+    """Steps of a tenth of a second may be over, and the rank lost, by then."""
+    run.watch(0, 2, Limits(poll=60.0, beat=60.0)).enter("step 0", 1000.0, "--step-timeout", Stands(1.0, 1))
+    run.master.wait(["at/0"], timedelta(seconds=ENDS_S))
+    assert msgspec.json.decode(run.master.get("at/0"), type=Place).phase == "step 0"
+
+
 def test_of_a_killed_sibling_the_instruction_is_told_that_it_was_in_to_the_last(
     run: Run, capfd: pytest.CaptureFixture[str]
 ) -> None:
