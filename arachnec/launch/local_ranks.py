@@ -28,6 +28,7 @@ from arachnec.launch.environment import prepare_environment, show_gpus
 from arachnec.launch.failure import ERROR_FD, Failure, read_failure
 from arachnec.launch.fork_server import Fork, ForkServer, files_of
 from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
+from arachnec.launch.orphans import AGENTS_STORE
 from arachnec.solver.budget import usable_cores
 
 if TYPE_CHECKING:
@@ -180,7 +181,7 @@ def _environment(world: int, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(world),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        AGENTS_STORE: "True",
         "TORCHELASTIC_RESTART_COUNT": "0",
     }
 

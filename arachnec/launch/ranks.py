@@ -27,6 +27,7 @@ from arachnec.launch.environment import local_cache, prepare_environment
 from arachnec.launch.failure import Failure, failure_of, record_failure
 from arachnec.launch.kernel_cache import compile_once
 from arachnec.launch.local_ranks import CHECKED
+from arachnec.launch.orphans import ends_with_its_agent
 from arachnec.launch.starts import missing, store_of_this_start
 from arachnec.launch.timeouts import GROUP_TIMEOUT, START_S
 from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
@@ -122,12 +123,13 @@ def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Itera
     An exception inside ends all ranks of the run, and becomes ``Ended``.
     """
     prepare_environment(os.environ)
-    import torch.distributed as dist
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-    from torch.distributed.rendezvous import rendezvous
+    with ends_with_its_agent():
+        import torch.distributed as dist
+        from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+        from torch.distributed.rendezvous import rendezvous
 
-    store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=start_s))))
-    store, number = store_of_this_start(store, rank, world, start_s)
+        store, rank, world = next(iter(rendezvous("env://", timeout=timedelta(seconds=start_s))))
+        store, number = store_of_this_start(store, rank, world, start_s)
     own = store.clone()  # type: ignore[attr-defined]
     own.set_timeout(timedelta(seconds=STORE_S))
     watchdog = Watchdog(PrefixStore("watchdog", own), rank, world, limits)

@@ -1,0 +1,72 @@
+"""Ranks whose launcher is killed before they have joined: the store that they wait for will never be there."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from arachnec.launch.orphans import AGENTS_STORE, POLL_S
+from tests.ports import free_port
+
+ENDS_S = 30.0
+RANK = """
+import sys
+from arachnec.launch.orphans import ends_with_its_agent
+with ends_with_its_agent():
+    print("waits", flush=True)
+    {waits}
+print("joined", flush=True)
+"""
+AGENT = "import subprocess, sys; subprocess.run([sys.executable, '-c', sys.argv[1]])"
+FOREVER = "import time; time.sleep(600)"
+FOR_A_STORE = """
+    from datetime import timedelta
+    from torch.distributed.rendezvous import rendezvous
+    next(iter(rendezvous("env://", timeout=timedelta(seconds=600))))
+"""
+
+
+@pytest.mark.parametrize("waits", [FOREVER, FOR_A_STORE], ids=["asleep", "for a store"])
+def test_a_rank_whose_agent_is_killed_before_it_joined_ends_and_says_so(waits: str) -> None:
+    agents = {AGENTS_STORE: "True", "RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT, RANK.format(waits=waits)],
+        env={**os.environ, **agents, "MASTER_PORT": str(free_port())},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == "waits\n"
+        agent.send_signal(signal.SIGKILL)
+        said, told = agent.communicate(timeout=ENDS_S)  # until the rank, which has both pipes too, is gone
+    assert said == ""
+    assert told.splitlines()[-1] == "error: rank 1 had not joined the others when its launcher ended"
+
+
+@pytest.mark.parametrize("store", ["True", "False"])
+def test_a_rank_that_has_joined_or_is_its_own_launcher_outlives_its_parent(store: str) -> None:
+    """Behind the joining the watchdog is there; a script's own shell may end while its ranks go on."""
+    waits = "sys.stdin.readline()" if store == "False" else "pass"
+    ends = "sys.stdin.readline(); print('ended', flush=True)"
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT, RANK.format(waits=waits) + ends],
+        env={**os.environ, AGENTS_STORE: store},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as agent:
+        assert agent.stdin is not None and agent.stdout is not None
+        assert agent.stdout.readline() == "waits\n"
+        if store == "True":
+            assert agent.stdout.readline() == "joined\n"
+        agent.send_signal(signal.SIGKILL)
+        agent.wait(ENDS_S)
+        time.sleep(3 * POLL_S)
+        said, _ = agent.communicate("\n\n", timeout=ENDS_S)
+    assert said.splitlines()[-1] == "ended"
