@@ -29,9 +29,10 @@ from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.clip_trial import Reached, run_clip, sizes_of
 from arachnec.tracing.cost import encoder_stage, spread, trained_stage
 from arachnec.tracing.errors import CannotTake, cannot_on_meta
+from arachnec.tracing.find import find_blocks
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.measured_stage import measured_stage
-from arachnec.tracing.record import ExampleCall, flatten_call, is_meta
+from arachnec.tracing.record import ExampleCall, Repeats, flatten_call, is_meta
 from arachnec.tracing.sample import ModelSource, arguments_of, meta_encoders
 
 TRAINED = "dit"
@@ -99,6 +100,7 @@ class TokenCounter:
     counts: dict[Shape, int] = field(default_factory=dict)
     untried: set[Shape] = field(default_factory=set)
     _spent: float = 0.0
+    _repeats: Repeats | None = None
 
     def __call__(self, clip: VideoClip) -> int:
         if clip.shape not in self.counts:
@@ -109,6 +111,11 @@ class TokenCounter:
             if not whole:
                 self.untried.add(clip.shape)
         return self.counts[clip.shape]
+
+    def _whole_model(self) -> Repeats:
+        if self._repeats is None:
+            self._repeats = Repeats(self.model, find_blocks(self.model))
+        return self._repeats
 
     def try_all(self, clips: Sequence[VideoClip]) -> None:
         """From now on run the whole model at every shape, and at once at those of ``clips`` that had no time."""
@@ -131,7 +138,7 @@ class TokenCounter:
 
         handle = self.model.get_submodule(place.path).register_forward_pre_hook(read, with_kwargs=True)
         try:
-            run_clip(self.model, self.source, self.encoders, clip, whole=whole)
+            run_clip(self.model, self.source, self.encoders, clip, self._whole_model() if whole else None)
         finally:
             handle.remove()
         if not counted or counted[0] < 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 
 import torch
@@ -11,7 +12,6 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.batch import prediction_of
 from arachnec.tracing.errors import CannotTake
-from arachnec.tracing.find import find_blocks
 from arachnec.tracing.record import Repeats, training_mode
 from arachnec.tracing.sample import ModelSource, arguments_of, raised_at
 
@@ -21,18 +21,22 @@ class Reached(BaseException):
 
 
 def run_clip(
-    model: nn.Module, source: ModelSource, encoders: Mapping[str, nn.Module], clip: VideoClip, *, whole: bool = True
+    model: nn.Module,
+    source: ModelSource,
+    encoders: Mapping[str, nn.Module],
+    clip: VideoClip,
+    repeats: Repeats | None = None,
 ) -> None:
-    """Run the model at a clip, on the device that it lies on; on the meta device each kind of block once.
+    """Run the model at a clip, on the device that it lies on; on the meta device with ``repeats`` each kind of block
+    once.
 
-    ``encoders`` are on the meta device. Without ``whole`` a hook is expected to raise ``Reached``. Raises
+    ``encoders`` are on the meta device. Without ``repeats`` a hook is expected to raise ``Reached``. Raises
     ``UserError``, which names the clip, where the model cannot take it.
     """
     device = str(next(model.parameters()).device)
     try:
         arguments = arguments_of(source, clip, encoders, device=device)
-        repeats = Repeats(model, find_blocks(model) if whole else {})
-        with torch.no_grad(), training_mode(model), torch.device(device), repeats:
+        with torch.no_grad(), training_mode(model), torch.device(device), repeats or contextlib.nullcontext():
             prediction_of(model(**arguments))
     except Reached:
         pass

@@ -7,8 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from arachnec.tracing.described import class_of, described
+
 Unread = frozenset[tuple[str, str]]
-SCALARS = (bool, int, float, str, type(None))
+# What torch keeps for itself in every module. Hooks are said: what they do is in the graph.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+UNSAID = frozenset(vars(nn.Module())) - set(HOOKS)
 
 
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
@@ -40,31 +44,49 @@ def unread_settings(blocks: Mapping[str, nn.Module], run: Callable[[], object]) 
 
     A block that keeps its own index is the common case. Returned as (path in the block, attribute).
     """
-    kinds: dict[Any, list[nn.Module]] = {}
-    for block in blocks.values():
-        shape = structure(block)
-        kinds.setdefault((tuple((path, s[0]) for path, s in shape[0]), *shape[1:]), []).append(block)
-    watched: dict[int, dict[str, tuple[str, str]]] = {}
-    modules: list[nn.Module] = []
-    for alike in kinds.values():
-        for path in dict(alike[0].named_modules()):
-            members = [block.get_submodule(path) for block in alike]
-            names = _differing([dict(_settings(member)[1]) for member in members])
-            for member in members if names else ():
-                watched[id(member)] = {name: (path, name) for name in names}
-                modules.append(member)
-    if not watched:
-        return frozenset()
-    read: set[tuple[str, str]] = set()
-    classes = [type(module) for module in modules]
-    try:
-        for module, kind in zip(modules, classes, strict=True):
-            module.__class__ = _watching(kind, watched, read)
-        run()
-    finally:
-        for module, kind in zip(modules, classes, strict=True):
+    watch = SettingsWatch(blocks)
+    if watch:
+        with watch:
+            run()
+    return watch.unread
+
+
+class SettingsWatch:
+    """Within ``with watch:`` it is noted which of the settings that differ between otherwise equal blocks are read."""
+
+    def __init__(self, blocks: Mapping[str, nn.Module]) -> None:
+        kinds: dict[Any, list[nn.Module]] = {}
+        for block in blocks.values():
+            shape = structure(block)
+            kinds.setdefault((tuple((path, s[0]) for path, s in shape[0]), *shape[1:]), []).append(block)
+        self._watched: dict[int, dict[str, tuple[str, str]]] = {}
+        self._modules: list[nn.Module] = []
+        self._classes: list[type[nn.Module]] = []
+        self._read: set[tuple[str, str]] = set()
+        for alike in kinds.values():
+            for path in dict(alike[0].named_modules()):
+                members = [block.get_submodule(path) for block in alike]
+                names = _differing([dict(_settings(member)[1]) for member in members])
+                for member in members if names else ():
+                    self._watched[id(member)] = {name: (path, name) for name in names}
+                    self._modules.append(member)
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    @property
+    def unread(self) -> Unread:
+        """Those that were not read so far."""
+        return frozenset(setting for names in self._watched.values() for setting in names.values()) - self._read
+
+    def __enter__(self) -> None:
+        self._classes = [type(module) for module in self._modules]
+        for module, kind in zip(self._modules, self._classes, strict=True):
+            module.__class__ = _watching(kind, self._watched, self._read)
+
+    def __exit__(self, *error: object) -> None:
+        for module, kind in zip(self._modules, self._classes, strict=True):
             module.__class__ = kind
-    return frozenset(setting for names in watched.values() for setting in names.values()) - read
 
 
 def _differing(settings: Sequence[dict[str, Any]]) -> list[str]:
@@ -89,21 +111,11 @@ def _kept(path: str, settings: Any, unread: Unread) -> Any:
     return settings[0], tuple((name, value) for name, value in settings[1] if (path, name) not in unread)
 
 
-def _settings(owner: Any, depth: int = 0) -> Any:
-    """The class and the scalar attributes; of other objects (attention processors, configs) theirs, one level down."""
-    values = []
-    for name, value in sorted(getattr(owner, "__dict__", {}).items()):
-        if name == "training" or name.startswith("__") or (isinstance(owner, nn.Module) and name.startswith("_")):
-            continue
-        if isinstance(value, SCALARS) or (
-            isinstance(value, tuple | list) and all(isinstance(v, SCALARS) for v in value)
-        ):
-            values.append((name, repr(value)))
-        elif callable(value) and hasattr(value, "__qualname__"):
-            values.append((name, value.__qualname__))
-        elif depth == 0 and not isinstance(value, nn.Module):
-            values.append((name, _settings(value, 1)))
-    return f"{type(owner).__module__}.{type(owner).__qualname__}", tuple(values)
+def _settings(module: nn.Module) -> Any:
+    """The class and everything that an attribute says, modules, parameters and buffers apart."""
+    said = {name: value for name, value in vars(module).items() if name not in UNSAID}
+    said |= {name: list(said[name].values()) for name in HOOKS}  # their keys are numbers of their own
+    return class_of(module), tuple((name, described(value)) for name, value in sorted(said.items()))
 
 
 def _list_members(model: nn.Module) -> dict[str, nn.Module]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from arachnec.tracing.find import Unread, structure
+from arachnec.tracing.find import SettingsWatch, Unread, structure
 from arachnec.tracing.token_views import TOKEN_VIEWS
 
 # Reading these of a shard gives what the whole tensor would: they do not count as a use.
@@ -108,6 +108,7 @@ def record(
 class Repeats:
     """On the meta device, where results are shapes alone, blocks of one structure need to run but once per input shape.
 
+    Without ``unread`` settings the first forward runs all blocks that differ in any, and finds those that none reads.
     Within ``with repeats:`` the other runs return outputs like the first one's. On other devices nothing changes, but
     where ``values`` is set: there they return the first one's outputs themselves, and only its weights are read.
     """
@@ -116,22 +117,32 @@ class Repeats:
         self,
         model: nn.Module,
         blocks: Mapping[str, nn.Module],
-        unread: Unread = frozenset(),
+        unread: Unread | None = None,
         *,
         values: bool = False,
     ) -> None:
-        shorten = values or is_meta(model)
-        self.blocks = {block: structure(block, unread) for block in blocks.values()} if shorten else {}
+        self._members = tuple(blocks.values()) if values or is_meta(model) else ()
+        self._watch = SettingsWatch(blocks) if self._members and unread is None else None
+        self.blocks = self._kinds(unread or frozenset())
         self.seen: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
 
+    def _kinds(self, unread: Unread) -> dict[nn.Module, Any]:
+        return {block: structure(block, unread) for block in self._members}
+
     def __enter__(self) -> None:
+        if self._watch:
+            self._watch.__enter__()
         first: dict[Any, Any] = {}
         for block, kind in self.blocks.items():
             block.__dict__["forward"] = self._once(first.setdefault(kind, block.forward), kind)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for block in self.blocks:
             del block.__dict__["forward"]
+        if self._watch:
+            self._watch.__exit__(None, None, None)
+            if kind is None:
+                self.blocks, self._watch = self._kinds(self._watch.unread), None
 
     def _once(self, forward: Any, kind: Any) -> Any:
         @functools.wraps(forward)
@@ -156,6 +167,12 @@ class _Input:
     """An output that is the block's own input of this place."""
 
     place: int
+
+
+def form_of_call(arguments: Mapping[str, Any]) -> Hashable:
+    """Equal for calls that differ in the numbers of their tensors alone."""
+    leaves, spec = pytree.tree_flatten(dict(arguments))
+    return str(spec), tuple(map(_form, leaves))
 
 
 def _form(leaf: Any) -> Any:

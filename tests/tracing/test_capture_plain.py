@@ -1,6 +1,7 @@
 """A diffusion transformer that knows nothing of Diffusers, and everything that capturing refuses."""
 
 import copy
+from functools import partial
 
 import pytest
 import torch
@@ -76,6 +77,12 @@ def examples(device="cpu"):
     return [ExampleCall(make(*size), *size) for size in sizes]
 
 
+def scaled(x, setting):
+    if callable(setting):
+        return setting(x)
+    return x * (setting["by"] if isinstance(setting, dict) else setting)
+
+
 def refused(kind, **changes):
     with pytest.raises(UserError) as raised:
         capture_blocks(Model(**changes), examples())
@@ -140,9 +147,13 @@ def test_capture_leaves_the_model_as_it_was():
     assert not model._forward_hooks and "forward" not in model.stages[0][0].__dict__
 
 
-def test_blocks_with_other_settings_are_other_structures():
-    model = Model(twist=lambda block, x: x * getattr(block, "alpha", 1.0))
-    model.stages[1][1].alpha = 2.0
+@pytest.mark.parametrize(
+    "setting", [lambda by: by, lambda by: {"by": by}, lambda by: partial(torch.mul, other=by)], ids=["n", "{}", "f()"]
+)
+def test_blocks_with_other_settings_are_other_structures(setting):
+    model = Model(twist=lambda block, x: scaled(x, block.alpha))
+    for index, block in enumerate(block for stage in model.stages for block in stage):
+        block.alpha = setting(1.0 + (index == 3))
     captured = capture_blocks(model, examples())
     assert [block.instances for block in captured.blocks] == [
         ("stages.0.0", "stages.0.1", "stages.1.0"),

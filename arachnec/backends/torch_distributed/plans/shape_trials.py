@@ -19,6 +19,8 @@ from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip
 from arachnec.tracing.clip_trial import run_clip
+from arachnec.tracing.find import find_blocks
+from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import ModelSource, meta_encoders
 
 Shape = tuple[int, int, int, int]
@@ -63,7 +65,7 @@ class ShapeTrials:
                 self._try(self._clips.get((name, shape)) or VideoClip(name, *shape, caption))
 
     def _try(self, clip: VideoClip) -> None:
-        run_clip(self._model, self._source, self._encoders, clip)
+        run_clip(self._model, self._source, self._encoders, clip, self._repeats)
         self.left.remove(clip.shape)
         self.listed.pop(clip.shape, None)
 
@@ -74,6 +76,10 @@ class ShapeTrials:
     @cached_property
     def _source(self) -> ModelSource:
         return in_training_precision(self.executable.model_file(), self.executable.training)
+
+    @cached_property
+    def _repeats(self) -> Repeats:
+        return Repeats(self._model, find_blocks(self._model))
 
     @cached_property
     def _model(self) -> nn.Module:
