@@ -26,8 +26,11 @@ def described(value: Any) -> Hashable:
     return _described(value, {})
 
 
-def class_of(value: object) -> str:
-    return f"{type(value).__module__}.{type(value).__qualname__}"
+def class_of(value: object) -> Any:  # hashable
+    """By name, since torch makes a class of its own for each module that it parametrizes; one that a function made by
+    itself, which may enclose anything."""
+    kind = type(value)
+    return kind if "<locals>" in kind.__qualname__ else f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _described(value: Any, known: Known) -> Hashable:

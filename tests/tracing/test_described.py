@@ -107,6 +107,26 @@ def test_a_hook_makes_another_structure_and_equal_hooks_do_not() -> None:
     assert len({structure(layers) for layers in (plain, first, other)}) == 3
 
 
+def test_classes_that_a_function_made_are_other_classes_and_parametrized_ones_are_not() -> None:
+    def scaling(by: float) -> nn.Module:
+        class Scaling(nn.Module):
+            def forward(self, x: torch.Tensor) -> torch.Tensor:
+                return x * by
+
+        return Scaling()
+
+    class Doubled(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * x
+
+    assert structure(scaling(1.0)) != structure(scaling(2.0))
+    layers = [nn.Linear(2, 2) for _ in range(2)]
+    for layer in layers:
+        nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+    assert type(layers[0]) is not type(layers[1])
+    assert structure(layers[0]) == structure(layers[1])
+
+
 def test_what_nothing_is_known_of_is_equal_to_nothing_else() -> None:
     opaque = object()
     assert described(opaque) == described(opaque)
