@@ -144,8 +144,7 @@ def _capture(
     recordings = there or recorded.recordings
     chosen = _representative(recordings[0], members)
     call = recordings[0].calls[chosen]
-    module = recorded.candidates[call.path]
-    block = materialised(module) if is_meta(module) else module
+    block = _with_values(recorded.candidates[call.path])
     versions = [recording.calls[chosen] for recording in recordings]
     sizes = recorded.sizes_at(there, at) if there else recorded.sizes
     shapes, others = _dims([version.leaves for version in versions], sizes)
@@ -160,9 +159,15 @@ def _capture(
         first = [recording.calls[members[0]] for recording in recordings]
         alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
         calls = _different(versions) if alike else [*_different(versions), first[0]]
-        verify_block(captured, block, calls, gradients=gradients)
+        last = recordings[0].calls[members[-1]].path  # a graph is to serve blocks that it is not of
+        other = block if last == call.path else _with_values(recorded.candidates[last])
+        verify_block(captured, other, calls, gradients=gradients)
     forget_weights(exported)
     return captured
+
+
+def _with_values(block: nn.Module) -> nn.Module:
+    return materialised(block) if is_meta(block) else block
 
 
 def _for_one_shape(captured: CapturedBlock, recorded: RecordedBlocks, call: int, at: Sizes) -> CapturedBlock:

@@ -54,9 +54,14 @@ class CannotCapture(Diagnostic):
 
 @dataclass(frozen=True)
 class NotPolymorphic(Diagnostic):
-    title: ClassVar[str] = "the captured graph of {block} differs from the model at another shape: {reason}"
+    title: ClassVar[str] = (
+        "the captured graph of {block} differs from the model at another shape or in another block: {reason}"
+    )
     label: ClassVar[str] = "in the block that ends with `{op}`"
-    help: ClassVar[str] = "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape"
+    help: ClassVar[str] = (
+        "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape, and find what tells "
+        "it from other blocks of its class in its own attributes"
+    )
     block: str
     op: str
     reason: str

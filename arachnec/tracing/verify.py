@@ -1,4 +1,4 @@
-"""Verification of a captured graph: its outputs and gradients must equal eager's at another shape."""
+"""Verification of a captured graph: its outputs and gradients must equal eager's at another shape, in another block."""
 
 from __future__ import annotations
 

@@ -161,6 +161,14 @@ def test_blocks_with_other_settings_are_other_structures(setting):
     ]
 
 
+def test_a_difference_that_no_attribute_tells_is_found_in_the_last_block_of_a_structure():
+    scales = {}
+    model = Model(twist=lambda block, x: x * scales[id(block)])
+    scales.update({id(block): 1.0 + (number == 3) for number, block in enumerate(find_blocks(model).values())})
+    with pytest.raises(UserError, match="in another block: output 0 is off by"):
+        capture_blocks(model, examples())
+
+
 def test_settings_that_no_forward_reads_make_no_structure():
     model = Model(twist=lambda block, x: x * block.alpha)
     for index, block in enumerate(block for stage in model.stages for block in stage):
