@@ -59,8 +59,8 @@ class NotPolymorphic(Diagnostic):
     )
     label: ClassVar[str] = "in the block that ends with `{op}`"
     help: ClassVar[str] = (
-        "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape, and find what tells "
-        "it from other blocks of its class in its own attributes"
+        "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape, and keep what "
+        "tells it from other blocks of its class in its own attributes"
     )
     block: str
     op: str
