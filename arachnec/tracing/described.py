@@ -49,8 +49,10 @@ def _parts(value: Any, known: Known) -> tuple[Hashable, ...]:
             return tuple(_described(part, known) for part in parts(value))
     if isinstance(value, Set):
         return (frozenset(_described(part, known) for part in value),)
-    if isinstance(value, Tensor | np.ndarray):
-        return _numbers(torch.as_tensor(value))
+    if isinstance(value, np.ndarray):
+        return value.shape, str(value.dtype), value.tobytes()
+    if isinstance(value, Tensor):
+        return _numbers(value)
     if isinstance(value, nn.Module):
         return ()
     if isinstance(value, types.CodeType):
@@ -85,8 +87,8 @@ CONTAINERS: tuple[tuple[Any, Callable[[Any], tuple[Any, ...]]], ...] = (
 
 def _numbers(tensor: Tensor) -> tuple[Hashable, ...]:
     form = tuple(tensor.shape), str(tensor.dtype)
-    if tensor.device.type == "meta":
-        return *form, id(tensor)  # which numbers these will be is not known
+    if tensor.is_meta or tensor.grad_fn is not None:
+        return form  # no graph can read its numbers; or a forward computed it, from parameters (weight_norm)
     flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
     return *form, hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 

@@ -131,7 +131,13 @@ def test_what_nothing_is_known_of_is_equal_to_nothing_else() -> None:
     opaque = object()
     assert described(opaque) == described(opaque)
     assert described(opaque) != described(object())
-    assert described(torch.empty(2, device="meta")) != described(torch.empty(2, device="meta"))
+
+
+def test_what_a_forward_computed_from_weights_says_nothing() -> None:
+    weight = nn.Parameter(torch.rand(2))
+    assert described(2 * weight) == described(3 * weight)
+    assert described(torch.empty(2, device="meta")) == described(torch.ones(2, device="meta"))
+    assert described(torch.empty(2, device="meta")) != described(torch.empty(3, device="meta"))
 
 
 def test_weights_and_the_modules_that_hold_them_say_nothing() -> None:
