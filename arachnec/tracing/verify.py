@@ -25,11 +25,17 @@ def materialised(block: nn.Module) -> nn.Module:
     """A copy on the CPU of a block on the meta device, with small uniform values in place of weights nobody has."""
     generator = torch.Generator("cpu").manual_seed(SEED)
     tile = torch.empty(TILE).uniform_(-0.05, 0.05, generator=generator)
-    real = copy.deepcopy(block).to_empty(device="cpu")
+    computed = [value for module in block.modules() for value in vars(module).values() if _is_computed(value)]
+    real = copy.deepcopy(block, {id(value): value.detach() for value in computed}).to_empty(device="cpu")
     with torch.no_grad():
         for tensor in [*real.parameters(), *real.buffers()]:
             fill(tensor, tile)
     return real
+
+
+def _is_computed(value: object) -> bool:
+    """What weight_norm, say, leaves in a module: torch copies none that follow from another."""
+    return isinstance(value, Tensor) and value.grad_fn is not None
 
 
 def fill(tensor: Tensor, tile: Tensor) -> None:

@@ -169,6 +169,15 @@ def test_a_difference_that_no_attribute_tells_is_found_in_the_last_block_of_a_st
         capture_blocks(model, examples())
 
 
+@pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
+def test_weights_that_a_hook_computes_are_one_structure_on_the_meta_device():
+    with torch.device("meta"):
+        model = Model()
+        for block in find_blocks(model).values():
+            torch.nn.utils.weight_norm(block.out[0])
+    assert len(capture_blocks(model, examples("meta")).blocks) == 1
+
+
 def test_settings_that_no_forward_reads_make_no_structure():
     model = Model(twist=lambda block, x: x * block.alpha)
     for index, block in enumerate(block for stage in model.stages for block in stage):
