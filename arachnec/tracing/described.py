@@ -89,7 +89,9 @@ def _numbers(tensor: Tensor) -> tuple[Hashable, ...]:
     form = tuple(tensor.shape), str(tensor.dtype)
     if tensor.is_meta or tensor.grad_fn is not None:
         return form  # no graph can read its numbers; or a forward computed it, from parameters (weight_norm)
-    flat = tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
+    if tensor.layout is not torch.strided:
+        return *form, id(tensor)
+    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
     return *form, hashlib.sha256(flat.numpy().tobytes()).hexdigest()
 
 

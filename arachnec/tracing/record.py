@@ -125,6 +125,7 @@ class Repeats:
         self._watch = SettingsWatch(blocks) if self._members and unread is None else None
         self.blocks = self._kinds(unread or frozenset())
         self.seen: dict[Any, tuple[list[Any], pytree.TreeSpec]] = {}
+        self._own: dict[nn.Module, Any] = {}  # forwards that a block was given for itself
 
     def _kinds(self, unread: Unread) -> dict[nn.Module, Any]:
         return {block: structure(block, unread) for block in self._members}
@@ -133,12 +134,15 @@ class Repeats:
         if self._watch:
             self._watch.__enter__()
         first: dict[Any, Any] = {}
+        self._own = {block: block.__dict__["forward"] for block in self.blocks if "forward" in block.__dict__}
         for block, kind in self.blocks.items():
             block.__dict__["forward"] = self._once(first.setdefault(kind, block.forward), kind)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for block in self.blocks:
             del block.__dict__["forward"]
+        for block, forward in self._own.items():
+            block.__dict__["forward"] = forward
         if self._watch:
             self._watch.__exit__(None, None, None)
             if kind is None:

@@ -169,6 +169,16 @@ def test_a_difference_that_no_attribute_tells_is_found_in_the_last_block_of_a_st
         capture_blocks(model, examples())
 
 
+def test_a_forward_that_a_block_was_given_for_itself_is_its_own_and_stays():
+    with torch.device("meta"):
+        model = Model()
+    own = model.stages[1][1]
+    own.forward = partial(type(own).forward, own, scale=2.0)
+    captured = capture_blocks(model, examples("meta"))
+    assert [len(block.instances) for block in captured.blocks] == [3, 1]
+    assert own.forward.keywords == {"scale": 2.0}
+
+
 @pytest.mark.filterwarnings("ignore:`torch.nn.utils.weight_norm` is deprecated")
 def test_weights_that_a_hook_computes_are_one_structure_on_the_meta_device():
     with torch.device("meta"):

@@ -64,6 +64,7 @@ SETTINGS: dict[str, Callable[[float], Any]] = {
     "tensor": lambda n: torch.tensor([0.0, n], dtype=torch.bfloat16),
     "tensor without dimensions": torch.tensor,
     "complex tensor": lambda n: torch.tensor([1j * n]),
+    "conjugated tensor": lambda n: torch.tensor([1j * n]).conj(),
     "dtype": lambda n: torch.float32 if n > 1 else torch.bfloat16,
     "enumeration": lambda n: Mode(int(n)),
     "class": lambda n: Scale if n > 1 else Slotted,
@@ -131,6 +132,9 @@ def test_what_nothing_is_known_of_is_equal_to_nothing_else() -> None:
     opaque = object()
     assert described(opaque) == described(opaque)
     assert described(opaque) != described(object())
+    sparse = torch.eye(2).to_sparse()
+    assert described(sparse) == described(sparse)
+    assert described(sparse) != described(sparse.clone())
 
 
 def test_what_a_forward_computed_from_weights_says_nothing() -> None:
