@@ -45,7 +45,7 @@ from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock, StartTimes
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
-from arachnec.optimizers.own_schedule import advance, own_schedule, step_schedule
+from arachnec.optimizers.own_schedule import advance, demand_rates, own_schedule, step_schedule
 from arachnec.optimizers.recipe import UserOptimizer
 from arachnec.runtime.agreement import agree
 from arachnec.runtime.device_runtime import DeviceRuntime
@@ -70,6 +70,13 @@ class BadOption(Diagnostic):
     help: ClassVar[str] = "give a whole number of at least 1, or leave it out"
     name: str
     value: object
+
+
+@dataclass(frozen=True)
+class NoFolder(Diagnostic):
+    title: ClassVar[str] = "Engine's `{name}` needs the folder of the checkpoints"
+    help: ClassVar[str] = "add checkpoint=FOLDER, or leave `{name}` out"
+    name: str
 
 
 @dataclass(frozen=True)
@@ -295,6 +302,7 @@ class Engine:
 
     def _step(self, *, last: bool) -> EngineStep | None:
         saving = self._options.save_gradients if last else None
+        self._demand_rates()
         self._script.begins(self.done)
         try:
             took = self._trainer.step(self.done, save_gradients=saving, last=last)
@@ -317,6 +325,15 @@ class Engine:
         self._enter("your own code")
         loss = math.nan if took.loss is None else took.loss
         return EngineStep(took.step, loss, metrics_of(took), self._trainer.clips, took)
+
+    def _demand_rates(self) -> None:
+        if self.scheduler is None:
+            return
+        try:
+            demand_rates(self.optimizer, self.done)
+        except UserError:
+            self._save_last()
+            raise
 
     def _step_schedule(self) -> None:
         if self.scheduler is None:
@@ -351,9 +368,13 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
             raise UserError(UnknownOption(None, name, ", ".join(known)))
     for name in COUNTS:
         _demand_count(name, options.get(name))
+    for name in ("resume", "every"):
+        if options.get(name) and options.get("checkpoint") is None:
+            raise UserError(NoFolder(None, name))
     paths = {"train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint"}
     given: dict[str, Any] = {n: Path(v) if n in paths and isinstance(v, str) else v for n, v in options.items()}
-    return RunOptions(**{**given, "settings": tuple(given.get("settings", ()))})
+    settings = given.get("settings", ())
+    return RunOptions(**{**given, "settings": (settings,) if isinstance(settings, str) else tuple(settings)})
 
 
 def _demand_count(name: str, value: object) -> None:

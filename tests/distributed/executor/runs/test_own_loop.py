@@ -157,6 +157,34 @@ def test_a_mistake_before_ranks_meet_ends_the_script_with_one_message(monkeypatc
         assert ended.pop() == (2, tells)
 
 
+@pytest.mark.parametrize(("name", "value"), [("resume", True), ("every", 2)])
+def test_what_needs_the_folder_of_checkpoints_is_refused_without_it(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    with pytest.raises(UserError, match=f"`{name}` needs the folder of the checkpoints"):
+        Engine("model.py", [], **{name: value})
+
+
+def test_one_setting_is_a_list_of_one() -> None:
+    from arachnec.backends.torch_distributed.engine import run_options
+
+    assert run_options({"settings": "lr=3"}).settings == run_options({"settings": ["lr=3"]}).settings == ("lr=3",)
+
+
+def test_a_rate_that_is_none_is_told_as_such_and_not_as_one_that_differs() -> None:
+    from arachnec.backends.torch_distributed.run.step_account import demand_rates
+
+    for rate in (float("nan"), -0.5):
+        with pytest.raises(UserError, match=f"in step 3 the learning rate is {rate:g}"):
+            demand_rates(3, [(0.0, rate), (0.0, rate)])
+    demand_rates(3, [(0.0, 0.5), (-1.0, float("nan")), (0.0, 0.5)])  # the second rank updates nothing
+    with pytest.raises(UserError, match="on rank 1 and 0"):
+        demand_rates(3, [(0.0, 0.5), (0.0, 0.25)])
+
+
 @pytest.mark.parametrize(("name", "value"), [("steps", -1), ("steps", 0), ("every", 2.5), ("batch", True), ("keep", 0)])
 def test_a_count_that_is_none_is_refused_before_ranks_meet(
     name: str, value: Any, monkeypatch: pytest.MonkeyPatch
