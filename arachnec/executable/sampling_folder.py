@@ -118,20 +118,6 @@ class SamplingExecutable:
         )
 
 
-def samples(folder: Path) -> bool:
-    """Whether a folder is an executable that samples, and not one that trains."""
-
-    class Kind(msgspec.Struct):
-        settings: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
-
-    if not (folder / HEADER).is_file():
-        return False
-    try:
-        return msgspec.json.decode(read_part(folder, HEADER), type=Kind).settings is not msgspec.UNSET
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False  # whoever reads it says what is wrong
-
-
 def write_sampling_executable(
     folder: Path,
     *,

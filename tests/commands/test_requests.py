@@ -10,12 +10,14 @@ import pytest
 from click.testing import CliRunner
 
 from arachnec.cli import group
+from arachnec.commands.program_file import read_program
 from arachnec.commands.request_tables import print_request_plan
 from arachnec.data.requests import Request
+from arachnec.executable.folder import read_executable
 from arachnec.executable.program_input import demand_own_requests
 from arachnec.executable.sampling_folder import Settings, read_sampling_executable, write_sampling_executable
 from arachnec.generation.run import planned_stages
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.parser import parse_file
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.report import plan_report
@@ -122,6 +124,22 @@ def test_a_lowered_module_of_requests_is_looked_at(command: str, tmp_path: Path)
     assert invoke(command, str(program), *options)
 
 
+def test_equivalence_is_of_programs_that_train(tmp_path: Path) -> None:
+    program = tmp_path / "program.cascade"
+    program.write_text(GOLDEN.read_text())
+    refused = CliRunner().invoke(group, ["check", str(program), "--equivalence"])
+    assert refused.exit_code == 2 and "--equivalence is of programs that train" in refused.output
+
+
+@pytest.mark.parametrize("level", ["traced", "partitioned", "costed"])
+def test_a_module_of_requests_that_is_not_lowered_is_told_the_passes_of_requests(level: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.cascade"
+    path.write_text(f'module @requests attributes {{ level = "{level}", models = ["large"] }} {{\n}}\n')
+    with pytest.raises(UserError, match=f"is at level {level}") as told:
+        read_program(path)
+    assert "schedule-sampling,place,lower -o" in render(told.value.diagnostics[0])
+
+
 def test_a_compiled_sampler_file_is_looked_at_and_run(files: tuple[Path, Path], tmp_path: Path) -> None:
     """The executable stands by itself: its own sampler file, its own requests, nothing sampled twice."""
     sampler, data = map(str, files)
@@ -134,8 +152,11 @@ def test_a_compiled_sampler_file_is_looked_at_and_run(files: tuple[Path, Path], 
     assert {path.name for path in results.glob("*.safetensors")} == {"0.safetensors", "1.safetensors"}
     assert "measured" in invoke("show", str(exe))
     assert invoke("run", str(exe)).count("finished before") == 2
-    refused = CliRunner().invoke(group, ["run", str(exe), "--lr", "1"])
-    assert refused.exit_code == 2 and "--lr is of training" in refused.output
+    for option in (["--lr", "1"], ["--no-equivalence"]):
+        refused = CliRunner().invoke(group, ["run", str(exe), *option])
+        assert refused.exit_code == 2 and f"{option[0]} is of training" in refused.output
+    with pytest.raises(UserError, match="is an executable that samples, and trains nothing"):
+        read_executable(exe)
 
 
 def test_an_edited_executable_is_held_to_what_was_asked_for(files: tuple[Path, Path], tmp_path: Path) -> None:
