@@ -15,7 +15,12 @@ from arachnec.commands.request_tables import print_request_plan
 from arachnec.data.requests import Request
 from arachnec.executable.folder import read_executable
 from arachnec.executable.program_input import demand_own_requests
-from arachnec.executable.sampling_folder import Settings, read_sampling_executable, write_sampling_executable
+from arachnec.executable.sampling_folder import (
+    Settings,
+    read_sampling_executable,
+    sampler_digest,
+    write_sampling_executable,
+)
 from arachnec.generation.run import planned_stages
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.parser import parse_file
@@ -150,7 +155,9 @@ def test_a_compiled_sampler_file_is_looked_at_and_run(files: tuple[Path, Path], 
         assert invoke(command[0], str(exe), *command[1:])
     invoke("run", str(exe))
     assert {path.name for path in results.glob("*.safetensors")} == {"0.safetensors", "1.safetensors"}
-    assert "measured" in invoke("show", str(exe))
+    shown = invoke("show", str(exe))
+    assert "measured" in shown and "step 0" not in shown
+    assert "Sampling 2 requests on" in invoke("explain", str(exe), "--no-what-if")
     assert invoke("run", str(exe)).count("finished before") == 2
     for option in (["--lr", "1"], ["--no-equivalence"]):
         refused = CliRunner().invoke(group, ["run", str(exe), *option])
@@ -167,11 +174,19 @@ def test_an_edited_executable_is_held_to_what_was_asked_for(files: tuple[Path, P
     )
     traced = parse_file(GOLDEN.with_suffix(".cascade"))
     settings = Settings(str(files[0]), ("large", "small"), "adaptive=0.1")
+    (tmp_path / "beside.py").write_text("NUMBER = 1\n")
+    path = tmp_path / "sampler.py"
+    path.write_text("from beside import NUMBER\n" + SAMPLER)
+    sampler = load_sampler_file(path)
     write_sampling_executable(
-        tmp_path / "exe", program=module, traced=traced, pipeline="generate", sampler=load_sampler_file(files[0]),
+        tmp_path / "exe", program=module, traced=traced, pipeline="generate", sampler=sampler,
         requests=requests, settings=settings,
     )  # fmt: skip
     executable = read_sampling_executable(tmp_path / "exe")
+    assert executable.header.digest == sampler_digest(sampler) != sampler.digest
+    (tmp_path / "beside.py").write_text("NUMBER = 2\n")
+    assert sampler_digest(sampler) != executable.header.digest  # its requests are sampled again
+    assert sampler_digest(load_sampler_file(files[0])) == load_sampler_file(files[0]).digest
     stages = planned_stages(executable)
     demand_own_requests(executable, executable.program, stages)
     fewer = replace(module.clips[0], attrs=module.clips[0].attrs.updated(steps=1))
