@@ -171,7 +171,7 @@ class Engine:
         if training.schedule == Schedule():
             self._trainer.leave_rates()  # to the scheduler, or to the loop that this is in
         agree({"the model and its functions": file.digest, "the optimizer": self._trainer.told_optimizer})
-        for note in self._script.notes:
+        for note in (*self._script.notes, *_notes_of_device(executable, self._script.device)):
             events.emit(report.Note(note))
 
     @classmethod
@@ -392,6 +392,12 @@ def _world() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def _notes_of_device(executable: Executable, device: torch.device) -> list[str]:
+    if device.type != "cpu" or planned_for_cpu(executable):
+        return []
+    return ["planned for another device, run on the CPU: planned times do not apply"]
+
+
 def train(
     executable: Executable,
     options: RunOptions,
@@ -412,10 +418,14 @@ def train(
     events.emit(
         report.Start(dist.get_world_size(), DeviceRuntime.of(device).name(), engine.done, engine.end - engine.done)
     )
-    if device.type == "cpu" and not planned_for_cpu(executable):
-        events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
     stages = says_other_stages(executable.program, trainer.module)
-    for note in (*notes, *([] if stages is None else [stages]), *trainer.notes(), *trainer.init_notes(options.init)):
+    for note in (
+        *_notes_of_device(executable, device),
+        *notes,
+        *([] if stages is None else [stages]),
+        *trainer.notes(),
+        *trainer.init_notes(options.init),
+    ):
         events.emit(report.Note(note))
     for step in engine:
         events.emit(step.report)
