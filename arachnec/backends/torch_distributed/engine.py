@@ -53,6 +53,9 @@ from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.told_batches import CannotDraw
 
 COUNTS = ("steps", "every", "keep", "max_skipped")
+PATHS = ("train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint")
+TIMEOUTS = ("start_timeout", "plan_timeout", "step_timeout", "stall_timeout")
+COUNT = "whole number of at least 1"
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -67,9 +70,10 @@ class UnknownOption(Diagnostic):
 @dataclass(frozen=True)
 class BadOption(Diagnostic):
     title: ClassVar[str] = "Engine's `{name}` is {value!r}"
-    help: ClassVar[str] = "give a whole number of at least 1, or leave it out"
+    help: ClassVar[str] = "give a {wanted}, or leave it out"
     name: str
     value: object
+    wanted: str
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,8 @@ class Engine:
         with before_joining():
             _demand_count("batch", batch)
             own = run_options(options)
+            _demand_kind("cluster", cluster, str | os.PathLike, "cluster file or a short form such as 4:cpu")
+            _demand_kind("passes", passes, str, "pipeline as text")
             machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
         own = _resuming(own, self._script.restarted)
@@ -371,15 +377,28 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     for name in ("resume", "every"):
         if options.get(name) and options.get("checkpoint") is None:
             raise UserError(NoFolder(None, name))
-    paths = {"train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint"}
-    given: dict[str, Any] = {n: Path(v) if n in paths and isinstance(v, str) else v for n, v in options.items()}
-    settings = given.get("settings", ())
+    for name in PATHS:
+        _demand_kind(name, options.get(name), str | os.PathLike, "path")
+    for name in TIMEOUTS:
+        seconds = options.get(name)
+        _demand_kind(name, seconds, int | float, "number of seconds above 0")
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UserError(BadOption(None, name, seconds, "number of seconds above 0"))
+    given: dict[str, Any] = {n: Path(v) if n in PATHS and v is not None else v for n, v in options.items()}
+    settings = given.get("settings") or ()
+    for setting in settings if isinstance(settings, list | tuple) else (settings,):
+        _demand_kind("settings", setting, str, "list of texts, each KEY=VALUE")
     return RunOptions(**{**given, "settings": (settings,) if isinstance(settings, str) else tuple(settings)})
 
 
 def _demand_count(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise UserError(BadOption(None, name, value))
+        raise UserError(BadOption(None, name, value, COUNT))
+
+
+def _demand_kind(name: str, value: object, kind: Any, wanted: str) -> None:
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise UserError(BadOption(None, name, value, wanted))
 
 
 def _resuming(options: RunOptions, restarted: bool) -> RunOptions:
