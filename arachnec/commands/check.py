@@ -23,15 +23,17 @@ def command(program: Path, equivalence: bool) -> None:
     from arachnec.analysis.uses import Values
     from arachnec.cluster.topology import machines, node_of
     from arachnec.commands.program_file import read_program
-    from arachnec.executable.folder import HEADER, read_executable
+    from arachnec.executable.folder import HEADER, read_executable, samples
     from arachnec.executable.program_input import demand_own_input, demand_own_requests
-    from arachnec.executable.sampling_folder import read_sampling_executable, samples
+    from arachnec.executable.sampling_folder import read_sampling_executable
     from arachnec.ir.diagnostic import counted
     from arachnec.ir.sampling import is_sampling, outcomes_of
     from arachnec.passes.check import checked
     from arachnec.verification.memory_claims import only_claimed
 
     module = checked(read_program(program))
+    if equivalence and is_sampling(module):
+        raise click.UsageError(f"--equivalence is of programs that train; {program} samples")
     unheld = ""
     if samples(program):
         from arachnec.generation.run import planned_stages

@@ -69,23 +69,26 @@ def command(
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)
         print()
     else:
-        _print(rows, refused)
+        _print(rows, refused, samples)
     if svg is not None:  # last: what took minutes to plan is on the screen where the file cannot be written
-        svg.write_text(drawing(model, plans), encoding="utf-8")
+        svg.write_text(drawing(model, plans, samples), encoding="utf-8")
         if not as_json:
             terminal().print(f"wrote {svg}")
 
 
-def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str]]) -> None:
+def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str]], samples: bool) -> None:
     from arachnec.commands.tables import comparison_bars, comparison_table, terminal
 
     console = terminal()
-    console.print(comparison_table(rows))
-    for line in comparison_bars(rows, min(100, console.width)):
+    console.print(comparison_table(rows, samples))
+    for line in comparison_bars(rows, min(100, console.width), samples):
         console.print(line, highlight=False, soft_wrap=True)
     console.print()
     for row in refused:
         console.print(f"{row['pipeline']}: cannot run this: {row['reason']}", highlight=False, soft_wrap=True)
+    if samples:
+        console.print("every pipeline here takes each step of each request once")
+        return
     leaving_out = [row for row in rows if row["original_clips"]]
     console.print(
         f"every pipeline here trains each clip once{'; the originals of these do not:' if leaving_out else ''}"
@@ -99,8 +102,9 @@ def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str
             console.print(told, highlight=False, soft_wrap=True)
 
 
-def drawing(model: Path, plans: Sequence[Compared]) -> str:
+def drawing(model: Path, plans: Sequence[Compared], samples: bool = False) -> str:
     """Bars and timelines of all, as SVG."""
+    from arachnec.ir.diagnostic import counted
     from arachnec.ir.latency import objective_of
     from arachnec.ir.nodes import quantity
     from arachnec.views.comparison_svg import Plan, draw_comparison
@@ -108,8 +112,11 @@ def drawing(model: Path, plans: Sequence[Compared]) -> str:
     module = plans[0].module
     assert module.cluster is not None
     cluster = f"{module.cluster.world} x {module.cluster.attrs['device']}"
+    what = f"{len(module.clips)} clips on {cluster}: one iteration"
+    if samples:
+        what = f"{counted(len(module.clips), 'request')} on {cluster}"
     return draw_comparison(
-        f"{model.stem}, {len(module.clips)} clips on {cluster}: one iteration",
+        f"{model.stem}, {what}",
         [
             Plan(
                 plan.name,

@@ -58,8 +58,8 @@ def command(program: Path, budget: str, what_if: bool, load: tuple[Path, ...]) -
 
 def left_out(program: Path, load: tuple[Path, ...]) -> list[str]:
     """Why nothing is planned anew: passes of the executable's own are code, and looking at a plan runs none."""
-    from arachnec.executable.folder import HEADER, read_header
-    from arachnec.executable.sampling_folder import read_sampling_header, samples
+    from arachnec.executable.folder import HEADER, read_header, samples
+    from arachnec.executable.sampling_folder import read_sampling_header
 
     read = read_sampling_header if samples(program) else read_header
     own = read(program).load if (program / HEADER).is_file() else ()
@@ -70,8 +70,8 @@ def left_out(program: Path, load: tuple[Path, ...]) -> list[str]:
 
 def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, ...] = ()) -> tuple[Answer, ...]:
     """By the pipeline of the executable folder, from its traced clips on; of a file, from its cascades on."""
-    from arachnec.executable.folder import HEADER, read_executable
-    from arachnec.executable.sampling_folder import read_sampling_executable, samples
+    from arachnec.executable.folder import HEADER, read_executable, samples
+    from arachnec.executable.sampling_folder import read_sampling_executable
     from arachnec.ir.sampling import is_sampling
     from arachnec.passes.infra.pipeline import Pipeline
     from arachnec.passes.infra.registry import installed, load_file

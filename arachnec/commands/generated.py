@@ -44,6 +44,6 @@ def generate_here(
         where = row.get("video") or row["latents"]
         switched = "" if row["switched"] is None or len(report["models"]) == 1 else f", {row['switched']} by the first"
         ended = "finished before" if row["earlier"] else f"after {row['seconds']:.1f} s"
-        click.echo(f"{row['id']}: {row['steps']} steps{switched}, {ended}: {where}")
+        click.echo(f"{row['id']}: {counted(row['steps'], 'step')}{switched}, {ended}: {where}")
     requests = counted(len(report["requests"]), "request")
     click.echo(f"{requests}, {report['seconds']:.1f} s on {counted(report['ranks'], 'rank')}")

@@ -46,6 +46,12 @@ REMAINING = {
     Level.SCHEDULED: "place,lower",
     Level.PLACED: "lower",
 }
+REMAINING_OF_REQUESTS = {
+    **REMAINING,
+    Level.TRACED: "segment,annotate,schedule-sampling,place,lower",
+    Level.PARTITIONED: "annotate,schedule-sampling,place,lower",
+    Level.COSTED: "schedule-sampling,place,lower",
+}
 
 
 def read_program(path: Path) -> Module:
@@ -57,6 +63,7 @@ def read_program(path: Path) -> Module:
         raise UserError(NotAProgram(None, str(path), PROGRAM))
     module = parse_module(read_text(file), str(file))
     if module.level is not Level.LOWERED:
-        raise UserError(NotLowered(None, str(file), module.level.word, REMAINING[module.level]))
+        remaining = REMAINING if module.attrs.get("models") is None else REMAINING_OF_REQUESTS
+        raise UserError(NotLowered(None, str(file), module.level.word, remaining[module.level]))
     check_module(module)
     return module

@@ -36,9 +36,11 @@ def command(folder: Path, ranks: int | None, output: Path | None, no_equivalence
     several machines, start `python -m arachnec.backends.torch_distributed.worker FOLDER` under torchrun; see
     docs/running.md.
     """
-    from arachnec.executable.sampling_folder import samples
+    from arachnec.executable.folder import samples
 
     if samples(folder):
+        if no_equivalence:
+            raise click.UsageError(f"--no-equivalence is of training; {folder} samples")
         sample(folder, ranks, output or folder / RESULTS, options)
         return
     if output is not None:

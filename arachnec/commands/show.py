@@ -77,8 +77,8 @@ def read_run(program: Path) -> tuple[Module, list[Timeline]]:
 
 def page_of(program: Path, module: Module, measured: list[Timeline]) -> str:
     """The page; of an executable folder with its clips and versions."""
-    from arachnec.executable.folder import HEADER, read_clips, read_header
-    from arachnec.executable.sampling_folder import read_sampling_executable, samples
+    from arachnec.executable.folder import HEADER, read_clips, read_header, samples
+    from arachnec.executable.sampling_folder import read_sampling_executable
     from arachnec.views.executable_page import executable_page
 
     if not (program / HEADER).is_file():

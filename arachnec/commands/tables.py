@@ -103,12 +103,13 @@ def attention_word(ulysses: object, ring: object) -> str:
     return " x ".join(factors)
 
 
-def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """One row a pipeline, simulated; the fastest first."""
+def comparison_table(rows: Sequence[Mapping[str, Any]], samples: bool = False) -> Table:
+    """One row a pipeline, simulated; the fastest first. Rows of pipelines that sample say how long requests take."""
     best = min(row["iteration_ms"] for row in rows)
-    table = plain_table("predicted, one iteration")
-    headings = ("pipeline", "iteration", "x best", "x bound", "imbalance", "MFU", "memory, GiB", "planning", "dropped")
-    for column in (*headings, "repeated"):
+    table = plain_table("predicted, all requests" if samples else "predicted, one iteration")
+    headings = ("x best", "x bound", "imbalance", "MFU", "memory, GiB", "planning")
+    whole, last = ("makespan", ("latency", "95th")) if samples else ("iteration", ("dropped", "repeated"))
+    for column in ("pipeline", whole, *headings, *last):
         table.add_column(column, justify="left" if column == "pipeline" else "right")
     for row in sorted(rows, key=lambda row: float(row["iteration_ms"])):
         table.add_row(
@@ -120,13 +121,16 @@ def comparison_table(rows: Sequence[Mapping[str, Any]]) -> Table:
             f"{row['mfu']:.1%}" if row["mfu"] is not None else "-",
             f"{row['peak_memory_gib']:.3g} of {row['memory_limit_gib']:.3g}",
             ms(row["planning_ms"]),
-            str(row["clips_dropped"]),
-            str(row["clips_repeated"]),
+            *(
+                (ms(row["mean_latency_ms"]), ms(row["p95_latency_ms"]))
+                if samples
+                else (str(row["clips_dropped"]), str(row["clips_repeated"]))
+            ),
         )
     return table
 
 
-def comparison_bars(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
+def comparison_bars(rows: Sequence[Mapping[str, Any]], width: int, samples: bool = False) -> list[str]:
     """A bar a pipeline: makespan, then what comes after it, and where its own lower bound lies."""
     ordered = sorted(rows, key=lambda row: float(row["iteration_ms"]))
     label = max(len(row["pipeline"]) for row in rows)
@@ -135,13 +139,13 @@ def comparison_bars(rows: Sequence[Mapping[str, Any]], width: int) -> list[str]:
     for row in ordered:
         work, total, bound = (round(row[key] * scale) for key in ("makespan_ms", "iteration_ms", "bound_ms"))
         bar = list("█" * work + "░" * (total - work))
-        if bar:
+        if bar and row.get("objective", "makespan") == "makespan":
             bar[min(bound, len(bar) - 1)] = "│"
         lines.append(f"{row['pipeline']:{label}} {''.join(bar)} {ms(row['iteration_ms'])}")
-    return [
-        *lines,
-        f"{'':{label}} █ makespan  ░ exposed gradient all-reduce and step  │ lower bound of its micro-batches",
-    ]
+    after = "│ lower bound of its requests"
+    if not samples:
+        after = "░ exposed gradient all-reduce and step  │ lower bound of its micro-batches"
+    return [*lines, f"{'':{label}} █ makespan  {after}"]
 
 
 def plain_table(title: str) -> Table:

@@ -80,6 +80,13 @@ class NotExecutable(Diagnostic):
 
 
 @dataclass(frozen=True)
+class OfRequests(Diagnostic):
+    title: ClassVar[str] = "{folder} is an executable that samples, and trains nothing"
+    help: ClassVar[str] = "give one that was compiled from a model file; `arachnec run` samples with this one"
+    folder: str
+
+
+@dataclass(frozen=True)
 class NameTaken(Diagnostic):
     title: ClassVar[str] = "the model file imports `{name}` from its folder, and the executable has a file of that name"
     help: ClassVar[str] = "give that module another name"
@@ -353,9 +360,25 @@ def _version_of(library: str) -> str | None:
         return None
 
 
+def samples(folder: Path) -> bool:
+    """Whether a folder is an executable that samples, and not one that trains."""
+
+    class Kind(msgspec.Struct):
+        settings: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
+
+    if not (folder / HEADER).is_file():
+        return False
+    try:
+        return msgspec.json.decode(read_part(folder, HEADER), type=Kind).settings is not msgspec.UNSET
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return False  # whoever reads it says what is wrong
+
+
 def read_header(folder: Path) -> Header:
-    """``executable.json``. Raises ``UserError`` where it is missing or malformed."""
+    """``executable.json`` of an executable that trains. Raises ``UserError`` where it is missing or malformed."""
     data = read_part(folder, HEADER)
+    if samples(folder):
+        raise UserError(OfRequests(None, str(folder)))
     try:
         header = msgspec.json.decode(data, type=Header)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -100,6 +100,11 @@ class SamplingHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     load: tuple[str, ...] = ()  # files in this folder that add passes
     modules: tuple[str, ...] = ()  # files in this folder that the sampler file imports
 
+    @property
+    def digest(self) -> str:
+        """Of the user's code, as ``sampler_digest`` has it."""
+        return _digest_of({name: self.fingerprint[name] for name in (SAMPLER, *self.modules)})
+
 
 @dataclass(frozen=True)
 class SamplingExecutable:
@@ -118,18 +123,18 @@ class SamplingExecutable:
         )
 
 
-def samples(folder: Path) -> bool:
-    """Whether a folder is an executable that samples, and not one that trains."""
+def sampler_digest(sampler: SamplerFile) -> str:
+    """SHA-256 of a sampler file and of what it imports from its folder: latents follow from both."""
+    texts = {
+        SAMPLER: sampler.path.read_text(encoding="utf-8"),
+        **modules_of(sampler.path, sampler.modules, taken=set()),
+    }
+    return _digest_of({name: digest_of(text.encode()) for name, text in texts.items()})
 
-    class Kind(msgspec.Struct):
-        settings: msgspec.Raw | msgspec.UnsetType = msgspec.UNSET
 
-    if not (folder / HEADER).is_file():
-        return False
-    try:
-        return msgspec.json.decode(read_part(folder, HEADER), type=Kind).settings is not msgspec.UNSET
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return False  # whoever reads it says what is wrong
+def _digest_of(digests: Mapping[str, str]) -> str:
+    """One for all; of a file alone its own."""
+    return digests[SAMPLER] if len(digests) == 1 else digest_of(msgspec.json.encode(sorted(digests.items())))
 
 
 def write_sampling_executable(

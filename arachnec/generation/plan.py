@@ -103,9 +103,10 @@ class Traced:
         return replace(module, graphs=tuple(graphs.values()) if whole else ())
 
     def _kept(self) -> int:
-        """Tensors of the latents' size that a request hands on beside them: the last prediction, the history."""
+        """The most tensors of the latents' size that a request hands on beside them: last prediction, history."""
         latents = begin(self.sampling, self.requests[0]).latents.float()
-        return 1 + self.sampling.longest_history(self.requests[0], latents) // LATENT_BYTES
+        longest = max(self.sampling.longest_history(request, latents) for request in self.requests)
+        return 1 + longest // LATENT_BYTES
 
     def _latent_bytes(self, trace: Trace) -> float:
         """Of one token."""

@@ -19,7 +19,12 @@ from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import parse_switch
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, PROGRAM
 from arachnec.executable.program_input import demand_own_requests
-from arachnec.executable.sampling_folder import SAMPLER, SamplingExecutable, read_sampling_executable
+from arachnec.executable.sampling_folder import (
+    SAMPLER,
+    SamplingExecutable,
+    read_sampling_executable,
+    sampler_digest,
+)
 from arachnec.generation.compiled import CompiledRequests, asked, compile_requests
 from arachnec.generation.plan import DEFAULT, planned
 from arachnec.generation.results import EXECUTED, Outcome, Results
@@ -82,7 +87,7 @@ def prepare(
     requests, machine = read_requests(data), parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     sampling, settings = asked(sampler, switch, first, history, pipeline)
-    results = Results(out, settings, sampling.sampler.digest)
+    results = Results(out, settings, sampler_digest(sampling.sampler))
     left = results.unfinished(requests)
     finished = tuple(request for request in requests if request not in left)
     if not left:
@@ -108,7 +113,7 @@ def prepare_executable(folder: Path, out: Path, ranks: int | None = None) -> Gen
     executable = read_sampling_executable(folder)
     program, traced = checked(executable.program), executable.traced
     demand_own_requests(executable, program, planned_stages(executable))
-    results = Results(out, executable.header.settings, executable.header.fingerprint[SAMPLER])
+    results = Results(out, executable.header.settings, executable.header.digest)
     left = results.unfinished(executable.requests)
     finished = tuple(request for request in executable.requests if request not in left)
     assert traced.cluster is not None
@@ -197,7 +202,7 @@ def _keep_measured(generation: Generation, world: int) -> None:
         for rank in range(world)
         for interval in msgspec.json.decode((folder / f"rank{rank}.measured").read_bytes(), type=list[Interval])
     ]
-    told = msgspec.json.encode({"step": 0, "intervals": intervals})
+    told = msgspec.json.encode({"step": None, "intervals": intervals})
     (generation.folder / MEASURED).write_bytes(told)
     executed = folder / EXECUTED  # planned again in rounds
     text = executed.read_text(encoding="utf-8") if executed.is_file() else print_module(generation.program)
@@ -228,7 +233,7 @@ def report_of(generation: Generation, world: int, seconds: float) -> dict[str, A
     settings = results.settings
     return {
         "models": list(settings.models),
-        "switch": settings.switch,
+        "switch": settings.switch if len(settings.models) > 1 else None,
         "history": settings.history,
         "ranks": world,
         "seconds": seconds,

@@ -43,7 +43,7 @@ def command(folder: Path, sampler: Path, program: Path, out: Path, stall_timeout
         joined.watchdog.enter("set-up")
         file = load_sampler_file(sampler, origin=settings.sampler)
         sampling = Sampling(file, settings.models, parse_switch(settings.switch), settings.restart)
-        results = Results(out, settings, file.digest)
+        results = Results(out, settings, executable.header.digest)
 
         def tell(outcome: Outcome) -> None:
             (program.parent / f"{outcome.id}.json").write_bytes(msgspec.json.encode(outcome))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -43,7 +44,25 @@ def own_schedule(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> 
     if isinstance(schedule, ReduceLROnPlateau):
         reason = "returned a ReduceLROnPlateau: it follows losses that a resumed run cannot see again"
         raise UserError(WrongSchedule(None, reason, "return a schedule that follows from the number of steps"))
+    held = getattr(schedule, "optimizer", None)
+    if isinstance(held, Optimizer) and held is not optimizer:
+        reason = f"returned a {type(schedule).__name__} of another optimizer, whose rates nothing reads"
+        raise UserError(WrongSchedule(None, reason, "make it over the optimizer that it is given"))
     return schedule
+
+
+def demand_rates(optimizer: Optimizer, step: int) -> None:
+    """Raises ``UserError`` where a schedule has set a rate at which ``step`` cannot be taken."""
+    for group in optimizer.param_groups:
+        rate = float(group["lr"])
+        if not is_rate(rate):
+            remedy = "rates are numbers of at least 0; what was trained before is in the checkpoint, if any"
+            raise UserError(WrongSchedule(None, f"gives step {step} the learning rate {rate:g}", remedy))
+
+
+def is_rate(rate: float) -> bool:
+    """Whether it is one to train with; a schedule that ends at 0 may miss it by rounding."""
+    return math.isfinite(rate) and rate > -1e-12
 
 
 def advance(schedule: Any, steps: int) -> None:

@@ -44,7 +44,9 @@ class Place(Pass):
         makespan = max((cascade.end for cascade in cascades), default=0.0)
         as_planned = makespan <= quantity(module.attrs["makespan"]) + TOLERANCE
         attrs = module.attrs
-        if cost.devices.kinds:  # the schedule, and so its bound, counted them as if all were the fastest
+        # The schedule, and so its bound, counted them as if all were the fastest. That of sampling is of its objective,
+        # whatever the borders of segments, which these cascades have fixed.
+        if cost.devices.kinds and not is_sampling(module):
             bound = Quantity(bound_of(module, cost, problem_of(module, cost)) / TICKS, "ms")
             attrs = attrs.updated(bound=bound, area_bound=bound)
         return replace(

@@ -16,6 +16,7 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
 from arachnec.ir.latency import objective_ms, objective_of
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
+from arachnec.ir.sampling import is_sampling
 from arachnec.ir.stage_sizes import times_of
 from arachnec.planning.bound_parts import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_path
@@ -79,6 +80,8 @@ def _plan(module: Module, timeline: Timeline) -> list[str]:
         f"One iteration of {_count(len(module.clips), 'clip')} on {_devices(module)} takes {ms(timeline.end)}: "
         f"{ms(makespan)} of cascades, {_synchronisation(timeline, makespan)}."
     )
+    if is_sampling(module):
+        sentence = f"Sampling {_count(len(module.clips), 'request')} on {_devices(module)} takes {ms(makespan)}."
     bound = quantity(module.attrs["bound"])
     if objective_of(module) != "makespan":
         return [sentence, *_latency(module, bound)]

@@ -130,13 +130,14 @@ def _reduce_key(instruction: Instruction) -> Hashable:
 def read_measured(path: Path) -> Timeline:
     """``measured.json`` as ``arachnec run`` writes it.
 
-    ``{"step": 19, "iteration": 1, "intervals": [{"rank": 0, "op": ..., ...}]}``, the iteration being the global batch.
+    ``{"step": 19, "iteration": 1, "intervals": [{"rank": 0, "op": ..., ...}]}``, the iteration being the global batch;
+    the step is null where a program samples.
 
     Raises UserError where the file holds something else.
     """
 
     class Measured(msgspec.Struct, frozen=True):
-        step: int
+        step: int | None
         intervals: tuple[Interval, ...]
         iteration: int = 0
 
@@ -154,7 +155,8 @@ def read_measured(path: Path) -> Timeline:
             reason = f"interval {number} lasts from {interval.start:g} to {interval.end:g} ms"
             raise UserError(BadMeasured(None, str(path), reason))
     of = f" of iteration {content.iteration}" if content.iteration else ""
-    return Timeline(f"measured, step {content.step}{of}", content.intervals)
+    step = "" if content.step is None else f", step {content.step}{of}"
+    return Timeline(f"measured{step}", content.intervals)
 
 
 def _ms(instruction: Instruction, name: str, default: float) -> float:

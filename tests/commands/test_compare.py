@@ -12,7 +12,7 @@ import pytest
 from arachnec.backends.simulator import model_flops_utilization
 from arachnec.cli import run
 from arachnec.cluster.device_specs import DEVICE_SPECS
-from arachnec.commands.tables import comparison_bars
+from arachnec.commands.tables import comparison_bars, comparison_table
 from arachnec.driver import compare
 from arachnec.ir.nodes import Phase
 from arachnec.passes.infra.pipeline import Pipeline
@@ -92,6 +92,17 @@ def test_bars_are_as_long_as_the_times_and_mark_the_bound() -> None:
     first, second, _ = comparison_bars(rows, 14 + 120)
     assert first == "a " + "█" * 30 + "│" + "█" * 19 + "░" * 10 + " 60 ms"
     assert second == "b " + "█" * 90 + "│" + "█" * 9 + "░" * 20 + " 120 ms"
+
+
+def test_requests_are_compared_by_their_makespan_and_latency_and_a_bound_of_latency_is_no_mark_on_it() -> None:
+    row = {"pipeline": "a", "makespan_ms": 50.0, "iteration_ms": 50.0, "bound_ms": 30.0, "objective": "mean-latency"}
+    bar, legend = comparison_bars([row], 14 + 50, samples=True)
+    assert bar == "a " + "█" * 50 + " 50 ms" and "all-reduce" not in legend
+    figures = {"imbalance": 0.0, "mfu": None, "peak_memory_gib": 1.0, "memory_limit_gib": 2.0, "planning_ms": 1.0}
+    table = comparison_table([{**row, **figures, "gap": 0.0, "mean_latency_ms": 33.0, "p95_latency_ms": 44.0}], True)
+    headings = [str(column.header) for column in table.columns]
+    assert headings[1] == "makespan" and headings[-2:] == ["latency", "95th"] and "iteration" not in str(table.title)
+    assert [next(iter(column.cells)) for column in table.columns][-2:] == ["33 ms", "44 ms"]
 
 
 def test_a_thousand_ranks_draw_as_few_rows_as_can_be_seen(files: tuple[Path, Path]) -> None:

@@ -96,6 +96,7 @@ def decoder():
 """
 
 
+LONE = SAMPLER.replace(', "small": lambda: Tiny()', "")
 MISTAKES = {
     "a boundary is a share": (["--switch", "boundary=1.5"], SAMPLER, {}, "a boundary lies in [0, 1]"),
     "a rule has a kind": (["--switch", "adaptve=0.1"], SAMPLER, {}, "did you mean `adaptive=...`?"),
@@ -150,6 +151,13 @@ MISTAKES = {
         {},
         "the sampler file raised RuntimeError: no codec in the decoder's forward",
     ),
+    "one model switches to no other": (
+        ["--switch", "fixed=2"],
+        LONE,
+        {},
+        "`--switch fixed=2` says when a second model takes over, and the sampler file has `large` alone",
+    ),
+    "nor does its history begin anew": (["--history", "restart"], LONE, {}, "the sampler file has `large` alone"),
     "an unknown key": ([], SAMPLER, {"step": 4}, "did you mean `steps`?"),
 }
 

@@ -10,12 +10,19 @@ import pytest
 from click.testing import CliRunner
 
 from arachnec.cli import group
+from arachnec.commands.program_file import read_program
 from arachnec.commands.request_tables import print_request_plan
 from arachnec.data.requests import Request
+from arachnec.executable.folder import read_executable
 from arachnec.executable.program_input import demand_own_requests
-from arachnec.executable.sampling_folder import Settings, read_sampling_executable, write_sampling_executable
+from arachnec.executable.sampling_folder import (
+    Settings,
+    read_sampling_executable,
+    sampler_digest,
+    write_sampling_executable,
+)
 from arachnec.generation.run import planned_stages
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.parser import parse_file
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.report import plan_report
@@ -122,6 +129,22 @@ def test_a_lowered_module_of_requests_is_looked_at(command: str, tmp_path: Path)
     assert invoke(command, str(program), *options)
 
 
+def test_equivalence_is_of_programs_that_train(tmp_path: Path) -> None:
+    program = tmp_path / "program.cascade"
+    program.write_text(GOLDEN.read_text())
+    refused = CliRunner().invoke(group, ["check", str(program), "--equivalence"])
+    assert refused.exit_code == 2 and "--equivalence is of programs that train" in refused.output
+
+
+@pytest.mark.parametrize("level", ["traced", "partitioned", "costed"])
+def test_a_module_of_requests_that_is_not_lowered_is_told_the_passes_of_requests(level: str, tmp_path: Path) -> None:
+    path = tmp_path / "module.cascade"
+    path.write_text(f'module @requests attributes {{ level = "{level}", models = ["large"] }} {{\n}}\n')
+    with pytest.raises(UserError, match=f"is at level {level}") as told:
+        read_program(path)
+    assert "schedule-sampling,place,lower -o" in render(told.value.diagnostics[0])
+
+
 def test_a_compiled_sampler_file_is_looked_at_and_run(files: tuple[Path, Path], tmp_path: Path) -> None:
     """The executable stands by itself: its own sampler file, its own requests, nothing sampled twice."""
     sampler, data = map(str, files)
@@ -132,10 +155,15 @@ def test_a_compiled_sampler_file_is_looked_at_and_run(files: tuple[Path, Path], 
         assert invoke(command[0], str(exe), *command[1:])
     invoke("run", str(exe))
     assert {path.name for path in results.glob("*.safetensors")} == {"0.safetensors", "1.safetensors"}
-    assert "measured" in invoke("show", str(exe))
+    shown = invoke("show", str(exe))
+    assert "measured" in shown and "step 0" not in shown
+    assert "Sampling 2 requests on" in invoke("explain", str(exe), "--no-what-if")
     assert invoke("run", str(exe)).count("finished before") == 2
-    refused = CliRunner().invoke(group, ["run", str(exe), "--lr", "1"])
-    assert refused.exit_code == 2 and "--lr is of training" in refused.output
+    for option in (["--lr", "1"], ["--no-equivalence"]):
+        refused = CliRunner().invoke(group, ["run", str(exe), *option])
+        assert refused.exit_code == 2 and f"{option[0]} is of training" in refused.output
+    with pytest.raises(UserError, match="is an executable that samples, and trains nothing"):
+        read_executable(exe)
 
 
 def test_an_edited_executable_is_held_to_what_was_asked_for(files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -146,11 +174,19 @@ def test_an_edited_executable_is_held_to_what_was_asked_for(files: tuple[Path, P
     )
     traced = parse_file(GOLDEN.with_suffix(".cascade"))
     settings = Settings(str(files[0]), ("large", "small"), "adaptive=0.1")
+    (tmp_path / "beside.py").write_text("NUMBER = 1\n")
+    path = tmp_path / "sampler.py"
+    path.write_text("from beside import NUMBER\n" + SAMPLER)
+    sampler = load_sampler_file(path)
     write_sampling_executable(
-        tmp_path / "exe", program=module, traced=traced, pipeline="generate", sampler=load_sampler_file(files[0]),
+        tmp_path / "exe", program=module, traced=traced, pipeline="generate", sampler=sampler,
         requests=requests, settings=settings,
     )  # fmt: skip
     executable = read_sampling_executable(tmp_path / "exe")
+    assert executable.header.digest == sampler_digest(sampler) != sampler.digest
+    (tmp_path / "beside.py").write_text("NUMBER = 2\n")
+    assert sampler_digest(sampler) != executable.header.digest  # its requests are sampled again
+    assert sampler_digest(load_sampler_file(files[0])) == load_sampler_file(files[0]).digest
     stages = planned_stages(executable)
     demand_own_requests(executable, executable.program, stages)
     fewer = replace(module.clips[0], attrs=module.clips[0].attrs.updated(steps=1))

@@ -28,6 +28,7 @@ from tests.generation.cases import (
     partitioned,
     run,
     sampling_of,
+    traced_pair,
     written,
 )
 
@@ -220,3 +221,11 @@ def test_latents_that_are_no_numbers_stop_their_request_alone(tmp_path: Path) ->
     assert [outcome.failed is not None for outcome, _ in results.values()] == [id == "b" for id in results]
     assert results["b"][1] is None
     torch.testing.assert_close(results["a"][1], expected(sampling, REQUESTS[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_a_plan_has_room_for_the_longest_history_whichever_request_stands_first(tmp_path: Path) -> None:
+    rows = (replace(REQUESTS[0], steps=1), replace(REQUESTS[0], id="longer"))
+    sampling = sampling_of(written(tmp_path), parse_switch("fixed=1"))
+    planned_for = [traced_pair(sampling, order).module(cluster(2)) for order in (rows, rows[::-1])]
+    outputs = [module.stages[0].attrs["output"] for module in planned_for]
+    assert outputs[0] == outputs[1]

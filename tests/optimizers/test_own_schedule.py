@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.given_module import guarded
-from arachnec.optimizers.own_schedule import advance, own_schedule
+from arachnec.optimizers.own_schedule import advance, demand_rates, own_schedule
 
 
 def optimizer() -> torch.optim.Optimizer:
@@ -38,6 +38,22 @@ def test_what_is_no_schedule_is_refused(function: Any, reason: str) -> None:
     with pytest.raises(UserError, match=reason) as caught:
         own_schedule(function, optimizer())
     assert caught.value.diagnostics[0].text(caught.value.diagnostics[0].help)
+
+
+def test_one_of_another_optimizer_is_refused() -> None:
+    with pytest.raises(UserError, match="a StepLR of another optimizer"):
+        own_schedule(lambda o: lr_scheduler.StepLR(optimizer(), 2), optimizer())
+
+
+@pytest.mark.parametrize("rate", [-1.0, float("nan"), float("inf")])
+def test_no_step_is_taken_at_a_rate_that_is_none(rate: float) -> None:
+    held = optimizer()
+    schedule = own_schedule(lambda o: lr_scheduler.LambdaLR(o, lambda step: rate if step == 2 else 0.0), held)
+    for step in range(2):
+        demand_rates(held, step)
+        advance(schedule, 1)
+    with pytest.raises(UserError, match="gives step 2 the learning rate"):
+        demand_rates(held, 2)
 
 
 def test_a_mistake_in_the_function_is_told_at_its_line() -> None:

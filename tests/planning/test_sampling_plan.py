@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
 from arachnec.data.requests import Request
 from arachnec.ir.latency import Objective, objective_ms, objective_of
@@ -329,3 +330,15 @@ def test_a_stage_that_samples_is_its_parameters_alone() -> None:
     assert quantity(stage.attrs["state"]) == 2.0
     assert stage.attrs["workspace"](B=1, S=1000, T=0) == pytest.approx(1.0)  # type: ignore[operator]
     assert stage.attrs["output"](B=1, S=2**20, T=0) == pytest.approx(3 * 64 / 1024)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("objective", ["makespan", "mean-latency", "p95-latency"])
+def test_a_bound_is_of_the_objective_where_devices_differ_too(objective: str) -> None:
+    module = traced([request(number, SHAPES[number % 2]) for number in range(3)], [SwitchForecast.fixed(3)] * 3)
+    module = replace(module, cluster=parse_cluster("1x2:h100-80g+1x2:a100-80g"))
+    passes = f"segment,annotate,schedule-sampling{{steps=20,objective={objective}}}"
+    scheduled = Pipeline.parse(passes).run(module)
+    placed = Pipeline.parse("place,lower,check").run(scheduled)
+    ends = {cascade.name: cascade.end for cascade in placed.cascades}
+    assert placed.attrs["bound"] == scheduled.attrs["bound"]
+    assert objective_ms(placed, ends) >= quantity(placed.attrs["bound"])

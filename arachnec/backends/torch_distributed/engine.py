@@ -45,7 +45,7 @@ from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock, StartTimes
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
-from arachnec.optimizers.own_schedule import advance, own_schedule, step_schedule
+from arachnec.optimizers.own_schedule import advance, demand_rates, own_schedule, step_schedule
 from arachnec.optimizers.recipe import UserOptimizer
 from arachnec.runtime.agreement import agree
 from arachnec.runtime.device_runtime import DeviceRuntime
@@ -53,6 +53,9 @@ from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.told_batches import CannotDraw
 
 COUNTS = ("steps", "every", "keep", "max_skipped")
+PATHS = ("train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint")
+TIMEOUTS = ("start_timeout", "plan_timeout", "step_timeout", "stall_timeout")
+COUNT = "whole number of at least 1"
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
@@ -67,9 +70,17 @@ class UnknownOption(Diagnostic):
 @dataclass(frozen=True)
 class BadOption(Diagnostic):
     title: ClassVar[str] = "Engine's `{name}` is {value!r}"
-    help: ClassVar[str] = "give a whole number of at least 1, or leave it out"
+    help: ClassVar[str] = "give a {wanted}, or leave it out"
     name: str
     value: object
+    wanted: str
+
+
+@dataclass(frozen=True)
+class NoFolder(Diagnostic):
+    title: ClassVar[str] = "Engine's `{name}` needs the folder of the checkpoints"
+    help: ClassVar[str] = "add checkpoint=FOLDER, or leave `{name}` out"
+    name: str
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,8 @@ class Engine:
         with before_joining():
             _demand_count("batch", batch)
             own = run_options(options)
+            _demand_kind("cluster", cluster, str | os.PathLike, "cluster file or a short form such as 4:cpu")
+            _demand_kind("passes", passes, str, "pipeline as text")
             machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
         own = _resuming(own, self._script.restarted)
@@ -164,7 +177,7 @@ class Engine:
         if training.schedule == Schedule():
             self._trainer.leave_rates()  # to the scheduler, or to the loop that this is in
         agree({"the model and its functions": file.digest, "the optimizer": self._trainer.told_optimizer})
-        for note in self._script.notes:
+        for note in (*self._script.notes, *_notes_of_device(executable, self._script.device)):
             events.emit(report.Note(note))
 
     @classmethod
@@ -295,6 +308,7 @@ class Engine:
 
     def _step(self, *, last: bool) -> EngineStep | None:
         saving = self._options.save_gradients if last else None
+        self._demand_rates()
         self._script.begins(self.done)
         try:
             took = self._trainer.step(self.done, save_gradients=saving, last=last)
@@ -317,6 +331,15 @@ class Engine:
         self._enter("your own code")
         loss = math.nan if took.loss is None else took.loss
         return EngineStep(took.step, loss, metrics_of(took), self._trainer.clips, took)
+
+    def _demand_rates(self) -> None:
+        if self.scheduler is None:
+            return
+        try:
+            demand_rates(self.optimizer, self.done)
+        except UserError:
+            self._save_last()
+            raise
 
     def _step_schedule(self) -> None:
         if self.scheduler is None:
@@ -351,14 +374,31 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
             raise UserError(UnknownOption(None, name, ", ".join(known)))
     for name in COUNTS:
         _demand_count(name, options.get(name))
-    paths = {"train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint"}
-    given: dict[str, Any] = {n: Path(v) if n in paths and isinstance(v, str) else v for n, v in options.items()}
-    return RunOptions(**{**given, "settings": tuple(given.get("settings", ()))})
+    for name in ("resume", "every"):
+        if options.get(name) and options.get("checkpoint") is None:
+            raise UserError(NoFolder(None, name))
+    for name in PATHS:
+        _demand_kind(name, options.get(name), str | os.PathLike, "path")
+    for name in TIMEOUTS:
+        seconds = options.get(name)
+        _demand_kind(name, seconds, int | float, "number of seconds above 0")
+        if seconds is not None and not 0 < seconds < math.inf:
+            raise UserError(BadOption(None, name, seconds, "number of seconds above 0"))
+    given: dict[str, Any] = {n: Path(v) if n in PATHS and v is not None else v for n, v in options.items()}
+    settings = given.get("settings") or ()
+    for setting in settings if isinstance(settings, list | tuple) else (settings,):
+        _demand_kind("settings", setting, str, "list of texts, each KEY=VALUE")
+    return RunOptions(**{**given, "settings": (settings,) if isinstance(settings, str) else tuple(settings)})
 
 
 def _demand_count(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise UserError(BadOption(None, name, value))
+        raise UserError(BadOption(None, name, value, COUNT))
+
+
+def _demand_kind(name: str, value: object, kind: Any, wanted: str) -> None:
+    if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
+        raise UserError(BadOption(None, name, value, wanted))
 
 
 def _resuming(options: RunOptions, restarted: bool) -> RunOptions:
@@ -369,6 +409,12 @@ def _world() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _notes_of_device(executable: Executable, device: torch.device) -> list[str]:
+    if device.type != "cpu" or planned_for_cpu(executable):
+        return []
+    return ["planned for another device, run on the CPU: planned times do not apply"]
 
 
 def train(
@@ -391,10 +437,14 @@ def train(
     events.emit(
         report.Start(dist.get_world_size(), DeviceRuntime.of(device).name(), engine.done, engine.end - engine.done)
     )
-    if device.type == "cpu" and not planned_for_cpu(executable):
-        events.emit(report.Note("planned for another device, run on the CPU: planned times do not apply"))
     stages = says_other_stages(executable.program, trainer.module)
-    for note in (*notes, *([] if stages is None else [stages]), *trainer.notes(), *trainer.init_notes(options.init)):
+    for note in (
+        *_notes_of_device(executable, device),
+        *notes,
+        *([] if stages is None else [stages]),
+        *trainer.notes(),
+        *trainer.init_notes(options.init),
+    ):
         events.emit(report.Note(note))
     for step in engine:
         events.emit(step.report)

@@ -266,6 +266,8 @@ def _next_line(lines: queue.SimpleQueue[str | None], trials: ShapeTrials | None)
 
 def main(folder: str, world: str) -> None:
     reply = answering()
+    if not Path(folder).is_dir():  # an own loop's, which has ended before this process began
+        return
     os.chdir(folder)  # where the pipeline finds its profile
     planner = IterationPlanner(read_executable(Path(folder)), int(world))
     trials = None

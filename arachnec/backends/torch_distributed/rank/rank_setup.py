@@ -72,7 +72,7 @@ def set_up_rank(
     if dealt_out:
         model, cells = CellParameters.of(model_file, training, device, dealt_out, own, init)
     elif own is None and model_file.module is not None:
-        model = given_module(model_file.module, training, device)
+        model = given_module(model_file.module, training, device, init)
     elif own is None:
         model = shared_model(model_file, training, device, init)
     else:

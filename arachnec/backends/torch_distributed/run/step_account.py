@@ -19,6 +19,7 @@ from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, A
 from arachnec.backends.torch_distributed.run.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.optimizers.own_schedule import is_rate
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.slow_ranks import SlowRanks
@@ -33,6 +34,14 @@ class RatesDiffer(Diagnostic):
     own: float
     other: int
     first: float
+
+
+@dataclass(frozen=True)
+class NoRate(Diagnostic):
+    title: ClassVar[str] = "in step {step} the learning rate is {rate:g}"
+    help: ClassVar[str] = "set rates that are numbers of at least 0; this step is in no checkpoint"
+    step: int
+    rate: float
 
 
 @dataclass(frozen=True)
@@ -69,7 +78,7 @@ class StepAccount:
         rate = [context.optimizer.first_group, context.optimizer.rate]
         mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, *rate]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
-        demand_equal_rates(own.step, everyone[:, 8:].tolist())
+        demand_rates(own.step, everyone[:, 8:].tolist())
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         aside, clips = _left_out(context, own, run), len(own.module.clips)
         if not own.share.clips:
@@ -139,11 +148,13 @@ class StepAccount:
         events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
 
 
-def demand_equal_rates(step: int, rates: Sequence[Sequence[float]]) -> None:
-    """Raises ``UserError`` where ranks update a group of parameters at different rates. ``rates`` are by rank: the
-    number of a group, -1 where a rank has no parameters, and its rate."""
+def demand_rates(step: int, rates: Sequence[Sequence[float]]) -> None:
+    """Raises ``UserError`` where ranks update a group of parameters at different rates, or at none. ``rates`` are by
+    rank: the number of a group, -1 where a rank has no parameters, and its rate."""
     first: dict[float, tuple[int, float]] = {}
     for rank, (group, rate) in enumerate(rates):
+        if group >= 0 and not is_rate(rate):
+            raise UserError(NoRate(None, step, rate))
         other, expected = first.setdefault(group, (rank, rate))
         if group >= 0 and not math.isclose(rate, expected, rel_tol=1e-6):
             raise UserError(RatesDiffer(None, step, rank, rate, other, expected))

@@ -47,8 +47,12 @@ def shared_model(
     return shared_modules(build, device)["model"]
 
 
-def given_module(model: nn.Module, training: Training, device: torch.device) -> nn.Module:
-    """A module that every rank was given, with rank 0's values, on the rank's device. Collective."""
+def given_module(model: nn.Module, training: Training, device: torch.device, init: Path | None = None) -> nn.Module:
+    """A module that every rank was given, with rank 0's values, or those in ``init``, on the rank's device. Collective.
+    Raises as ``shared_model``.
+    """
+    if init is not None and dist.get_rank() == 0:
+        initial_weights(init, model).fill(model)
     if training.dtype != "fp32":
         model = in_precision(model, DTYPES[training.dtype])
     model.to(device)

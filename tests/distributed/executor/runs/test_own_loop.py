@@ -157,6 +157,72 @@ def test_a_mistake_before_ranks_meet_ends_the_script_with_one_message(monkeypatc
         assert ended.pop() == (2, tells)
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("checkpoint", 3), ("init", True), ("settings", [3]), ("stall_timeout", 0), ("start_timeout", "1"), ("passes", 3)],
+)
+def test_an_option_of_another_kind_is_refused_before_ranks_meet(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    with pytest.raises(UserError, match=f"Engine's `{name}` is ") as told:
+        Engine("model.py", [], **{name: value})
+    assert "help: give a " in render(told.value.diagnostics[0])
+
+
+def test_a_module_that_was_given_begins_with_the_weights_of_a_folder_where_one_is_named(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(MODEL)
+    assert run_ranks(2, _begun_with, tmp_path) == [True, True]
+
+
+def _begun_with(folder: Path) -> bool:
+    from safetensors.torch import save_file
+
+    from arachnec.backends.torch_distributed.weights.shared_weights import given_module
+    from arachnec.executable.training_options import Training
+
+    file = load_model_file(folder / "model.py")
+    stored, own = file.build(), file.build()
+    with torch.no_grad():
+        for number, parameter in enumerate(stored.parameters()):
+            parameter.fill_(number)
+    if torch.distributed.get_rank() == 0:
+        save_file(stored.state_dict(), folder / "model.safetensors")
+    begun = given_module(own, Training(), torch.device("cpu"), folder)
+    pairs = zip(begun.parameters(), stored.parameters(), strict=True)
+    return begun is own and all(torch.equal(one, other) for one, other in pairs)
+
+
+@pytest.mark.parametrize(("name", "value"), [("resume", True), ("every", 2)])
+def test_what_needs_the_folder_of_checkpoints_is_refused_without_it(
+    name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from arachnec.backends.torch_distributed.engine import Engine
+
+    monkeypatch.setattr(sys, "excepthook", lambda *_: None)
+    with pytest.raises(UserError, match=f"`{name}` needs the folder of the checkpoints"):
+        Engine("model.py", [], **{name: value})
+
+
+def test_one_setting_is_a_list_of_one() -> None:
+    from arachnec.backends.torch_distributed.engine import run_options
+
+    assert run_options({"settings": "lr=3"}).settings == run_options({"settings": ["lr=3"]}).settings == ("lr=3",)
+
+
+def test_a_rate_that_is_none_is_told_as_such_and_not_as_one_that_differs() -> None:
+    from arachnec.backends.torch_distributed.run.step_account import demand_rates
+
+    for rate in (float("nan"), -0.5):
+        with pytest.raises(UserError, match=f"in step 3 the learning rate is {rate:g}"):
+            demand_rates(3, [(0.0, rate), (0.0, rate)])
+    demand_rates(3, [(0.0, 0.5), (-1.0, float("nan")), (0.0, 0.5)])  # the second rank updates nothing
+    with pytest.raises(UserError, match="on rank 1 and 0"):
+        demand_rates(3, [(0.0, 0.5), (0.0, 0.25)])
+
+
 @pytest.mark.parametrize(("name", "value"), [("steps", -1), ("steps", 0), ("every", 2.5), ("batch", True), ("keep", 0)])
 def test_a_count_that_is_none_is_refused_before_ranks_meet(
     name: str, value: Any, monkeypatch: pytest.MonkeyPatch
