@@ -184,7 +184,7 @@ class Sparsify(Pass):
         )
         for option, value, right, expected, meaning in checks:
             if not right:
-                shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
+                shown = f"{value:.15g}" if isinstance(value, float) else str(value)[:40]
                 raise UserError(OutOfRange(None, option, shown, expected, meaning))
         self._demand_trained([stage for stage in module.stages if stage.name in models_of(module)])
 
