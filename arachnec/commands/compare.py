@@ -97,9 +97,20 @@ def _print(rows: Sequence[Mapping[str, Any]], refused: Sequence[Mapping[str, str
         console.print(f"  {row['pipeline']} {row['original_clips']}", highlight=False, soft_wrap=True)
     for plan in rows:
         for stage in plan["sparse"]:
-            keys = f"{stage['predicted_density']:.0%} of the keys of {stage['stage']}, as assumed or read from a file"
-            told = f"{plan['pipeline']} attends to {keys}: its gradients are others, and its MFU counts dense attention"
-            console.print(told, highlight=False, soft_wrap=True)
+            console.print(f"{plan['pipeline']} {told_of_sparse(stage)}", highlight=False, soft_wrap=True)
+
+
+def told_of_sparse(stage: Mapping[str, Any]) -> str:
+    """What a pipeline with densities does to the result, by its report of a stage."""
+    if not stage["cascades"]:
+        return (
+            f"attends to all keys of {stage['stage']}: for clips of these lengths the choice takes longer than it saves"
+        )
+    keys = f"{stage['predicted_density']:.0%} of the keys of {stage['stage']}"
+    if stage["dense_cascades"]:
+        keys += f" in {stage['cascades']} of {stage['cascades'] + stage['dense_cascades']} cascades"
+    why = "as assumed or read from a file: its gradients are others, and its MFU counts dense attention"
+    return f"attends to {keys}, {why}"
 
 
 def drawing(model: Path, plans: Sequence[Compared], samples: bool = False) -> str:

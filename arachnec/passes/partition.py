@@ -96,6 +96,14 @@ class Partition(Pass):
     profile: str | None = None
     split_backward: bool = False
 
+    def __post_init__(self) -> None:
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError("tokens is the most tokens of a micro-batch, 1 at least")
+        if self.tokens is not None and self.policy in ("single", "encode"):
+            raise ValueError(f"tokens is of `dual` and `equal-token`, and the policy is `{self.policy}`")
+        if self.p is not None and self.policy != "dual":
+            raise ValueError(f"p is of `dual`, and the policy is `{self.policy}`")
+
     def run(self, module: Module) -> Module:
         if not module.clips:
             raise UserError(NoClips(None))
@@ -117,7 +125,7 @@ class Partition(Pass):
         if self.policy == "single":
             return [(clip,) for clip in module.clips]
         longest = max(clip.tokens for clip in module.clips)
-        most_tokens = float(self.tokens or longest)
+        most_tokens = float(longest if self.tokens is None else self.tokens)
         if self.policy == "equal-token":
             return self._filled(module, stage, lambda clip: most_tokens / clip.tokens)
         p = self._exponent(module, stage)

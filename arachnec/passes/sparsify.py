@@ -91,6 +91,10 @@ class Sparsify(Pass):
     choice_speed: float | None = None
     learning_speed: float = 1.0
 
+    def __post_init__(self) -> None:
+        if self.file is not None and self.density is not None:
+            raise ValueError("density is of all heads, and the file has one for each: give one of them")
+
     def run(self, module: Module) -> Module:
         self._demand(module)
         known = kernel_speeds(str(module.cluster.attrs.get("device")) if module.cluster else "cpu")
@@ -180,7 +184,7 @@ class Sparsify(Pass):
         )
         for option, value, right, expected, meaning in checks:
             if not right:
-                shown = f"{value:g}" if isinstance(value, float) else str(value)[:40]
+                shown = f"{value:.15g}" if isinstance(value, float) else str(value)[:40]
                 raise UserError(OutOfRange(None, option, shown, expected, meaning))
         self._demand_trained([stage for stage in module.stages if stage.name in models_of(module)])
 

@@ -33,6 +33,8 @@ class StagesDapple(Pass):
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise ValueError("batch is a number of clips, 1 at least")
+        if self.batch != 1 and self.layers is None:
+            raise ValueError("batch is that of the file `layers`, and there is none")
 
     def run(self, module: Module) -> Module:
         given = None if self.layers is None else read_profile_file(Path(self.layers))

@@ -25,6 +25,14 @@ class OptionOfAnotherSchedule(Diagnostic):
 
 
 @dataclass(frozen=True)
+class OptionBesideOrders(Diagnostic):
+    title: ClassVar[str] = "`{option}` stands beside `orders`, whose file says what every rank does"
+    label: ClassVar[str] = "in these options"
+    help: ClassVar[str] = "leave `{option}` out, or `orders`"
+    option: str
+
+
+@dataclass(frozen=True)
 class DegreeDoesNotDivide(Diagnostic):
     title: ClassVar[str] = "degree {degree} does not divide the {ranks} ranks of each stage"
     help: ClassVar[str] = "give a degree that divides {ranks}, or leave it out"

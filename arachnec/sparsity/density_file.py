@@ -127,6 +127,6 @@ def _wrong_in(row: _Layer) -> str | None:
     for where, heads in told:
         for head, density in enumerate(heads):
             if not 0 < density <= 1:
-                known = f"head {head} of layer {row.layer}{where} has the density {density:g}"
+                known = f"head {head} of layer {row.layer}{where} has the density {density:.15g}"
                 return f"{known}, which is not above 0 and to 1"
     return None

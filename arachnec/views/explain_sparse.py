@@ -13,13 +13,13 @@ def sparse_sentences(module: Module) -> list[str]:
     """Nothing for a module that no ``sparsify`` went over."""
     sentences = []
     for summary in sparse_summaries(module):
-        sentences += _of_stage(summary)
+        sentences += of_stage(summary)
     for stage in module.stages:
         sentences += _reasons(stage)
     return sentences
 
 
-def _of_stage(summary: SparseSummary) -> list[str]:
+def of_stage(summary: SparseSummary) -> list[str]:
     name, layers = f"@{summary.stage.name}", list(layer_densities(summary.stage))
     heads = f"from {_percent(summary.least)} to {_percent(summary.most)} by head"
     if summary.least == summary.most:
@@ -31,7 +31,9 @@ def _of_stage(summary: SparseSummary) -> list[str]:
         f"In {name} {which} may attend to chosen keys: predicted {_percent(summary.density)} of the keys, {heads}."
     ]
     if summary.classes:
-        by_class = ", ".join(f"{_percent(x)} from {tokens} tokens on" for tokens, x in summary.classes.items())
+        by_class = ", ".join(
+            f"{_percent(x)} from {counted(tokens, 'token')} on" for tokens, x in summary.classes.items()
+        )
         sentences.append(f"By class of length, means of all heads: {by_class}.")
     if summary.measured is not None:
         sentences.append(
@@ -41,12 +43,16 @@ def _of_stage(summary: SparseSummary) -> list[str]:
     total = len(summary.chosen) + len(summary.dense)
     if summary.chosen:
         shortest = min(cascade.tokens for cascade in summary.chosen)
-        sentences.append(f"{len(summary.chosen)} of {counted(total, 'cascade')} do, from {shortest} tokens a clip on.")
+        does = "does" if total == 1 else "do"
+        cascades = f"{len(summary.chosen)} of {counted(total, 'cascade')} {does}"
+        sentences.append(f"{cascades}, from {counted(shortest, 'token')} a clip on.")
     if summary.dense:
         longest = max(cascade.tokens for cascade in summary.dense)
+        stays = "stays" if total == 1 else "stay"
+        cascades = f"{len(summary.dense)} of {counted(total, 'cascade')} {stays} dense"
         sentences.append(
-            f"{len(summary.dense)} of {counted(total, 'cascade')} stay dense, up to {longest} tokens a clip: choosing "
-            "keys and learning which would take longer than it saves."
+            f"{cascades}, up to {counted(longest, 'token')} a clip: choosing keys and learning which would take longer "
+            "than it saves."
         )
     if summary.imbalance > 1:
         how = "cut between query groups" if summary.stage.attrs.get("division") != "heads" else "kept whole"

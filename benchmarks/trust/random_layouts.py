@@ -48,7 +48,8 @@ def staged_passes(rng: random.Random) -> str:
     options += [f"degree={rng.choice((1, 2))}"] if rng.random() < 0.5 else []
     options += [f"recompute={rng.choice(('true', 'false'))}"] if rng.random() < 0.6 else []
     if not twice and stages == 2 and rng.random() < 0.2:
-        options.append(f"degrees=[{rng.choice(('1,3', '2,2', '3,1'))}]")
+        degrees = f"degrees=[{rng.choice(('1,3', '2,2', '3,1'))}]"
+        options = [*(option for option in options if not option.startswith("degree=")), degrees]
     policy = rng.choice(("single", "dual"))
     return (
         f"stages{{p={stages}}},shard-parameters{{cell={rng.choice((1, 1, 2))}}},shard-optimizer,"

@@ -12,7 +12,12 @@ import pytest
 from arachnec.backends.simulator import model_flops_utilization
 from arachnec.cli import run
 from arachnec.cluster.device_specs import DEVICE_SPECS
+<<<<<<< HEAD
 from arachnec.commands.tables import comparison_bars, comparison_table
+=======
+from arachnec.commands.compare import told_of_sparse
+from arachnec.commands.tables import comparison_bars
+>>>>>>> wt-b
 from arachnec.driver import compare
 from arachnec.ir.nodes import Phase
 from arachnec.passes.infra.pipeline import Pipeline
@@ -122,5 +127,8 @@ def test_what_changes_the_result_says_so(
     wide.write_text(MODEL.replace("Block(8)", "Block(32)").replace("16), 8,", "16), 32,"))
     command = ["compare", str(wide), "--data", str(files[1]), "--pipelines", "data-parallel,sparse"]
     assert run([*command, "--cluster", "2:cpu"]) == 0
-    told = [line for line in capsys.readouterr().out.splitlines() if "its gradients are others" in line]
-    assert [line.split()[0] for line in told] == ["sparse"]
+    told = [line for line in capsys.readouterr().out.splitlines() if "keys of" in line]
+    assert [line.split(":")[0] for line in told] == ["sparse attends to all keys of dit"]
+    of_long = {"stage": "dit", "predicted_density": 0.1, "cascades": 1, "dense_cascades": 2}
+    assert "10% of the keys of dit in 1 of 3 cascades" in told_of_sparse(of_long)
+    assert "its gradients are others" in told_of_sparse(of_long | {"dense_cascades": 0})

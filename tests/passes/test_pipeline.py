@@ -262,6 +262,21 @@ def test_a_file_adds_its_passes_and_the_registry_before_knows_nothing_of_it(tmp_
 
 @pytest.mark.parametrize(
     ("text", "says"),
+    [
+        ("partition{policy=single,tokens=4000}", "tokens is of `dual` and `equal-token`, and the policy is `single`"),
+        ("partition{policy=equal-token,p=1.8}", "p is of `dual`, and the policy is `equal-token`"),
+        ("partition{tokens=0}", "1 at least"),
+        ("sparsify{file=densities.json,density=0.2}", "give one of them"),
+        ("stages-dapple{batch=2}", "batch is that of the file `layers`, and there is none"),
+    ],
+)
+def test_an_option_that_nothing_would_read_is_refused(text: str, says: str) -> None:
+    with pytest.raises(UserError, match=says):
+        Pipeline.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
     [(None, "there is no file"), ("1 / 0", "ZeroDivisionError"), ("x = 1", "defines no pass"), ("(", "SyntaxError")],
 )
 def test_a_file_that_adds_nothing_says_why(tmp_path: Path, text: str | None, says: str) -> None:

@@ -65,6 +65,7 @@ def of_classes(*classes: tuple[int, list[float]]) -> list[dict[str, object]]:
     [
         ([{"layer": 0, "heads": [0.1, 0.0]}], "head 1 of layer 0 has the density 0"),
         ([{"layer": 0, "heads": [1.01]}], "head 0 of layer 0 has the density 1.01"),
+        ([{"layer": 0, "heads": [1.0000001]}], "head 0 of layer 0 has the density 1.0000001"),
         ([{"layer": 0, "heads": [0.1]}, {"layer": 0, "heads": [0.1]}], "layer 0 is listed twice"),
         ([{"layer": 0, "heads": []}], "layer 0 lists no heads"),
         ([{"layer": 0, "head": [0.1]}], r"\$.layers\[0\]"),

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from arachnec.ir.parser import parse_module
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.sparse_summary import sparse_summaries
 from arachnec.report import plan_report
 from arachnec.views.explain import explain
+from arachnec.views.explain_sparse import of_stage
 
 CASE = Path(__file__).parents[1] / "golden" / "lower" / "sparse_heads.cascade"
 
@@ -28,6 +31,14 @@ def test_a_plan_says_what_is_sparse_and_what_stays_dense() -> None:
     assert row["stage"] == "dit"
     assert (row["layers"], row["cascades"], row["dense_cascades"]) == (2, 1, 1)
     assert 1 < row["head_imbalance"] < 1.05
+
+
+def test_one_cascade_of_one_token_is_told_as_one() -> None:
+    text = CASE.read_text()
+    planned = Pipeline.parse(text.splitlines()[0].split("--passes ")[1]).run(parse_module(text))
+    (summary,) = sparse_summaries(planned)
+    one = replace(summary.chosen[0], tokens=1)
+    assert "1 of 1 cascade does, from 1 token a clip on." in of_stage(replace(summary, chosen=(one,), dense=()))
 
 
 def test_a_dense_plan_says_nothing_of_it() -> None:

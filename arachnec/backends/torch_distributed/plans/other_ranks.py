@@ -17,7 +17,6 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.passes.shard_parameters import ShardParameters
 from arachnec.passes.stages import Stages
-from arachnec.planning.pipeline_orders import stages_each
 
 
 def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
@@ -29,7 +28,7 @@ def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
     file give way to the schedule: they are for as many micro-batches as each pipeline had.
     """
     schedule = next((step for step in pipeline.passes if isinstance(step, SchedulePipeline)), SchedulePipeline())
-    per_rank = stages_each(schedule.schedule, schedule.v)
+    per_rank = schedule.stages_each
     count = next((_count(step) for step in pipeline.passes if isinstance(step, Stages)), None)
     ranks = None if count is None else count // per_rank  # of one pipeline
     fitting = 1 if ranks is None else _most(ranks, cluster.world)
