@@ -12,12 +12,8 @@ import pytest
 from arachnec.backends.simulator import model_flops_utilization
 from arachnec.cli import run
 from arachnec.cluster.device_specs import DEVICE_SPECS
-<<<<<<< HEAD
-from arachnec.commands.tables import comparison_bars, comparison_table
-=======
 from arachnec.commands.compare import told_of_sparse
-from arachnec.commands.tables import comparison_bars
->>>>>>> wt-b
+from arachnec.commands.tables import comparison_bars, comparison_table
 from arachnec.driver import compare
 from arachnec.ir.nodes import Phase
 from arachnec.passes.infra.pipeline import Pipeline

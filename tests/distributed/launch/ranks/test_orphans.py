@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
+from arachnec.launch import orphans
 from arachnec.launch.orphans import AGENTS_STORE, POLL_S
 from tests.ports import free_port
 
 ENDS_S = 30.0
 RANK = """
 import sys
+from arachnec.launch import orphans
 from arachnec.launch.orphans import ends_with_its_agent
 with ends_with_its_agent():
     print("waits", flush=True)
@@ -47,6 +51,23 @@ def test_a_rank_whose_agent_is_killed_before_it_joined_ends_and_says_so(waits: s
         said, told = agent.communicate(timeout=ENDS_S)  # until the rank, which has both pipes too, is gone
     assert said == ""
     assert told.splitlines()[-1] == "error: rank 1 had not joined the others when its launcher ended"
+
+
+def test_a_rank_whose_agent_was_gone_before_its_first_look_ends_as_nothing_listens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its parent is somebody else by then, and stays so."""
+    ended = threading.Event()
+    monkeypatch.setattr(orphans, "POLL_S", 0.01)
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setenv(AGENTS_STORE, "True")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monkeypatch.setenv("MASTER_PORT", str(listening.getsockname()[1]))
+        with orphans.ends_with_its_agent():
+            assert not ended.wait(0.5)
+            listening.close()
+            assert ended.wait(ENDS_S)
 
 
 @pytest.mark.parametrize("store", ["True", "False"])
