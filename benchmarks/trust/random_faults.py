@@ -160,7 +160,8 @@ def marked(job: Job) -> dict[int, str]:
     for place in Path("/proc").glob("[0-9]*"):
         try:
             if f"{MARK}={job.folder}\0" in (place / "environ").read_text(errors="replace"):
-                mine[int(place.name)] = (place / "cmdline").read_text(errors="replace")
+                words = (place / "cmdline").read_text(errors="replace").split("\0")
+                mine[int(place.name)] = " ".join(word.rpartition("/")[2] for word in words).strip()
         except OSError:
             continue
     return mine
