@@ -6,7 +6,7 @@ asked for anew. All ranks call these together.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import torch.distributed as dist
@@ -16,7 +16,9 @@ from arachnec.backends.torch_distributed.plans.kept_plan import have_moved
 from arachnec.backends.torch_distributed.plans.step_plans import Plans
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
+from arachnec.checkpoint.trained_predictors import LAYER
 from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import counted
 from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module
@@ -40,6 +42,15 @@ def with_predictors(
     if cluster is not None and apart and training.accumulate == 1:  # a batch alone cannot be done again
         predictors.node = cluster.gpus
     return replace(context, predictors=predictors)
+
+
+def note_of_left(stored: Iterable[str], kept: Iterable[str]) -> str | None:
+    """What a checkpoint has learned of layers that a run knows nothing of, by the names of their tensors."""
+    left = {name for name in stored if name.startswith(LAYER)} - set(kept)
+    if not left:
+        return None
+    layers = counted(len(left), "layer")
+    return f"the checkpoint has predictors of {layers} that this program keeps dense: the next ones are without them"
 
 
 def lacks_keys(context: RankContext, step: int) -> bool:

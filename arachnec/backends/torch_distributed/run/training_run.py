@@ -44,6 +44,7 @@ from arachnec.backends.torch_distributed.run.learned_sparsity import (
     FollowedDensities,
     finish_step,
     lacks_keys,
+    note_of_left,
     with_predictors,
 )
 from arachnec.backends.torch_distributed.run.samples import Samples
@@ -200,7 +201,8 @@ class Trainer:
         unused = None
         if self._context.predictors is None and self._keeps_lists:
             unused = "no layer of the plan attends to chosen keys: no lists are saved or replayed"
-        return [note for note in (says_low(self.module, self._context.parameters), unused) if note is not None]
+        notes = says_low(self.module, self._context.parameters), unused, self._left
+        return [note for note in notes if note is not None]
 
     def init_notes(self, init: Path | None) -> list[str]:
         """What a person should know of the weights that the run begins with."""
@@ -484,9 +486,11 @@ class Trainer:
 
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
+        self._left: str | None = None
         if whole is not None:
             stored = set(checkpoint.tensors_of(whole))
             state = {n: x for n, x in self._state().items() if n in stored or not n.startswith(HISTORY)}
+            self._left = note_of_left(stored, state)
             checkpoint.restore(whole, state, self._position(whole.position.steps))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps

@@ -143,6 +143,19 @@ def test_beside_dense_layers_predictors_learn_and_no_bit_of_the_model_s_training
     assert reports[1]["sparse_layers"] == []
 
 
+def test_a_program_without_sparse_layers_says_what_it_leaves_of_a_checkpoint_with_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    learning, alone = executable(tmp_path / "learning", 2), executable(tmp_path / "alone", None)
+    kept = tmp_path / "checkpoints"
+    trained(learning, steps=1, checkpoint=kept)
+    trained(learning, steps=1, checkpoint=kept, resume=True)
+    assert "predictors" not in capfd.readouterr().out
+    trained(alone, steps=1, checkpoint=kept, resume=True)
+    told = "the checkpoint has predictors of 2 layers that this program keeps dense: the next ones are without them"
+    assert told in " ".join(capfd.readouterr().out.split())
+
+
 def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
     folder, alone = executable(tmp_path / "sparse", 4), executable(tmp_path / "alone", None)
     through = trained(folder, steps=9)
