@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.given_module import guarded
+from arachnec.optimizers.schedules import is_rate
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,6 @@ def demand_rates(optimizer: Optimizer, step: int) -> None:
         if not is_rate(rate):
             remedy = "rates are numbers of at least 0; what was trained before is in the checkpoint, if any"
             raise UserError(WrongSchedule(None, f"gives step {step} the learning rate {rate:g}", remedy))
-
-
-def is_rate(rate: float) -> bool:
-    """Whether it is one to train with; a schedule that ends at 0 may miss it by rounding."""
-    return math.isfinite(rate) and rate > -1e-12
 
 
 def advance(schedule: Any, steps: int) -> None:

@@ -6,6 +6,7 @@ counts from the step behind them. Rates follow from the number of steps alone, s
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from arachnec.executable.training_options import Schedule, bad_value
 from arachnec.ir.diagnostic import UserError
 from arachnec.optimizers.classes import constructed, scheduler_class
 
+LOOKED = 100  # steps whose rates are looked at beforehand
 MOVED = ("lr", "momentum", "betas")  # what schedulers of torch change
 
 
@@ -42,14 +44,22 @@ class Rates:
     def at(self, step: int) -> list[dict[str, Any]]:
         """What the scheduler says of every group in optimizer step ``step``, from 0; ``lr`` at least.
 
-        Raises ``UserError`` where the scheduler has ended before.
+        Raises ``UserError`` where the scheduler has ended before, and for a rate below 0 or none at all.
         """
         warmup = self._schedule.warmup
         rises = (step + 1) / warmup if step < warmup else 1.0
         self._advance(max(0, step - warmup))
         moved = MOVED if self._scheduler is not None else ("lr",)
         rates = [{key: group[key] for key in moved if key in group} for group in self._held.param_groups]
+        for rate in rates:
+            self._demand_rate(step, rate["lr"])
         return [{**rate, "lr": rate["lr"] * rises} for rate in rates]
+
+    def _demand_rate(self, step: int, rate: float) -> None:
+        chosen = self._schedule.scheduler
+        if chosen is not None and not is_rate(rate):
+            reason = f"{chosen.name} gives step {step} the learning rate {rate:g}"
+            raise UserError(bad_value("schedule", chosen.arguments, reason, "give rates of at least 0"))
 
     def _begin(self) -> None:
         self._held = _Held(self._groups)
@@ -82,13 +92,19 @@ class Rates:
             self._count += 1
 
 
+def is_rate(rate: float) -> bool:
+    """Whether it is one to train with; a schedule that ends at 0 may miss it by rounding."""
+    return math.isfinite(rate) and rate > -1e-12
+
+
 def demand_schedule(schedule: Schedule, groups: Sequence[Mapping[str, Any]], steps: int = 0) -> None:
     """Raises ``UserError`` for a schedule that cannot be made, or that does not last for so many steps."""
     rates = Rates(schedule, groups)
     chosen = schedule.scheduler
     if chosen is None:
         return
-    if not {"total_steps", "epochs"} & set(chosen.arguments):
-        rates.at(schedule.warmup + 1)
-    elif steps:
+    ends = bool({"total_steps", "epochs"} & set(chosen.arguments))
+    for step in range(min(steps, LOOKED) if ends else schedule.warmup + LOOKED):
+        rates.at(step)
+    if ends and steps:
         rates.at(steps - 1)

@@ -20,7 +20,7 @@ from arachnec.model_state.optimizer import Optimizer
 from arachnec.optimizers.classes import constructed, optimizer_class
 from arachnec.optimizers.kept_state import UnexpectedState
 from arachnec.optimizers.recipe import recipe_of
-from arachnec.optimizers.schedules import Rates, demand_schedule
+from arachnec.optimizers.schedules import LOOKED, Rates, demand_schedule
 from arachnec.optimizers.state import nbytes, state_bytes
 
 ARGUMENTS: dict[str, dict[str, Any]] = {
@@ -197,6 +197,32 @@ def test_arguments_that_a_scheduler_cannot_step_with_are_refused(name: str, argu
         UserError, match=r"refuses its arguments|cannot take a step with these arguments|expected float"
     ):
         demand_schedule(Schedule(scheduler=TorchClass(name, arguments)), [{"lr": 0.1, "momentum": 0.9}])
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "step"),
+    [
+        ("StepLR", {"step_size": 1, "gamma": -1.0}, 1),
+        ("LinearLR", {"start_factor": 1.0, "end_factor": 0.0, "total_iters": 4}, None),
+        ("ExponentialLR", {"gamma": -0.5}, 1),
+        ("PolynomialLR", {"total_iters": 5, "power": -1.0}, 4),
+        ("OneCycleLR", {"max_lr": -0.3, "total_steps": 8}, 0),
+        ("StepLR", {"step_size": 500, "gamma": -1.0}, 500),
+    ],
+)
+def test_rates_that_nobody_trains_with_are_refused_at_the_latest_in_their_step(
+    name: str, arguments: dict[str, Any], step: int | None
+) -> None:
+    schedule, groups = Schedule(scheduler=TorchClass(name, arguments)), [{"lr": 0.1, "momentum": 0.9}]
+    if step is None or step >= LOOKED:
+        demand_schedule(schedule, groups, 8)
+    if step is None:
+        return
+    with pytest.raises(UserError, match=f"{name} gives step {step} the learning rate -|cannot take a step"):
+        if step < LOOKED:
+            demand_schedule(schedule, groups, 8)
+        else:
+            Rates(schedule, groups).at(step)
 
 
 @pytest.mark.parametrize("name", [*ARGUMENTS, "Muon"])

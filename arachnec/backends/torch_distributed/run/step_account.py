@@ -19,7 +19,7 @@ from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, A
 from arachnec.backends.torch_distributed.run.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.optimizers.own_schedule import is_rate
+from arachnec.optimizers.schedules import is_rate
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.slow_ranks import SlowRanks
