@@ -38,6 +38,7 @@ EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
 CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
 WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
 LEAVE_S = 60.0  # that a process may take to end after the first: ranks end when all have done their work
 
@@ -276,15 +277,21 @@ def _without_interrupts() -> Iterator[None]:
 
 
 def _forward_signals(ranks: list[_Rank]) -> Callable[[], None]:
-    """A SIGTERM or SIGHUP to the launcher stops its ranks; returns what puts the old handlers back."""
+    """A SIGTERM or SIGHUP to the launcher stops its ranks; returns what puts the old handlers back.
+
+    Only the first one counts. `timeout` and schedulers send it to a process and to its group, and a second handler
+    inside the first would wait for the lock that this one holds while it waits for a rank.
+    """
     if threading.current_thread() is not threading.main_thread():
         return lambda: None
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        for number in ENDING:
+            signal.signal(number, signal.SIG_IGN)
         _stop(ranks)
         sys.exit(128 + signum)
 
-    old = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    old = {number: signal.signal(number, stop) for number in ENDING}
 
     def restore() -> None:
         for number, handler in old.items():
