@@ -130,7 +130,8 @@ def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen]
     clips = [request.clip() for request in requests]
     demand_steps(sampling, requests)
     demand_latents(sampling, requests)
-    kinds = {name: _kind(sampling.sampler, name, clips) for name in sampling.names}
+    alone = len(sampling.names) == 1
+    kinds = {name: name if alone else _kind(sampling.sampler, name, clips) for name in sampling.names}
     first = {kind: name for name, kind in reversed(kinds.items())}
     of_kinds = {
         kind: trace_model(sampling.sampler.model_file(name), clips, gradients=False) for kind, name in first.items()
