@@ -101,13 +101,12 @@ def launch(
     that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any
     more. ``RankCrashed`` with one traceback for a bug.
     """
-    with ExitStack() as open_files:
+    with ExitStack() as open_files, _told_to_end() as told:
         listening = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces
         open_files.callback(listening.close)
         port = listening.getsockname()[1]
         reading, writing = os.pipe()
         ranks: list[_Rank] = []
-        restore = _forward_signals(ranks)
         try:
             environment = _environment(world, port) | ({} if beside is None else {CHECKED: "1"})
             error_files = [open_files.enter_context(tempfile.TemporaryFile()) for _ in range(world)]
@@ -126,19 +125,20 @@ def launch(
                 processes = _started([worker, *arguments], environment, own)
             for number, process in enumerate(processes):
                 ranks.append(_Rank(number, process, error_files[number], places[number]))
+                told.look()
             os.close(writing)
             store = _store(listening)
             if beside is not None:
-                beside()
+                with told.at_once():
+                    beside()
                 store.set(CHECKED, "")
-            first = _watch(ranks, reading, on_event, leave_s)
+            first = _watch(ranks, reading, on_event, leave_s, told)
             if first is not None:
                 _stop(ranks)
                 raise _explain(first, ranks)
         finally:
             _stop(ranks)
             os.close(reading)
-            restore()
 
 
 def _store(listening: socket.socket) -> Store:
@@ -191,7 +191,9 @@ def _of_rank(rank: int, error_file: IO[bytes], place: int) -> dict[str, str]:
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), ERROR_FD: str(error_file.fileno()), PLACE_FD: str(place)}
 
 
-def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None], leave_s: float) -> _Rank | None:
+def _watch(
+    ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None], leave_s: float, told: _Told
+) -> _Rank | None:
     """Pass events on until every rank has ended; the first rank that ended badly, or None."""
     waiting = b""
     first_ended: float | None = None
@@ -199,6 +201,7 @@ def _watch(ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None
         selector.register(events, selectors.EVENT_READ)
         open_pipe = True
         while True:
+            told.look()
             if open_pipe and selector.select(POLL_S):
                 chunk = os.read(events, 65536)
                 open_pipe = bool(chunk)
@@ -276,25 +279,51 @@ def _without_interrupts() -> Iterator[None]:
         signal.signal(signal.SIGINT, old)
 
 
-def _forward_signals(ranks: list[_Rank]) -> Callable[[], None]:
-    """A SIGTERM or SIGHUP to the launcher stops its ranks; returns what puts the old handlers back.
+@dataclass
+class _Told:
+    """Whether a signal has told the launcher to end.
 
-    Only the first one counts. `timeout` and schedulers send it to a process and to its group, and a second handler
-    inside the first would wait for the lock that this one holds while it waits for a rank.
+    A handler that ended it wherever it was would leave locks of ``subprocess`` taken, which stopping the ranks needs.
+    It only notes the signal, and the launcher ends where it looks.
     """
-    if threading.current_thread() is not threading.main_thread():
-        return lambda: None
 
-    def stop(signum: int, frame: FrameType | None) -> None:
+    signum: int | None = None
+    _at_once: bool = False
+
+    def look(self) -> None:
+        if self.signum is not None:
+            sys.exit(128 + self.signum)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside it ends wherever it is: what runs there takes long, and starts no ranks."""
+        self._at_once = True
+        try:
+            self.look()
+            yield
+        finally:
+            self._at_once = False
+
+    def handle(self, signum: int, frame: FrameType | None) -> None:
+        self.signum = self.signum or signum
         for number in ENDING:
-            signal.signal(number, signal.SIG_IGN)
-        _stop(ranks)
-        sys.exit(128 + signum)
+            signal.signal(number, signal.SIG_IGN)  # `timeout` tells a process and its group: one is enough
+        if self._at_once:
+            self.look()
 
-    old = {number: signal.signal(number, stop) for number in ENDING}
 
-    def restore() -> None:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-    return restore
+@contextmanager
+def _told_to_end() -> Iterator[_Told]:
+    """A SIGTERM or SIGHUP to the launcher inside makes it stop its ranks and exit. It stays deaf to others then."""
+    told = _Told()
+    if threading.current_thread() is not threading.main_thread():
+        yield told
+        return
+    old = {number: signal.signal(number, told.handle) for number in ENDING}
+    try:
+        yield told
+    finally:
+        if told.signum is None:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+        told.look()

@@ -1,11 +1,15 @@
 """What ends the launcher ends its ranks. Ctrl-C goes to it alone, and no rank shows where it was."""
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
-from arachnec.launch.local_ranks import _without_interrupts
+import pytest
+
+from arachnec.launch.local_ranks import ENDING, _told_to_end, _without_interrupts
 
 ENDS_S = 30.0
 GRANDCHILD = "import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)"
@@ -39,3 +43,41 @@ def test_a_launcher_that_is_told_to_end_many_times_at_once_ends_with_its_ranks()
             assert launcher.stdout.read() == "", "the ranks, which have it too, are gone"
         finally:
             launcher.kill()
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in ENDING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_what_a_launcher_does_is_not_cut_off_and_it_ends_where_it_looks(handlers: None) -> None:
+    done = []
+    with pytest.raises(SystemExit) as ended, _told_to_end() as told:
+        os.kill(os.getpid(), signal.SIGTERM)
+        done.append("its locks are given back")
+        told.look()
+        done.append("it went on")
+    assert ended.value.code == 128 + signal.SIGTERM
+    assert done == ["its locks are given back"]
+
+
+def test_what_takes_long_is_cut_off(handlers: None) -> None:
+    done = []
+    with pytest.raises(SystemExit) as ended, _told_to_end() as told, told.at_once():
+        os.kill(os.getpid(), signal.SIGHUP)
+        done.append("it went on")
+    assert ended.value.code == 128 + signal.SIGHUP
+    assert not done
+
+
+def test_a_launcher_that_was_told_stays_deaf_until_it_has_ended_and_another_hears_again(handlers: None) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with _told_to_end():
+        assert signal.getsignal(signal.SIGTERM) is not before
+    assert signal.getsignal(signal.SIGTERM) is before
+    with pytest.raises(SystemExit), _told_to_end():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert [signal.getsignal(number) for number in ENDING] == [signal.SIG_IGN] * len(ENDING)
