@@ -42,6 +42,7 @@ from arachnec.verification.memory_claims import check_memory_claims, handed_size
 from arachnec.verification.message_sizes import check_message_sizes
 from arachnec.verification.residency import check_residency
 from arachnec.verification.sampling import check_sampling
+from arachnec.verification.sparse_paths import check_sparse_paths
 from arachnec.verification.structure import check_structure
 from arachnec.verification.times import check_times
 from arachnec.verification.updated_parameters import check_updated_parameters
@@ -86,6 +87,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     cost = CostModel(values.module)
     handed = handed_sizes(values, cost)
     yield from check_gradient(values)
+    yield from check_sparse_paths(values)
     yield from check_sampling(values)
     yield from check_deadlock(values, model, posted)
     yield from check_message_sizes(values, handed)

@@ -24,6 +24,7 @@ from arachnec.model_state.sparsity_history import HISTORY
 from tests.distributed.executor.gradients.test_sparse import (
     CLIPS,
     LAYERS,
+    NONE,
     ON_THREE,
     WORKS,
     Known,
@@ -73,7 +74,7 @@ def test_what_is_known_of_a_class_does_not_depend_on_the_plan(tmp_path: Path) ->
 
 def test_plans_follow_what_was_measured_of_a_class(tmp_path: Path) -> None:
     every = tuple(replace(work, attrs=(("sparse", (0, 1)),)) for work in WORKS)
-    following = executable(tmp_path / "following", 4, every, pipeline="sparsify," + QUICK)
+    following = executable(tmp_path / "following", 4, every, pipeline="sparsify," + QUICK, choice_overhead=NONE)
     report = trained(following, steps=5)
     for layer in report["sparse_layers"]:
         planned = by_class(layer, "planned_density")
