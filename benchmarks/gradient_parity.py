@@ -12,6 +12,9 @@ mean of their losses. Each plan is compiled, run on 4 gloo ranks for one step, a
 A model that cannot be split is refused; the table then shows the message. The ranks are forks of this process, so that
 nothing is imported and traced four times; ``--command-line`` goes through ``arachnec compile`` and ``arachnec run``
 instead, as a person would, and takes about ten times as long. The sweep of all models takes about half an hour.
+
+``--float64`` has parameters and values in double precision: a difference that is gone then was rounding, as that
+of `sana_wm`. (A model that computes a part in float32 whatever it is given still does.)
 """
 
 from __future__ import annotations
@@ -72,6 +75,31 @@ def import_file(path: Path):
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module
+
+
+DOUBLE = """
+
+import torch as _torch
+from torch.utils._pytree import tree_map_only as _tree_map_only
+
+_build, _sample = build, sample
+
+
+def build():
+    return _build().double()
+
+
+def sample(clip, generator):
+    values = _sample(clip, generator)
+    return _tree_map_only(_torch.Tensor, lambda own: own.double() if own.is_floating_point() else own, values)
+"""
+
+
+def in_float64(model_file: Path, folder: Path) -> Path:
+    """The model file, of double precision."""
+    place = folder / f"{model_file.stem}_float64.py"
+    place.write_text(model_file.read_text() + DOUBLE)
+    return place
 
 
 def plain_loop(model_file: Path, clips, gradients: Path, step: int = 0, device: str = "cpu") -> float:
@@ -308,6 +336,7 @@ def main() -> int:
     parser.add_argument("--plans", default=",".join(PLANS), help=f"any of {', '.join(PLANS)}")
     parser.add_argument("--data", type=Path, default=ACCEPTANCE / "clips.jsonl")
     parser.add_argument("--command-line", action="store_true", help="go through arachnec compile and arachnec run")
+    parser.add_argument("--float64", action="store_true", help="parameters and values in double precision")
     parser.add_argument("--verbose", action="store_true", help="print whole messages")
     arguments = parser.parse_args()
     plans = {name: PLANS[name] for name in arguments.plans.split(",")}
@@ -334,11 +363,12 @@ def sweep(bench: Bench, model: Path, plans: dict[str, str], arguments: argparse.
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         data = model.with_suffix(".jsonl") if model.with_suffix(".jsonl").is_file() else arguments.data
+        file = in_float64(model, folder) if arguments.float64 else model
         expected = folder / "expected.safetensors"
         runner = run_command_line if arguments.command_line else run_plans
         try:
-            loss = bench.call(plain_loop, model, read_clips(data), expected)
-            results = bench.call(runner, model, data, plans, folder, timeout=1800)
+            loss = bench.call(plain_loop, file, read_clips(data), expected)
+            results = bench.call(runner, file, data, plans, folder, timeout=1800)
         except RuntimeError as error:
             results = dict.fromkeys(plans, (None, str(error)))
         shown: set[str] = set()

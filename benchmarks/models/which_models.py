@@ -100,7 +100,16 @@ def measure(style: str, model: str | None) -> dict[str, object]:
         return {"name": style, "took": f"not tried: {reason}", "error": None}
     started = time.perf_counter()
     file = parity.MODELS / f"{model}.py"
-    own = file.with_suffix(".jsonl")
+    row = {"name": style, "model": model, **trained(file, file)}
+    if row["error"] is not None and row["error"] > parity.GRADIENT:
+        with tempfile.TemporaryDirectory() as scratch:
+            row["float64"] = trained(parity.in_float64(file, Path(scratch)), file)["error"]
+    return row if row["error"] is None else {**row, "seconds": round(time.perf_counter() - started, 1)}
+
+
+def trained(file: Path, named: Path) -> dict[str, object]:
+    """What the model took, and its worst gradient error, or why there is none. Its clips are those of ``named``."""
+    own = named.with_suffix(".jsonl")
     data = own if own.is_file() else parity.ACCEPTANCE / "clips.jsonl"
     with tempfile.TemporaryDirectory() as scratch:
         folder, bench = Path(scratch), parity.Bench()
@@ -117,22 +126,14 @@ def measure(style: str, model: str | None) -> dict[str, object]:
         if planned is None:
             refused = gradients.startswith("REFUSED ")
             said = parity.last_line(gradients.removeprefix("REFUSED "), refused)
-            return {
-                "name": style,
-                "model": model,
-                "took": f"{'refused' if refused else 'failed'}: {said}",
-                "error": None,
-            }
+            return {"took": f"{'refused' if refused else 'failed'}: {said}", "error": None}
         error, worst = parity.compare(expected, gradients)
     return {
-        "name": style,
-        "model": model,
         "took": took,
         "degrees": [1, 2, 3, 4] if degrees is None else degrees,
         "error": error,
         "worst": worst,
         "loss": abs(planned - loss) / abs(loss),
-        "seconds": round(time.perf_counter() - started, 1),
     }
 
 
@@ -159,6 +160,7 @@ def table(rows: list[dict[str, object]]) -> str:
     lines = ["| model | degrees | what it took | worst gradient error |", "|---|---|---|---|"]
     for row in rows:
         error = "-" if row["error"] is None else f"{row['error']:.1e}"
+        error += f"; in float64 {row['float64']:.1e}" if "float64" in row else ""
         degrees = "-" if row["error"] is None else ", ".join(map(str, row["degrees"]))
         lines.append(f"| {row['name']} | {degrees} | {row['took']} | {error} |")
     return "\n".join(lines)
