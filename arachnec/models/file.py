@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.users_code import line_of, users_frames
+from arachnec.models.adapters_on_meta import with_adapters_cast
 from arachnec.models.neighbours import Source, make_importable, neighbours
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 PACKAGE = Path(__file__).parents[1]
+MAKE_MODULES = frozenset({"build", "models", "encoders"})
 
 
 @dataclass(frozen=True)
@@ -240,6 +242,8 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
+            if name in MAKE_MODULES:
+                return with_adapters_cast(lambda: function(*args, **kwargs))
             return function(*args, **kwargs)
         except UserError:
             raise

@@ -8,7 +8,6 @@ overwritten.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model
+from arachnec.backends.torch_distributed.weights.equal_tensors import demand_equal_tensors
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import encoder_weights, initial_weights
 from arachnec.models.precision import in_precision
-from arachnec.runtime.agreement import agree
 
 Modules = Mapping[str, nn.Module]
 CPU = torch.device("cpu")
@@ -56,7 +55,7 @@ def given_module(model: nn.Module, training: Training, device: torch.device, ini
     if training.dtype != "fp32":
         model = in_precision(model, DTYPES[training.dtype])
     model.to(device)
-    agree({"the tensors of the model": digest_of({"model": model})})
+    demand_equal_tensors({"model": model})
     for tensor in tensors_of({"model": model}):
         broadcast(tensor)
     return model
@@ -84,7 +83,7 @@ def shared_encoders(
 def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
     """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values."""
     modules = build(CPU) if dist.get_rank() == 0 else _received(build, device)
-    agree({"the tensors of the model and its encoders": digest_of(modules)})
+    demand_equal_tensors(modules)
     for tensor in tensors_of(modules):
         home = tensor if tensor.device == device else tensor.detach().to(device)
         broadcast(home)
@@ -169,13 +168,3 @@ def broadcast(tensor: Tensor) -> None:
     dist.broadcast(packed.reshape(-1).view(torch.uint8), 0)
     if packed.data_ptr() != tensor.data_ptr():
         tensor.copy_(packed)
-
-
-def digest_of(modules: Modules) -> str:
-    """What must be equal on all ranks: names, shapes and precisions of all tensors."""
-    named = [
-        (name, key, tuple(tensor.shape), str(tensor.dtype))
-        for name, module in sorted(modules.items())
-        for key, tensor in (*module.named_parameters(), *module.named_buffers())
-    ]
-    return hashlib.sha256(repr(named).encode()).hexdigest()

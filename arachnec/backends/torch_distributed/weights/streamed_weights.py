@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import build_model
+from arachnec.backends.torch_distributed.weights.equal_tensors import demand_equal_tensors
 from arachnec.backends.torch_distributed.weights.shared_weights import (
     CPU,
     broadcast,
-    digest_of,
     has_strays,
     put_in_place,
     share_random_state,
@@ -33,7 +33,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import initial_weights
 from arachnec.models.streamed_build import Construction, OtherConstruction, streamed_build, watched_build
-from arachnec.runtime.agreement import agree, gather_text
+from arachnec.runtime.agreement import gather_text
 
 
 class Offered(Protocol):
@@ -126,7 +126,7 @@ def streamed(
         weights = None if init is None else stored(init, model)
     else:
         model = without_memory(lambda home: {"model": build(home)})["model"]
-    agree({"the tensors of the model": digest_of({"model": model})})
+    demand_equal_tensors({"model": model})
     take = taking(model)
     own = None if init is None else _own_files(init, model, weights, stored)
     exchange = _Exchange(model, device, take)

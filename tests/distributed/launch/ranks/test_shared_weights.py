@@ -182,8 +182,30 @@ def test_a_model_that_is_nothing_without_values_is_built_with_them(tmp_path: Pat
 def test_ranks_whose_models_differ_say_so(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL + DIFFERS)
-    with pytest.raises(RankError, match="rank 1 and rank 0 differ in the tensors of the model"):
+    told = r"rank 1 has made other modules than rank 0: `model.more` \[2\] float32, where rank 0 has `model.embed.weight`"
+    with pytest.raises(RankError, match=told):
         run_ranks(2, build_shared, str(path), "fp32")
+
+
+ADAPTED = """
+
+from peft import LoraConfig, inject_adapter_in_model
+
+
+def build(inner=build):
+    model = inner().requires_grad_(False).to(torch.bfloat16)
+    return inject_adapter_in_model(LoraConfig(r=2, target_modules=["embed"]), model)
+"""
+
+
+def test_ranks_have_the_adapters_of_a_model_in_half_precision_as_it_is_built_on_one(tmp_path: Path) -> None:
+    """peft gives an adapter the precision of its layer, but on the meta device, where all but rank 0 build."""
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("torch.polar(torch.ones(5), torch.rand(5))", "torch.rand(5)") + ADAPTED)
+    expected = tensors(build_model(load_model_file(path), Training(seed=5), torch.device("cpu")))
+    for parameters, *_ in run_ranks(2, build_shared, str(path), "fp32"):
+        assert all(torch.equal(parameters[name], value) for name, value in expected.items())
+        assert parameters["embed.lora_A.default.weight"].dtype == torch.bfloat16
 
 
 def _encoder_weights(path: str) -> tuple[Tensor, bool]:
