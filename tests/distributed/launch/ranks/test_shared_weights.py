@@ -182,7 +182,9 @@ def test_a_model_that_is_nothing_without_values_is_built_with_them(tmp_path: Pat
 def test_ranks_whose_models_differ_say_so(tmp_path: Path) -> None:
     path = tmp_path / "model.py"
     path.write_text(MODEL + DIFFERS)
-    told = r"rank 1 has made other modules than rank 0: `model.more` \[2\] float32, where rank 0 has `model.embed.weight`"
+    told = (
+        r"rank 1 has made other modules than rank 0: `model.more` \[2\] float32, where rank 0 has `model.embed.weight`"
+    )
     with pytest.raises(RankError, match=told):
         run_ranks(2, build_shared, str(path), "fp32")
 
