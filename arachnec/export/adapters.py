@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from arachnec.export.model_values import ModelValues
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -43,6 +43,17 @@ class MoreThanAdapter(Diagnostic):
     title: ClassVar[str] = "more than the adapter has trained, which no LoRA file holds: {names}"
     help: ClassVar[str] = "leave --lora out: the whole model is written, with the adapter added in"
     names: str
+
+
+@dataclass(frozen=True)
+class SeveralAdapters(Diagnostic):
+    title: ClassVar[str] = "the model computes with the adapters {names}, and a LoRA file holds one"
+    help: ClassVar[str] = (
+        "leave --lora out: the whole model is written, with all of them added in; or have build() use one alone: "
+        'model.set_adapter("{last}")'
+    )
+    names: str
+    last: str
 
 
 def merged_sources(values: ModelValues) -> dict[str, str]:
@@ -111,8 +122,11 @@ def _adapter(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The adapter's tensors by the names of their layers, and its configuration."""
     model: Any = values.model
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
-    if not configs or not adapted_layers(model):
+    used = _used(model, list(configs))
+    if not used:
         raise UserError(NoAdapter(None))
+    if len(used) > 1:
+        raise UserError(SeveralAdapters(None, ", ".join(used), used[-1]))
     originals = original_names(model)
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
     more = [name for name in trained if originals[name] is not None or f".{COPY}." in f".{name}."]
@@ -120,11 +134,17 @@ def _adapter(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, Any]]:
         raise UserError(MoreThanAdapter(None, ", ".join(more)))
     from peft import get_peft_model_state_dict
 
-    active = next(iter(configs))
+    (active,) = used
     own = {name: values.value(name) for name, plain in originals.items() if plain is None}
     tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=active)
     named = {name.removeprefix(WRAPPER): value for name, value in tensors.items()}
     return named, {key: _plain(value) for key, value in configs[active].to_dict().items()}
+
+
+def _used(model: nn.Module, names: Sequence[str]) -> list[str]:
+    """The adapters of these names that the model's outputs follow from: in their order, those active in a layer."""
+    active = {name for layer in adapted_layers(model).values() for name in getattr(layer, "active_adapters", names)}
+    return [name for name in names if name in active]
 
 
 def _plain(value: Any) -> Any:

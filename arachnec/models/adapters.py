@@ -8,10 +8,14 @@ read alike. peft itself is not imported.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import nn
 
 WRAPPER = "base_model.model."
 BASE, ORIGINAL, COPY = "base_layer", "original_module", "modules_to_save"
+DRAWN = ("gaussian", "orthogonal")  # the values of init_lora_weights by name that look at no weights
 
 
 def plain_model(model: nn.Module) -> nn.Module:
@@ -35,6 +39,19 @@ def original_names(model: nn.Module) -> dict[str, str | None]:
     layers, prefix = set(adapted_layers(model)), WRAPPER if plain_model(model) is not model else ""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {name: _original(name, layers, prefix) for name, _ in named}
+
+
+def made_of_weights(model: nn.Module) -> str:
+    """The setting by which an adapter of peft is made of the weights that are there when it is added: DoRA takes its
+    magnitudes from them, PiSSA and its like their largest parts. Empty where all of them are drawn."""
+    configs: Mapping[str, Any] = getattr(model, "peft_config", {})
+    for config in configs.values():
+        if getattr(config, "use_dora", False):
+            return "use_dora=True"
+        begins = getattr(config, "init_lora_weights", True)
+        if isinstance(begins, str) and begins.lower() not in DRAWN:
+            return f"init_lora_weights={begins!r}"
+    return ""
 
 
 def _original(name: str, layers: set[str], prefix: str) -> str | None:

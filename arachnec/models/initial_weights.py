@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.adapters import original_names, plain_model
+from arachnec.models.adapters import made_of_weights, original_names, plain_model
 from arachnec.models.file import load_model_file
 from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weight_files
 
@@ -43,6 +43,20 @@ class OtherWeights(Diagnostic):
     shapes: str
     dtypes: str
     remedy: str
+
+
+@dataclass(frozen=True)
+class MadeOfOtherWeights(Diagnostic):
+    title: ClassVar[str] = (
+        "an adapter with {setting} is made of the weights that are there when it is added, and those in {folder} are "
+        "read after that"
+    )
+    help: ClassVar[str] = (
+        "have build() load the model from a folder and then add the adapter, encoders() load theirs, and leave --init "
+        "out; or take an adapter that is drawn alone, as LoRA's is without {setting}"
+    )
+    setting: str
+    folder: str
 
 
 @dataclass(frozen=True)
@@ -100,6 +114,15 @@ def initial_weights(folder: Path, model: nn.Module) -> InitialWeights:
     return _fitted(weight_files(place), model, _class_difference(place, model))
 
 
+def beginning_weights(folder: Path, model: nn.Module) -> InitialWeights:
+    """``initial_weights`` for a run that begins with them. Raises ``UserError`` also where an adapter that was added
+    before is made of other weights: the run would begin with another model than the folder's."""
+    weights = initial_weights(folder, model)
+    if setting := made_of_weights(model):
+        raise UserError(MadeOfOtherWeights(None, setting, str(folder)))
+    return weights
+
+
 def demand_fit(folder: Path, path: Path) -> None:
     """Raises ``UserError`` where the weights in ``folder`` are not those of the model file at ``path``.
 
@@ -112,7 +135,7 @@ def demand_fit(folder: Path, path: Path) -> None:
     except (NotImplementedError, RuntimeError, TypeError, UserError):
         weight_files(model_folder(folder))
         return
-    initial_weights(folder, model)
+    beginning_weights(folder, model)
 
 
 def encoder_weights(folder: Path, name: str, encoder: nn.Module) -> InitialWeights | None:

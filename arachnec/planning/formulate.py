@@ -11,7 +11,7 @@ from arachnec.cost.memory import RESERVE
 from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integers
 from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
@@ -36,14 +36,17 @@ class FitsNoDegree(Diagnostic):
 
 
 @dataclass(frozen=True)
-class TooFewForACell(Diagnostic):
+class NotDividedOverACell(Diagnostic):
     title: ClassVar[str] = "{what} cannot be divided over the {cell} ranks of a cell"
-    label: ClassVar[str] = "too small for a cell"
+    label: ClassVar[str] = "not for a cell"
     help: ClassVar[str] = (
-        "give `shard-parameters` a smaller `cell`, let more such clips share a micro-batch, or leave the clip out"
+        "{reason}: give `shard-parameters` a smaller `cell`, let more such clips share a micro-batch, "
+        "or leave {instead} out"
     )
     what: str
     cell: int
+    reason: str
+    instead: str
 
 
 @dataclass(frozen=True)
@@ -149,8 +152,8 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         smallest = min(cost.memory(cascade, degree) for degree in legal)
         room = cost.largest_memory - cost.resident - cost.communicators
         raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), smallest, held, room))
-    if not choices and cascade.tokens < legal[0] and not any(cost.table.ways(cascade, degree) for degree in legal):
-        raise UserError(TooFewForACell(cascade.span, describe(cascade), legal[0]))
+    if not choices and not any(cost.table.ways(cascade, degree) for degree in legal):
+        raise UserError(_not_divided(cascade, cost, legal[0]))
     if not choices:
         raise UserError(_fits_no_degree(cascade, cost, legal))
     return tuple(choices)
@@ -163,6 +166,16 @@ def _options_next_to(cascade: Cascade, cost: CostModel, legal: Sequence[int], sp
         for degree in legal
         if cost.memory(cascade, degree) <= cost.room_on(None, degree) + spare
     }
+
+
+def _not_divided(cascade: Cascade, cost: CostModel, cell: int) -> NotDividedOverACell:
+    """Why its clips cannot be spread over a cell: their tokens are too few, or the stage lists smaller degrees."""
+    listed = cost.stages[cascade.stage].attrs.get("degrees")
+    reason, instead = "it has fewer tokens", "the clip"
+    if cascade.tokens >= cell and listed is not None:
+        degrees = ", ".join(map(str, integers(listed)))
+        reason, instead = f"a clip of this stage runs at degrees {degrees} alone", "`shard-parameters`"
+    return NotDividedOverACell(cascade.span, describe(cascade), cell, reason, instead)
 
 
 def _fits_no_degree(cascade: Cascade, cost: CostModel, legal: Sequence[int]) -> FitsNoDegree:

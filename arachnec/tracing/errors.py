@@ -68,6 +68,18 @@ class NotPolymorphic(Diagnostic):
 
 
 @dataclass(frozen=True)
+class BlockFails(Diagnostic):
+    title: ClassVar[str] = "{block} runs without values, and not with them: {reason}"
+    label: ClassVar[str] = "here"
+    help: ClassVar[str] = (
+        "check that build()(**sample(clip, generator)[0]) runs in the precision of training; with bf16 tensors of one "
+        "dimension, such as timesteps, are not cast, and what the model makes of them it must cast itself"
+    )
+    block: str
+    reason: str
+
+
+@dataclass(frozen=True)
 class GradientDiffers(Diagnostic):
     title: ClassVar[str] = "the captured graph of {block} has another gradient of {name} than the model: off by {off}"
     help: ClassVar[str] = (

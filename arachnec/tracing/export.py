@@ -19,6 +19,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Span
 from arachnec.tracing.errors import ActiveDropout, CannotCapture, RandomOperation, WritesState, stack_span
 from arachnec.tracing.record import training_mode, unflatten_call
 
@@ -252,8 +253,7 @@ def _cannot(name: str, error: Exception, fixed: str | None) -> CannotCapture:
     if "Constraints violated" in message:
         lines = [line.strip(" -") for line in message.splitlines() if "!=" in line or "==" in line]
         reason = f"it fixes a size that changes with the clip ({(lines or [reason])[0]})"
-    trace = "".join(_frames(error))
-    return CannotCapture(stack_span(trace), name, f"{type(error).__name__}: {reason}"[:400])
+    return CannotCapture(block_span(error), name, f"{type(error).__name__}: {reason}"[:400])
 
 
 def _fixing_line(flat: FlatBlock, inputs: Sequence[Tensor], dynamic: Any) -> str | None:
@@ -269,6 +269,11 @@ def _fixing_line(flat: FlatBlock, inputs: Sequence[Tensor], dynamic: Any) -> str
     with patch.object(ShapeEnv, "_set_replacement", listening), contextlib.suppress(Exception):
         torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
     return "".join(stacks[0]) or None if stacks else None
+
+
+def block_span(error: BaseException) -> Span | None:
+    """The innermost line of the block that an exception, or one behind it, went through."""
+    return stack_span("".join(_frames(error)))
 
 
 def _frames(error: BaseException) -> list[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -11,8 +12,8 @@ from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.tracing.captured import CapturedBlock, call_lifted
-from arachnec.tracing.errors import GradientDiffers, NotPolymorphic, NumberMatters, stack_span
-from arachnec.tracing.export import FlatBlock
+from arachnec.tracing.errors import BlockFails, GradientDiffers, NotPolymorphic, NumberMatters, stack_span
+from arachnec.tracing.export import FlatBlock, block_span
 from arachnec.tracing.record import BlockCall, training_mode
 
 SEED = 2605
@@ -72,7 +73,7 @@ def verify_block(
 ) -> None:
     """Compare graph and eager on calls of these shapes and strides, and on the last one their ``gradients`` too.
 
-    Raises ``UserError`` where they differ.
+    Raises ``UserError`` where they differ, and where the block fails with values.
     """
     _verify_outputs(captured, block, versions)
     if versions and gradients:
@@ -83,7 +84,8 @@ def _verify_gradients(captured: CapturedBlock, block: nn.Module, version: BlockC
     """What a block does to gradients alone, such as ``torch.no_grad()`` around a part of it, no output shows."""
     flat = FlatBlock(block, version.leaves, version.spec)
     with torch.enable_grad(), training_mode(block):
-        expected = _gradients(captured, block, flat, example_inputs(version, block))
+        with _users_block(captured):
+            expected = _gradients(captured, block, flat, example_inputs(version, block))
         lifted = partial(call_lifted, captured, block)
         gradients = _gradients(captured, block, lambda *given: lifted(list(given)), example_inputs(version, block))
     largest = max((float(value.abs().max()) for value in expected.values() if value.numel()), default=0.0)
@@ -125,7 +127,8 @@ def _verify_outputs(captured: CapturedBlock, block: nn.Module, versions: Sequenc
         inputs = example_inputs(version, block)
         flat = FlatBlock(block, version.leaves, version.spec)
         with torch.no_grad(), training_mode(block):
-            expected = flat(*inputs)
+            with _users_block(captured):
+                expected = flat(*inputs)
             try:
                 outputs = call_lifted(captured, block, inputs)
             except Exception as error:
@@ -139,6 +142,16 @@ def _verify_outputs(captured: CapturedBlock, block: nn.Module, versions: Sequenc
             difference = _difference(a, b)
             if not difference <= tolerance(b.dtype):
                 raise UserError(_refuse(captured, f"output {index} is off by {difference:.1e} of its largest value"))
+
+
+@contextlib.contextmanager
+def _users_block(captured: CapturedBlock) -> Iterator[None]:
+    """What the block's own code raises is its author's to mend."""
+    try:
+        yield
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
+        raise UserError(BlockFails(block_span(error), captured.name, reason)) from error
 
 
 def _refuse_numbers(captured: CapturedBlock, version: BlockCall) -> None:

@@ -64,6 +64,11 @@ OWN = FULL.replace(
     transformer.proj_out = Own(transformer.proj_out)
     return""",
 )
+SECOND = ADDED.replace("    return", "    transformer.add_adapter(OTHER, adapter_name='second')\n    return").replace(
+    "\n\ndef build",
+    "\nOTHER = LoraConfig(r=3, lora_alpha=3, target_modules=['to_k'], init_lora_weights=False)\n\n\ndef build",
+)
+BOTH = SECOND.replace("    return", "    transformer.set_adapter(['default', 'second'])\n    return")
 RENAMED = FULL.replace("    return", "    transformer.head = transformer.proj_out\n    return")
 
 
@@ -171,7 +176,10 @@ def test_predictors_of_sparse_attention_lie_beside_the_weights(trained: Callable
     assert not (tmp_path / "out" / FILE).exists()
 
 
-@pytest.mark.parametrize("source", [ADDED, WRAPPED], ids=["add_adapter", "get_peft_model"])
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
+@pytest.mark.parametrize(
+    "source", [ADDED, WRAPPED, SECOND], ids=["add_adapter", "get_peft_model", "the second of two, which is active"]
+)
 def test_an_adapter_is_added_in_or_a_file_of_its_own(
     trained: Callable[..., Trained], tmp_path: Path, source: str
 ) -> None:
@@ -320,18 +328,20 @@ def test_averages_and_precision(trained: Callable[..., Trained], tmp_path: Path)
         assert file.get_slice("blocks.0.scale_shift_table").get_dtype() == "F32"  # as its class keeps it
 
 
+@pytest.mark.filterwarnings("ignore:Already found a `peft_config`")
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
         (FULL, {"averages": True}, "has no averages"),
         (FULL, {"lora": True}, "no adapter of peft"),
         (SAVED, {"lora": True}, "more than the adapter has trained.*proj_out"),
+        (BOTH, {"lora": True}, "computes with the adapters default, second, and a LoRA file holds one"),
         (OWN, {}, "proj_out cannot be added into the layer below it: Own has no merge"),
         (RENAMED, {}, "has other tensors than WanTransformer3DModel makes.*more: head.bias, head.weight"),
         (FULL + "\n\ninner = build\n\n\ndef build():\n    model = inner()\n    model.proj_out.weight.data *= 1e8\n"
          "    return model\n", {"dtype": "fp16"}, "proj_out.weight has values up to .*e.0.*, which fp16 does not hold"),
     ],
-    ids=["averages", "no-adapter", "modules-to-save", "own-wrapper", "other-names", "fp16"],
+    ids=["averages", "no-adapter", "modules-to-save", "two-adapters", "own-wrapper", "other-names", "fp16"],
 )  # fmt: skip
 def test_what_cannot_be_written_is_said_and_nothing_is_left(
     trained: Callable[..., Trained], tmp_path: Path, source: str, options: dict[str, Any], message: str

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,14 @@ from torch import nn
 
 from arachnec.ir.diagnostic import UserError, render_all
 from arachnec.models.adapters import original_names
-from arachnec.models.initial_weights import config_differences, demand_fit, folded, initial_weights, read_config
+from arachnec.models.initial_weights import (
+    beginning_weights,
+    config_differences,
+    demand_fit,
+    folded,
+    initial_weights,
+    read_config,
+)
 from arachnec.models.weight_files import OnlyPickles, weight_files, write_weights
 
 
@@ -114,6 +122,27 @@ def test_adapters_of_peft_do_not_change_the_names_of_what_they_are_put_around(tm
     state, file = model.state_dict(), weight_files(folder)
     assert torch.equal(state[f"{prefix}blocks.2.base_layer.weight"], file.read("blocks.2.weight"))
     assert torch.equal(state[f"{prefix}head.modules_to_save.default.weight"], file.read("head.weight"))
+
+
+@pytest.mark.parametrize("setting", [{"use_dora": True}, {"init_lora_weights": "pissa"}])
+def test_an_adapter_that_was_made_of_other_weights_does_not_begin_a_run(
+    tmp_path: Path, setting: dict[str, Any]
+) -> None:
+    """With the folder's weights put below it, it gives other outputs than the folder's model."""
+    peft = pytest.importorskip("peft")
+    folder = stored(tmp_path, dict(Small().state_dict()))
+
+    def adapted(**settings: Any) -> nn.Module:
+        config = peft.LoraConfig(r=2, target_modules=["blocks.0"], **settings)
+        model: nn.Module = peft.get_peft_model(Small(), config)
+        return model
+
+    with pytest.raises(UserError, match="is made of the weights that are there when it is added") as told:
+        beginning_weights(folder, adapted(**setting))
+    assert f"{next(iter(setting))}=" in str(told.value)
+    assert initial_weights(folder, adapted(**setting)).sources  # what such a run has trained is still exported
+    for drawn in (True, False, "gaussian"):
+        assert beginning_weights(folder, adapted(init_lora_weights=drawn)).sources
 
 
 def test_a_configuration_that_no_shape_shows_is_told(tmp_path: Path) -> None:

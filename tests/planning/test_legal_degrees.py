@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, render_all
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.formulate import with_times
+from arachnec.planning.formulate import problem_of, with_times
 
 TICK = 1e-3  # ms, by which the planner rounds every time up
 
@@ -114,3 +116,16 @@ def test_no_schedule_that_is_accepted_ends_before_the_bound(
     assert bound <= makespan * (1 + 1e-9)
     planned = Pipeline.parse("schedule-static{policy=one-degree}").run(module)
     assert quantity(planned.attrs["bound"]) <= makespan * (1 + 1e-9) + len(module.cascades) * TICK
+
+
+def test_a_clip_of_a_stage_that_lists_smaller_degrees_is_not_called_too_large_for_its_cell() -> None:
+    module = costed("2x4:h100-80g", [60_000])
+    attrs = module.stages[0].attrs.updated(cell=4, degrees=(1, 2))
+    module = replace(module, stages=(replace(module.stages[0], attrs=attrs),))
+    with pytest.raises(UserError) as told:
+        problem_of(module, CostModel(module))
+    assert render_all(told.value.diagnostics) == (
+        "error: clip 0 (60000 tokens, stage `@dit`) cannot be divided over the 4 ranks of a cell\n"
+        "  help: a clip of this stage runs at degrees 1, 2 alone: give `shard-parameters` a smaller `cell`, "
+        "let more such clips share a micro-batch, or leave `shard-parameters` out"
+    )

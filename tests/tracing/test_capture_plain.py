@@ -336,6 +336,30 @@ def test_a_branch_on_values_is_refused_at_its_line():
     assert diagnostic.span.file == __file__
 
 
+def test_what_only_values_tell_is_wrong_with_a_block_is_refused_at_its_line():
+    def mixed(block, x):
+        return F.linear(x, block.out[0].weight.bfloat16()).float()
+
+    for twist, reason in ((mixed, "same dtype"), (lambda block, x: _NoBackward.apply(x), "not yet")):
+        with torch.device("meta"):
+            model = Model(twist=twist)
+        with pytest.raises(UserError) as raised:
+            capture_blocks(model, examples("meta"))
+        (diagnostic,) = raised.value.diagnostics
+        assert isinstance(diagnostic, trace_errors.BlockFails), diagnostic
+        assert diagnostic.span.file == __file__ and reason in diagnostic.reason
+
+
+class _NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise NotImplementedError("not yet")
+
+
 def test_a_size_kept_as_a_number_is_refused():
     diagnostic = refused(trace_errors.CannotCapture, twist=lambda block, x: x * 2 if x.shape[1] == 91 else x)
     assert "fixes a size" in diagnostic.reason

@@ -159,6 +159,9 @@ def viewed(layout: Layout, shape: Sequence[int]) -> Layout:
             rest.append(inner)
             left = 1
         dims.append(_merged(joined(dim)))
+    for factor in rest:  # of one entry, which one rank has, and no size tells in which dimension it is now
+        if factor.axis is not None:
+            raise Unaligned(factor.axis, 0)
     return replace(layout, dims=tuple(dims))
 
 

@@ -44,6 +44,18 @@ def test_a_vae_by_several_ranks_is_the_vae_on_one(make: object) -> None:
                 torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
 
 
+def test_a_frame_of_one_latent_by_several_ranks_is_that_of_one() -> None:
+    """Deep in the encoder one rank has the only entry, and the others have none."""
+    pytest.importorskip("diffusers")
+    torch.manual_seed(0)
+    encoder = VideoEncoder(spread(wan()))
+    loaded = torch.randint(0, 255, (1, 3, 1, 8, 8), dtype=torch.uint8)
+    alone = encoder(loaded)
+    for ranks in (2, 4):
+        for shared in encoded_by(ranks, encoder, loaded):
+            torch.testing.assert_close(shared, alone, rtol=1e-5, atol=1e-5 * float(alone.abs().max()))
+
+
 class Steps(nn.Module):
     """A chain of operators, each by a number; padding comes before its convolution."""
 

@@ -21,7 +21,7 @@ from arachnec.backends.torch_distributed.weights.equal_tensors import demand_equ
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
-from arachnec.models.initial_weights import encoder_weights, initial_weights
+from arachnec.models.initial_weights import beginning_weights, encoder_weights
 from arachnec.models.precision import in_precision
 
 Modules = Mapping[str, nn.Module]
@@ -40,7 +40,7 @@ def shared_model(
     def build(home: torch.device) -> Modules:
         model = build_model(model_file, training, home)
         if init is not None and home == CPU and dist.get_rank() == 0:
-            initial_weights(init, model).fill(model)
+            beginning_weights(init, model).fill(model)
         return {"model": model}
 
     return shared_modules(build, device)["model"]
@@ -51,7 +51,7 @@ def given_module(model: nn.Module, training: Training, device: torch.device, ini
     Raises as ``shared_model``.
     """
     if init is not None and dist.get_rank() == 0:
-        initial_weights(init, model).fill(model)
+        beginning_weights(init, model).fill(model)
     if training.dtype != "fp32":
         model = in_precision(model, DTYPES[training.dtype])
     model.to(device)

@@ -31,7 +31,7 @@ from arachnec.backends.torch_distributed.weights.shared_weights import (
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
-from arachnec.models.initial_weights import initial_weights
+from arachnec.models.initial_weights import beginning_weights
 from arachnec.models.streamed_build import Construction, OtherConstruction, streamed_build, watched_build
 from arachnec.runtime.agreement import gather_text
 
@@ -109,7 +109,7 @@ def streamed_model(
     rank reads what it keeps, or rank 0 reads one at a time and sends it where not all ranks see the same files. Raises
     ``UserError`` where the ranks' models have other tensors, or ``init`` has other weights.
     """
-    return streamed(partial(build_model, model_file, training), device, taking, init, initial_weights)
+    return streamed(partial(build_model, model_file, training), device, taking, init, beginning_weights)
 
 
 def streamed(
