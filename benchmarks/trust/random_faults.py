@@ -179,6 +179,10 @@ def _text(place: Path) -> str:
         return ""
 
 
+def is_stopped(pid: int) -> bool:
+    return _text(Path("/proc") / str(pid) / "stat").rpartition(") ")[2].startswith("T")
+
+
 def send(pid: int, name: str, *, group: bool = False) -> bool:
     try:
         (os.killpg if group else os.kill)(pid, getattr(signal, name))
@@ -218,7 +222,7 @@ def disturb(job: Job, run: subprocess.Popen[bytes], rng: random.Random) -> tuple
         time.sleep(rng.uniform(0.5, 4.0))
         send(rank, "SIGCONT")
         return "SIGSTOP to a rank, SIGCONT after up to 4 s", False
-    if kind == "stop" and own:
+    if kind == "stop" and own and not any(map(is_stopped, own)):  # the others are to notice it
         send(rng.choice(own), "SIGSTOP")
         return "SIGSTOP to a rank", not job.torchrun
     if kind == "damage" and (told := damage(job.kept, rng)):
