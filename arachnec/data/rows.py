@@ -40,7 +40,7 @@ CLIP_KEYS = RowKeys(KEYS, ALIASES)
 @dataclass(frozen=True)
 class NoManifest(Diagnostic):
     title: ClassVar[str] = "there is no manifest `{path}`"
-    help: ClassVar[str] = "give a .jsonl, .csv or .parquet file that lists the clips"
+    help: ClassVar[str] = "give a .jsonl, .csv or .parquet file, with a row for each clip or request"
     path: str
 
 

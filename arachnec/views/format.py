@@ -13,7 +13,9 @@ from arachnec.ir.nodes import Module
 
 
 def ms(value: float) -> str:
-    """Milliseconds: ``3.1 ms``, ``4.95 s``."""
+    """Milliseconds: ``3.1 ms``, ``4.95 s``; what rounding leaves of nothing is 0."""
+    if abs(value) < 1e-6:
+        return "0 ms"
     if value < 1e3:
         return f"{value:.3g} ms"
     return f"{value / 1e3:.4g} s"
