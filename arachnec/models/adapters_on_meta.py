@@ -58,5 +58,5 @@ def _cast(layer: Any, adapter_name: str) -> None:
             continue
         adapter: Any = adapters[adapter_name]
         values = [adapter] if isinstance(adapter, torch.Tensor) else [*adapter.parameters()]
-        if values and all(value.is_meta and value.is_floating_point() for value in values):
+        if values and all(value.device.type == "meta" and value.is_floating_point() for value in values):
             adapters[adapter_name] = adapter.to(precision)

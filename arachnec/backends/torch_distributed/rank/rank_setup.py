@@ -21,7 +21,7 @@ from arachnec.backends.torch_distributed.rank.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.rank.whole_parameters import whole_parameters
 from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
-from arachnec.backends.torch_distributed.weights.shared_weights import given_module, shared_model
+from arachnec.backends.torch_distributed.weights.shared_weights import given_module
 from arachnec.backends.torch_distributed.weights.streamed_weights import own_model
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
@@ -73,8 +73,6 @@ def set_up_rank(
         model, cells = CellParameters.of(model_file, training, device, dealt_out, own, init)
     elif own is None and model_file.module is not None:
         model = given_module(model_file.module, training, device, init)
-    elif own is None:
-        model = shared_model(model_file, training, device, init)
     else:
         model = own_model(model_file, training, device, own, init)
     running = running_encoders(model_file, [stage.name for stage in first.stages if not stage.trained])

@@ -69,16 +69,21 @@ CANNOT = (NotImplementedError, RuntimeError, TypeError, UserError)  # build on t
 
 
 def own_model(
-    model_file: ModelFile, training: Training, device: torch.device, own: Collection[str], init: Path | None = None
+    model_file: ModelFile,
+    training: Training,
+    device: torch.device,
+    own: Collection[str] | None = None,
+    init: Path | None = None,
 ) -> nn.Module:
-    """The model of ``build_model`` with the parameters that are this rank's ``own``, by name. Collective.
+    """The model of ``build_model`` with the parameters that are this rank's ``own``, by name; by default all.
+    Collective.
 
     The others are zeros without memory, and do not train. ``init`` and ``UserError`` as in ``streamed_model``.
     """
     kept: dict[str, Tensor] = {}
 
     def take(name: str, value: Offered) -> None:
-        if name in own:
+        if own is None or name in own:
             kept[name] = value.whole()
 
     model = streamed_model(model_file, training, device, lambda model: take, init)
@@ -191,12 +196,15 @@ def _sent(
         read = None if weights is None else weights.value(name, value.dtype)
         exchange.send(name, value if read is None else read)
 
+    whole, again = construction is None, False
     try:
         if construction is not None:
             source = streamed_build(lambda: build(CPU), construction, send)
-    except OtherConstruction:
-        source, construction = build(CPU), None
-    if construction is None:
+    except (OtherConstruction, *CANNOT):  # it came back to values that were given up; a mistake shows again below
+        again = True
+    if again:
+        source = build(CPU)
+    if whole or again:
         for name, value in source.named_parameters():
             send(name, value.detach())
     exchange.end()

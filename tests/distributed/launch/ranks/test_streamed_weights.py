@@ -101,3 +101,35 @@ def test_ranks_have_their_parameters_of_a_plain_build(tmp_path: Path, more: str,
         assert torch.equal(after, drawn)
         if not more:  # half of it is its own; beside it a weight on its way, and what its constructor makes of it
             assert peak <= whole / 2 + 6 * whole / LAYERS / 2
+
+
+ADAPTED = """
+
+from peft import LoraConfig, inject_adapter_in_model
+
+
+def build(inner=build):
+    model = inner().to(torch.bfloat16).requires_grad_(False)
+    return inject_adapter_in_model(LoraConfig(r=2, target_modules=["layers.3"]), model)
+"""
+READS_IT_AGAIN = ADAPTED.replace("r=2", "r=2, use_dora=True")  # on the CPU alone, what it came to for the last time
+
+
+def whole(path: str) -> tuple[dict[str, Tensor], int]:
+    with Live() as live:
+        model = own_model(load_model_file(path), Training(seed=5), torch.device("cpu"))
+    return {name: value.detach().clone() for name, value in model.named_parameters()}, live.peak
+
+
+@pytest.mark.parametrize("more", ["", ADAPTED, READS_IT_AGAIN], ids=["plain", "cast", "reads-again"])
+def test_a_model_that_every_rank_keeps_is_there_once(tmp_path: Path, more: str) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(MODEL.replace("self.head.weight = self.layers[0].weight", "pass") + more)
+    plain = build_model(load_model_file(path), Training(seed=5), torch.device("cpu"))
+    expected = dict(plain.named_parameters())
+    size = sum(value.nbytes for value in expected.values())
+    for values, peak in run_ranks(2, whole, str(path)):
+        assert values.keys() == expected.keys()
+        assert all(torch.equal(value, expected[name]) for name, value in values.items())
+        if more != READS_IT_AGAIN:  # beside it a weight or two, as they are drawn and as they are cast
+            assert peak <= size + 6 * WIDTH * WIDTH * 4
