@@ -20,6 +20,7 @@ from arachnec.checkpoint.files import save_tensors, synced
 from arachnec.data.requests import Request
 from arachnec.data.video_file import write_video
 from arachnec.executable.sampling_folder import Settings
+from arachnec.models.sampler_file import SamplerFile
 
 LATENTS = "latents"
 ABOUT = "request"
@@ -45,11 +46,18 @@ class Outcome(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Results:
-    """The folder of the files, and what fingerprints are made of."""
+    """The folder of the files, and what fingerprints are made of: ``digest`` is that of the user's code and of what it
+    reads."""
 
     folder: Path
     settings: Settings
     digest: str
+
+    @classmethod
+    def of(cls, folder: Path, settings: Settings, sampler: SamplerFile, code: str) -> Results:
+        """``code`` is the digest of the sampler file's source. Raises ``UserError`` where what it reads is wrong."""
+        read = sampler.inputs(settings.models, sparse=bool(settings.sparse))
+        return cls(folder, settings, hashlib.sha256(f"{code}{read}".encode()).hexdigest())
 
     def latents(self, request: Request) -> Path:
         return self.folder / f"{request.id}.safetensors"

@@ -87,7 +87,7 @@ def prepare(
     requests, machine = read_requests(data), parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     sampling, settings = asked(sampler, switch, first, history, pipeline)
-    results = Results(out, settings, sampler_digest(sampling.sampler))
+    results = Results.of(out, settings, sampling.sampler, sampler_digest(sampling.sampler))
     left = results.unfinished(requests)
     finished = tuple(request for request in requests if request not in left)
     if not left:
@@ -113,7 +113,7 @@ def prepare_executable(folder: Path, out: Path, ranks: int | None = None) -> Gen
     executable = read_sampling_executable(folder)
     program, traced = checked(executable.program), executable.traced
     demand_own_requests(executable, program, planned_stages(executable))
-    results = Results(out, executable.header.settings, executable.header.digest)
+    results = Results.of(out, executable.header.settings, executable.sampler_file(), executable.header.digest)
     left = results.unfinished(executable.requests)
     finished = tuple(request for request in executable.requests if request not in left)
     assert traced.cluster is not None
@@ -165,7 +165,8 @@ def run_here(generation: Generation, stall_timeout: float | None = None) -> dict
             world = len(generation.program.programs)
             paths = generation.folder, generation.sampler, own, out
             limits = () if stall_timeout is None else ("--stall-timeout", str(stall_timeout))
-            launch(world, [*(str(path.absolute()) for path in paths), *limits], lambda line: None, worker=WORKER)
+            words = [*(str(path.absolute()) for path in paths), generation.results.digest, *limits]
+            launch(world, words, lambda line: None, worker=WORKER)
             _keep_measured(generation, world)
     except UserError as error:
         raise UserError(*map(resumable, error.diagnostics)) from None

@@ -1,5 +1,5 @@
-"""One rank of a run of requests: ``python -m arachnec.generation.worker FOLDER SAMPLER PROGRAM OUT``, started by
-``arachnec generate`` and ``arachnec run``."""
+"""One rank of a run of requests: ``python -m arachnec.generation.worker FOLDER SAMPLER PROGRAM OUT DIGEST``, started
+by ``arachnec generate`` and ``arachnec run``."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ PATH = click.Path(path_type=Path)
 @click.argument("sampler", type=PATH)
 @click.argument("program", type=PATH)
 @click.argument("out", type=PATH)
+@click.argument("digest")
 @click.option("--stall-timeout", type=click.FloatRange(min=0, min_open=True), help="See `arachnec generate`.")
-def command(folder: Path, sampler: Path, program: Path, out: Path, stall_timeout: float | None) -> None:
-    """Run this rank's part of PROGRAM, of the executable FOLDER, and write into OUT. Rank and world size come from
-    torchrun's environment."""
+def command(folder: Path, sampler: Path, program: Path, out: Path, digest: str, stall_timeout: float | None) -> None:
+    """Run this rank's part of PROGRAM, of the executable FOLDER, and write into OUT with the DIGEST of what latents
+    follow from. Rank and world size come from torchrun's environment."""
     with joined_rank() as joined:
         from arachnec.data.switch import parse_switch
         from arachnec.executable.sampling_folder import read_sampling_executable
@@ -43,7 +44,7 @@ def command(folder: Path, sampler: Path, program: Path, out: Path, stall_timeout
         joined.watchdog.enter("set-up")
         file = load_sampler_file(sampler, origin=settings.sampler)
         sampling = Sampling(file, settings.models, parse_switch(settings.switch), settings.restart)
-        results = Results(out, settings, executable.header.digest)
+        results = Results(out, settings, digest)
 
         def tell(outcome: Outcome) -> None:
             (program.parent / f"{outcome.id}.json").write_bytes(msgspec.json.encode(outcome))

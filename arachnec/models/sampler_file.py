@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 import numbers
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -17,6 +18,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
 from arachnec.models.file import FileForm, ModelFile, called, definition, load_functions, own_errors, wrong_encoders
+from arachnec.models.weight_files import found_weights
 
 if TYPE_CHECKING:
     import torch
@@ -142,6 +144,24 @@ class SamplerFile:
         if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
             raise UserError(BadArguments(self.span("arguments"), request.id, called(arguments)))
         return arguments
+
+    def inputs(self, names: Sequence[str], *, sparse: bool) -> str:
+        """SHA-256 of what the latents and videos of these models follow from and the source does not have: settings of
+        a scheduler of Diffusers, weights in folders as their fingerprints tell them apart, and of ``sparse`` models
+        what their predictors have measured. Builds all on the meta device."""
+        import torch
+
+        config = getattr(self.scheduler(), "config", {})
+        settings = sorted((key, repr(value)) for key, value in config.items() if not key.startswith("_"))
+        with found_weights() as folders, torch.device("meta"):
+            for name in names:
+                self.build(name)
+            for make in filter(None, (self.encoders, self.decoder)):
+                make()
+        weights = [files.fingerprint() for files in folders]
+        trained = [self.trained_predictors(name) for name in names] if sparse else []
+        layers = [sorted(own.layers.items()) for own in trained if own is not None]
+        return hashlib.sha256(repr((settings, weights, layers)).encode()).hexdigest()
 
     def model_file(self, name: str) -> ModelFile:
         """One model as a model file, to trace and measure: a clip stands for a request, the latents for a target."""

@@ -8,7 +8,9 @@ that is read is a pickle.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -117,11 +119,31 @@ class WeightFiles:
         return digest.hexdigest()
 
 
+_FOUND: ContextVar[list[WeightFiles]] = ContextVar("found weights")
+
+
+@contextmanager
+def found_weights() -> Iterator[list[WeightFiles]]:
+    """What ``weight_files`` finds while this lasts."""
+    folders: list[WeightFiles] = []
+    token = _FOUND.set(folders)
+    try:
+        yield folders
+    finally:
+        _FOUND.reset(token)
+
+
 def weight_files(folder: Path) -> WeightFiles:
     """Find the weights in ``folder``, or of one file; only the files' headers are read.
 
     Raises ``UserError`` where there are none, several to choose from, or one that cannot be read.
     """
+    files = _weight_files(folder)
+    _FOUND.get([]).append(files)
+    return files
+
+
+def _weight_files(folder: Path) -> WeightFiles:
     if not folder.exists():
         raise UserError(NoWeights(None, str(folder), "there is no such folder"))
     if folder.is_file() and folder.suffix in PICKLES:

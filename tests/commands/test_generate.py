@@ -226,6 +226,57 @@ def test_finished_requests_stay_unless_what_made_them_has_changed(tmp_path: Path
     assert results.unfinished([request]) == (request,)
 
 
+FROM_FOLDER = """
+from pathlib import Path
+from arachnec.models.initial_weights import initial_weights
+
+FOLDER = Path({folder!r})
+
+
+class Configured:
+    config = {{"shift": float((FOLDER / "shift").read_text()), "_class_name": "Configured"}}
+
+    def set_timesteps(self, steps):
+        self.timesteps = torch.linspace(1000, 1000 / steps, steps)
+
+    def step(self, prediction, timestep, latents):
+        return latents - prediction
+
+
+scheduler = Configured
+
+
+def models():
+    return {{"one": from_folder}}
+
+
+def from_folder():
+    model = Tiny()
+    weights = initial_weights(FOLDER, model)
+    if not any(parameter.is_meta for parameter in model.parameters()):
+        weights.fill(model)
+    return model
+"""
+
+
+def test_other_weights_in_a_folder_and_other_settings_of_a_scheduler_are_other_latents(tmp_path: Path) -> None:
+    shapes = written(tmp_path).build("large").state_dict()
+    (folder := tmp_path / "weights").mkdir()
+    (folder / "shift").write_text("3.0")
+    sampler = written(tmp_path, FROM_FOLDER.format(folder=str(folder)))
+
+    def digest(seed: int, shift: float) -> str:
+        torch.manual_seed(seed)
+        weights = {name: torch.randn(like.shape) for name, like in shapes.items()}
+        save_file(weights, folder / "model.safetensors")
+        (folder / "shift").write_text(str(shift))
+        settings = Settings(str(sampler.path), ("one",), "always")
+        return Results.of(tmp_path, settings, load_sampler_file(sampler.path), "code").digest
+
+    assert digest(1, 3.0) == digest(1, 3.0)
+    assert len({digest(1, 3.0), digest(2, 3.0), digest(1, 5.0)}) == 3
+
+
 def test_a_request_whose_video_is_cut_off_or_gone_is_not_finished(tmp_path: Path) -> None:
     results, request = Results(tmp_path, Settings("sampler.py", ("large",), "always"), "digest"), REQUESTS[0]
     outcome = Outcome("a", 6, None, [], results.fingerprint(request), 1.0)

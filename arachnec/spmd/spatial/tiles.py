@@ -1,8 +1,9 @@
 """A VAE that encodes tiles, on several ranks: each runs the tiles that are its own.
 
 Such a VAE calls its ``encoder`` once a tile, and once a chunk of time of each. Calls that are given nothing but their
-pixels begin a tile; those that are given a cache go on with the tile before. The VAE's code runs twice: first every
-rank runs the calls of its tiles, then all calls give what somebody has made, and the VAE blends it.
+pixels begin a tile; those that are given a cache, or find one in a module, go on with the tile before. The VAE's code
+runs twice: first every rank runs the calls of its tiles, then all calls give what somebody has made, and the VAE blends
+it.
 """
 
 from __future__ import annotations
@@ -39,16 +40,18 @@ def calls_of(encoder: nn.Module, loaded: Tensor) -> tuple[Call, ...]:
     if vae is None:
         return ()
     calls: list[Call] = []
-    known: dict[tuple[int, ...], Any] = {}  # what a tile's first call gives, where it keeps nothing in its arguments
+    known: dict[tuple[int, ...], Any] = {}  # what a tile's first call gives, where it keeps nothing
+    at_first = _kept(vae)
 
     def record(run: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        tile = (calls[-1].tile if calls else -1) + (len(tensors) == 1)
-        plain = len(tensors) == 1 and not any(isinstance(value, list) for value in (*args, *kwargs.values()))
+        begins = len(tensors) == 1 and _kept(vae) == at_first
+        tile = (calls[-1].tile if calls else -1) + begins
+        plain = begins and not any(isinstance(value, list) for value in (*args, *kwargs.values()))
         output = known.get(tuple(tensors[0].shape)) if plain else None
         if output is None:
             output = run(*args, **kwargs)
-        if plain:
+        if plain and _kept(vae) == at_first:
             known[tuple(tensors[0].shape)] = output
         (first, *_), given = pytree.tree_flatten(output)
         calls.append(Call(tile, tensors[0].numel(), tuple(first.shape), first.dtype, given))
@@ -57,6 +60,16 @@ def calls_of(encoder: nn.Module, loaded: Tensor) -> tuple[Call, ...]:
     with tiles_called(vae, record):
         encoder(loaded)
     return tuple(calls) if calls and calls[-1].tile > 0 else ()
+
+
+def _kept(vae: nn.Module) -> set[tuple[str, str, int]]:
+    """The tensors that modules keep as attributes: some VAEs' caches lie there, until a tile has ended."""
+    return {
+        (path, name, id(value))
+        for path, module in vae.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor)
+    }
 
 
 @torch.no_grad()
@@ -72,7 +85,7 @@ def encode_tiles(encoder: nn.Module, loaded: Tensor, peers: Peers, ranks: int, c
         number = next(numbers)
         if owners[number] == peers.index:
             output = run(*args, **kwargs)
-            own.append(pytree.tree_leaves(output)[0])
+            own.append(pytree.tree_leaves(output)[0].clone())  # some VAEs blend in it, here with zeros
             return output
         call = calls[number]
         return _given(call, torch.zeros(call.shape, dtype=call.dtype, device=loaded.device))
