@@ -46,16 +46,18 @@ def command(program: Path, as_json: bool, trace: Path | None, svg: Path | None) 
 def _print(module: Module, simulation: Simulation) -> None:
     from arachnec.commands.tables import bold, ms, terminal
     from arachnec.ir.nodes import quantity
+    from arachnec.ir.sampling import is_sampling
     from arachnec.views.timeline_terminal import gantt
 
     console = terminal()
     console.print(gantt(module, simulation.timeline, width=min(100, console.width)))
     plan = quantity(module.attrs["makespan"])
     mfu = f", MFU {simulation.mfu:.1%}" if simulation.mfu is not None else ""
+    iteration = "" if is_sampling(module) else f" iteration {ms(simulation.iteration_ms)},"
     console.print(
         "\n",
         bold("simulated"),
-        f" iteration {ms(simulation.iteration_ms)}, makespan {ms(simulation.makespan_ms)} "
+        f"{iteration} makespan {ms(simulation.makespan_ms)} "
         f"(planned {ms(plan)})\n  imbalance {simulation.imbalance:.1%}, "
         f"peak memory {max(simulation.peak_memory_gib, default=0.0):.3g} GiB{mfu}",
         highlight=False,
