@@ -30,12 +30,16 @@ import click
 def command(
     executable: Path, checkpoint: Path, output: Path, init: Path | None, ema: bool, lora: bool, dtype: str | None
 ) -> None:
-    """Write the newest checkpoint of a run of EXECUTABLE as safetensors, under the model's original names."""
+    """Write the newest checkpoint of a run of EXECUTABLE as safetensors, under the model's original names.
+
+    Of your own loop give the model file in its place.
+    """
     from arachnec.executable.folder import demand_folder, read_executable
     from arachnec.export.folder import export
+    from arachnec.models.file import load_model_file
 
     demand_folder(output)
-    read = read_executable(executable)
+    read = load_model_file(executable) if executable.suffix == ".py" else read_executable(executable)
     exported = export(read, checkpoint, output, init=init, averages=ema, lora=lora, dtype=dtype)
     click.echo(
         f"wrote {', '.join(str(path) for path in exported.files)}\n"

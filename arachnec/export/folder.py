@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from arachnec.checkpoint.files import save_tensors
 from arachnec.checkpoint.trained_predictors import FILE as PREDICTORS
 from arachnec.checkpoint.trained_predictors import write_predictors
-from arachnec.executable.folder import MODEL, Executable
+from arachnec.executable.folder import Executable
 from arachnec.export.adapters import Merging, lora_file, merged_sources, peft_files
-from arachnec.export.model_values import META, ModelValues, model_values
+from arachnec.export.model_values import META, ModelValues, TrainedModel, model_values
 from arachnec.export.trained_values import trained_values
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.adapters import WRAPPER, plain_model
+from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import folded, model_folder
 from arachnec.models.weight_files import INDEX, PREFERRED, SHARD_BYTES, SUFFIX, write_weights
 
@@ -69,7 +70,7 @@ class Exported:
 
 
 def export(
-    executable: Executable,
+    run: Executable | ModelFile,
     checkpoint: Path,
     output: Path,
     *,
@@ -81,14 +82,16 @@ def export(
 ) -> Exported:
     """Write the newest checkpoint's model into ``output``, under its plain names, with its config.
 
-    ``init`` is the folder that the run began with, for frozen weights. With ``averages`` the averaged weights, with
-    ``lora`` the adapter alone. Without ``dtype`` every tensor has the precision that it trained in. What the model's
-    class keeps in fp32 stays so. No more than a file is held at a time. Of a run with sparse layers the predictors have
-    a file of their own. Raises ``UserError``.
+    ``run`` is its executable, or the model file of an own loop. ``init`` is the folder that the run began with, for
+    frozen weights. With ``averages`` the averaged weights, with ``lora`` the adapter alone. Without ``dtype`` every
+    tensor has the precision that it trained in; of a model file that which ``build()`` gives it. What the model's class
+    keeps in fp32 stays so. No more than a file is held at a time. Of a run with sparse layers the predictors have a
+    file of their own. Raises ``UserError``.
     """
-    _demand_other(output, init, executable.folder, checkpoint)
-    trained = trained_values(checkpoint, executable.digests[MODEL], executable.folder, averages=averages)
-    values = model_values(executable, trained, init)
+    of = TrainedModel.of(run)
+    _demand_other(output, init, of.place, checkpoint)
+    trained = trained_values(checkpoint, of.digest, of.place, averages=averages)
+    values = model_values(of, trained, init)
     write = _write_adapter if lora else _write_model
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=output, prefix=".new-") as draft:

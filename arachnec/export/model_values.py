@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import build_model
-from arachnec.executable.folder import Executable
+from arachnec.executable.folder import MODEL, Executable
+from arachnec.executable.training_options import Training
 from arachnec.export.trained_values import TrainedValues
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import InitialWeights, initial_weights, model_folder
 from arachnec.models.weight_files import weight_files
 
@@ -37,6 +39,23 @@ class OtherInit(Diagnostic):
     help: ClassVar[str] = "give the folder that was --init of the run"
     path: str
     init: str
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """What a run has trained: its model file, whose ``digest`` its checkpoints have, and where that is from."""
+
+    model_file: ModelFile
+    training: Training
+    digest: str
+    place: Path
+
+    @classmethod
+    def of(cls, given: Executable | ModelFile) -> TrainedModel:
+        """Of an own loop's model file by itself: its checkpoints are read alike, and it has no executable."""
+        if isinstance(given, ModelFile):
+            return cls(given, Training(), given.digest, given.path)
+        return cls(given.model_file(), given.training, given.digests[MODEL], given.folder)
 
 
 @dataclass
@@ -87,10 +106,10 @@ def _named(model: nn.Module) -> dict[str, Tensor]:
     return dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)])
 
 
-def model_values(executable: Executable, trained: TrainedValues, init: Path | None) -> ModelValues:
-    """The model of an executable with the values of a checkpoint. Raises ``UserError`` for the weights of another."""
-    model_file = executable.model_file()
-    training = msgspec.structs.replace(executable.training, seed=trained.position.seed)
+def model_values(of: TrainedModel, trained: TrainedValues, init: Path | None) -> ModelValues:
+    """The model of a run with the values of a checkpoint. Raises ``UserError`` for the weights of another."""
+    model_file = of.model_file
+    training = msgspec.structs.replace(of.training, seed=trained.position.seed)
 
     def build() -> nn.Module:
         return build_model(model_file, training, torch.device("cpu"))

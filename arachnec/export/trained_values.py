@@ -28,7 +28,7 @@ class NoCheckpoint(Diagnostic):
 @dataclass(frozen=True)
 class OtherModelFile(Diagnostic):
     title: ClassVar[str] = "the checkpoint {path} was not made with the model file of {executable}"
-    help: ClassVar[str] = "give the executable that its run was started with"
+    help: ClassVar[str] = "give the executable that its run was started with, or of your own loop the model file"
     path: str
     executable: str
 

@@ -21,6 +21,7 @@ from arachnec.checkpoint.files import write_file
 from arachnec.checkpoint.folder import Position, step_folder, write_commit
 from arachnec.checkpoint.parts import Part
 from arachnec.checkpoint.trained_predictors import FILE, TrainedLayer, trained_predictors
+from arachnec.cli import run
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import MODEL
 from arachnec.executable.training_options import Training
@@ -152,6 +153,16 @@ def test_from_pretrained_gives_the_trained_model(trained: Callable[..., Trained]
     assert {path.name for path in again.files} == {"config.json", "diffusion_pytorch_model.safetensors"}
     assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in again.files}
     assert torch.equal(output(loaded(tmp_path / "out")), output(run.model))
+
+
+def test_the_model_of_an_own_loop_is_written_with_its_model_file(
+    trained: Callable[..., Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained_here = trained(FULL)
+    words = ["--checkpoint", str(trained_here.checkpoint), "-o", str(tmp_path / "out")]
+    assert run(["export", str(tmp_path / "model.py"), *words]) == 0
+    assert "after 7 steps" in capsys.readouterr().out
+    assert torch.equal(output(loaded(tmp_path / "out")), output(trained_here.model))
 
 
 def test_predictors_of_sparse_attention_lie_beside_the_weights(trained: Callable[..., Trained], tmp_path: Path) -> None:
