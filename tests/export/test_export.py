@@ -158,11 +158,11 @@ def test_from_pretrained_gives_the_trained_model(trained: Callable[..., Trained]
 def test_the_model_of_an_own_loop_is_written_with_its_model_file(
     trained: Callable[..., Trained], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained_here = trained(FULL)
-    words = ["--checkpoint", str(trained_here.checkpoint), "-o", str(tmp_path / "out")]
+    finished = trained(FULL)
+    words = ["--checkpoint", str(finished.checkpoint), "-o", str(tmp_path / "out")]
     assert run(["export", str(tmp_path / "model.py"), *words]) == 0
     assert "after 7 steps" in capsys.readouterr().out
-    assert torch.equal(output(loaded(tmp_path / "out")), output(trained_here.model))
+    assert torch.equal(output(loaded(tmp_path / "out")), output(finished.model))
 
 
 def test_predictors_of_sparse_attention_lie_beside_the_weights(trained: Callable[..., Trained], tmp_path: Path) -> None:

@@ -42,9 +42,8 @@ def demand_equal_tensors(modules: Mapping[str, nn.Module]) -> None:
     digests = gather_text(hashlib.sha256(text.encode()).hexdigest())
     if len({*digests}) == 1:
         return
-    rank_0 = msgspec.json.decode(
-        share_text(text if dist.get_rank() == 0 else None), type=list[Row]
-    )  # only now: models have thousands of tensors
+    whole = share_text(text if dist.get_rank() == 0 else None)  # only now: models have thousands of tensors
+    rank_0 = msgspec.json.decode(whole, type=list[Row])
     pairs = ((own, first) for own, first in zip_longest(rows, rank_0) if own != first)
     told = gather_text(msgspec.json.encode([*map(_shown, next(pairs, (None, None)))]).decode())
     others = [(rank, msgspec.json.decode(row, type=tuple[str, str])) for rank, row in enumerate(told)]

@@ -188,19 +188,24 @@ def _sent(
     unsent: Collection[str],
 ) -> nn.Module:
     """Rank 0's part; ``unsent`` is what every rank reads. Returns the model that has the buffers."""
-    source = model
+    source, sending = model, False
 
     def send(name: str, value: Tensor) -> None:
+        nonlocal sending
         if name in unsent:
             return
+        sending = True
         read = None if weights is None else weights.value(name, value.dtype)
         exchange.send(name, value if read is None else read)
+        sending = False
 
     whole, again = construction is None, False
     try:
         if construction is not None:
             source = streamed_build(lambda: build(CPU), construction, send)
     except (OtherConstruction, *CANNOT):  # it came back to values that were given up; a mistake shows again below
+        if sending:  # a peer that is gone, or a damaged file: no second build helps
+            raise
         again = True
     if again:
         source = build(CPU)
