@@ -25,6 +25,7 @@ from arachnec.kernels.sparse.predictor import Projections, cell_features, initia
 from arachnec.kernels.sparse.sparse_attention import sparse_attention
 from arachnec.kernels.sparse.token_cubes import KEYS, QUERIES, Grid, TokenCubes, order_on, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists
+from arachnec.sparsity.kernel_speeds import GPU
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import LayerState, SparseCascade
 
@@ -76,7 +77,13 @@ def clip_of(machine: Machine, grid: Grid, heads: int, repeats: int) -> Clip:
     shape = (1, heads, math.prod(grid), HEAD)
     tensors = tuple(torch.randn(shape, device=device).bfloat16() for _ in range(4))
     by = initial_projections(heads, HEAD, HEAD, 16, rng)
-    return Clip(tensors, token_cubes(grid), grid, repeats, Projections(by.query.to(device), by.key.to(device)))
+    return Clip(
+        tensors,
+        token_cubes(grid, queries=GPU.group),
+        grid,
+        repeats,
+        Projections(by.query.to(device), by.key.to(device)),
+    )
 
 
 def speed(machine: Machine) -> Iterator[Row]:
@@ -138,7 +145,7 @@ def sparse_row(machine: Machine, clip: Clip, density: float, dense: dict[str, Ti
     row: Row = {"tokens": math.prod(clip.grid), "heads": query.shape[1], "density": density}
     row |= {
         "pairs": share_of_pairs(lists, cubes),
-        "group": QUERIES,
+        "group": GPU.group,
         "block": KEYS,
         "tile": described(tiles_of(HEAD, query.dtype)),
     } | times

@@ -21,7 +21,10 @@ from compile_estimate import estimate
 
 from arachnec.kernels.sparse.block_launch import Tile, launch_options, tiles_of
 from arachnec.kernels.sparse.block_rows import attention_forward, key_gradients, query_gradients
+from arachnec.kernels.sparse.group_mass import group_mass
+from arachnec.kernels.sparse.mass_launch import mass_options
 
+MASSES = ((16, 8, 8), (16, 32, 8), (16, 256, 64), (128, 8, 8), (256, 8, 8))  # features, cells of a group and a block
 GROUP, BLOCK = 256, 64
 NUMBERS = {
     "tokens": 32760,
@@ -63,6 +66,17 @@ def row(name: str, kernel: Any, products: int, size: int, dtype: torch.dtype, ti
     }
 
 
+def mass_row(rank: int, group: int, block: int) -> dict[str, Any]:
+    """Of the sums by group and block; FLOPs and bytes of both ways over a tile of cells."""
+    constants = mass_options(rank, group, block)
+    numbers, starts = torch.empty(1, device="meta"), torch.empty(1, dtype=torch.int32, device="meta")
+    usage = estimate(group_mass, (numbers, numbers, numbers, starts, starts, numbers, 4095, 512, 512), constants)
+    rows, cells = constants["GROUPS"] * constants["ROWS"], constants["BLOCKS"] * constants["CELLS"]
+    row = {"kernel": "mass", "features": rank, "group": group, "block": block, "tile": f"{rows} x {cells}"}
+    row |= {"warps": usage.warps, "registers": usage.registers, "shared": usage.shared, "spilled": usage.spilled}
+    return row | {"flops": 2 * 2 * rows * cells * rank, "bytes": 2 * 4 * cells * rank}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path)
@@ -76,6 +90,9 @@ def main() -> None:
                 tile = tiles.keys if name == "keys" else tiles.queries
                 rows.append(row(name, kernel, products, size, dtype, tile))
                 print(rows[-1], flush=True)
+    for sizes in MASSES:
+        rows.append(mass_row(*sizes))
+        print(rows[-1], flush=True)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -1,8 +1,8 @@
 """The choice of key blocks: for each query group the blocks that a low-rank prediction gives the most attention.
 
 Cells of neighbouring tokens are scored, not tokens, and a few groups at a time: of the table of cells by cells only a
-strip exists (arXiv 2502.07590, section 4, scores tokens). The mass of a block for a group is the sum of the softmax
-over its cells, summed over the group's cells.
+strip exists, on a GPU none (arXiv 2502.07590, section 4, scores tokens). The mass of a block for a group is the sum of
+the softmax over its cells, summed over the group's cells.
 """
 
 from __future__ import annotations
@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.attention.host_tables import on_device
+from arachnec.kernels.rowwise.row_launch import on_device_of
 from arachnec.kernels.sparse.key_lists import KeyLists
+from arachnec.kernels.sparse.mass_launch import launch_mass
 from arachnec.kernels.sparse.token_cubes import TokenCubes
 
 STRIP = 1 << 17  # scores that exist at one time: half a megabyte stays in a core's cache
-DEVICE_STRIP = 1 << 25  # on a GPU: 128 MiB, in few launches
+MASSES = 1 << 25  # masses that are sorted at one time on a GPU: 128 MiB, and their places
 
 
 def critical_keys(
@@ -49,12 +51,15 @@ def predicted_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, s
     the host. Sums have one fixed order.
     """
     count, cells, device = len(query), len(sizes), query.device
+    if query.is_cuda:
+        with on_device_of(query):
+            return launch_mass(query, key, groups, blocks, sizes)
     weight, tokens = on_device(sizes.float().log(), device), sizes.float()
     starts, of_blocks, mass = groups.tolist(), on_device(blocks.long(), device), []
     first = 0
     while first < len(starts) - 1:
         last = first + 1
-        while last < len(starts) - 1 and (starts[last + 1] - starts[first]) * cells * count <= _strip(device):
+        while last < len(starts) - 1 and (starts[last + 1] - starts[first]) * cells * count <= STRIP:
             last += 1
         rows = slice(starts[first], starts[last])
         scores = torch.baddbmm(weight, query[:, rows].float(), key.float().mT).softmax(-1)
@@ -63,10 +68,6 @@ def predicted_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, s
         mass.append(torch.segment_reduce(by_cell, "sum", offsets=of_blocks, axis=0, unsafe=True).movedim(0, 2))
         first = last
     return torch.cat(mass, 1)
-
-
-def _strip(device: torch.device) -> int:
-    return STRIP if device.type == "cpu" else DEVICE_STRIP
 
 
 def _membership(starts: Sequence[int], tokens: Tensor) -> Tensor:
@@ -96,10 +97,9 @@ def best_blocks(
     """
     if query.device.type == "cpu" and not (query.isfinite().all() and key.isfinite().all()):
         raise ValueError("the predictor's scores are not finite")
-    video, firsts, ends = len(blocks) - 1, spans[::2], spans[1::2]
-    captioned = torch.arange(video, video + captions, device=query.device)
-    at_once = 1 if query.device.type == "cpu" else max(1, len(kept))  # a core's cache, or few launches
-    indices = [captioned[:0]]
+    firsts, ends, table = spans[::2], spans[1::2], (len(groups) - 1) * (len(blocks) - 1)
+    at_once = 1 if query.device.type == "cpu" else max(1, MASSES // table)  # a core's cache, or few launches
+    indices = [query.new_empty(0, dtype=torch.int32)]
     for clip in range(query.shape[0]):
         for head in range(0, len(kept), at_once):
             heads = slice(head, head + at_once)
@@ -107,11 +107,21 @@ def best_blocks(
             if first == end:
                 continue
             mass = predicted_mass(query[clip, heads], key[clip, heads], groups[first : end + 1], blocks, sizes)
-            best = mass.sort(dim=-1, descending=True, stable=True).indices
-            for ranked, keep, begin, stop in zip(best, kept[heads], firsts[heads], ends[heads], strict=True):
-                chosen = ranked[begin - first : stop - first, :keep].sort(dim=-1).values
-                indices.append(torch.cat([chosen, captioned.expand(len(chosen), -1)], 1).reshape(-1))
-    return torch.cat(indices).int(), _counts(query, groups, kept, spans, captions)
+            lists = _lists(mass, kept[heads], captions)
+            for of_head, keep, begin, stop in zip(lists, kept[heads], firsts[heads], ends[heads], strict=True):
+                indices.append(of_head[begin - first : stop - first, : keep + captions].reshape(-1))
+    return torch.cat(indices), _counts(query, groups, kept, spans, captions)
+
+
+def _lists(mass: Tensor, kept: Sequence[int], captions: int) -> Tensor:
+    """[n, G, most + captions] int32: in each row the blocks that the head keeps, ascending, and those of captions."""
+    video, most = mass.shape[2], max(kept)
+    best = mass.sort(dim=-1, descending=True, stable=True).indices[..., :most].int()
+    keeps = on_device(torch.tensor(kept, dtype=torch.int32), mass.device)[:, None, None]
+    place = torch.arange(most + captions, dtype=torch.int32, device=mass.device)
+    best = best.masked_fill(place[:most] >= keeps, video).sort(dim=-1).values  # what is not kept goes to the end
+    best = torch.cat([best, best.new_empty(*best.shape[:2], captions)], 2)
+    return torch.where(place < keeps, best, video + place - keeps)
 
 
 @_critical_keys.register_fake

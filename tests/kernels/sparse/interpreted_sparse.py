@@ -6,7 +6,9 @@ from dataclasses import dataclass
 import torch
 
 from arachnec.kernels.sparse.block_launch import Tile, Tiles, launch_backward, launch_forward, lists_of
+from arachnec.kernels.sparse.critical_keys import predicted_mass
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
+from arachnec.kernels.sparse.mass_launch import launch_mass
 from arachnec.kernels.sparse.token_cubes import Grid, token_cubes
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}
@@ -75,5 +77,25 @@ def errors(case: Case) -> dict[str, float]:
     }
 
 
+MASSES = {  # grid, tokens of a group, a block and a cell, features of a cell
+    "several groups and blocks in a tile": ((3, 7, 9), 32, 16, 4, 16),
+    "more cells in a group than in a tile": ((5, 9, 14), 256, 8, 1, 5),
+    "more cells in a block than in a tile": ((4, 8, 16), 16, 256, 2, 3),
+    "long features": ((2, 5, 6), 16, 8, 2, 160),
+}
+
+
+def mass_errors(grid: Grid, queries: int, keys: int, cell: int, rank: int) -> dict[str, float]:
+    """Of the kernel's sums, against those of tables of scores."""
+    torch.manual_seed(2)
+    cubes = token_cubes(grid, queries=queries, keys=keys, cell=cell)
+    starts = (cubes.group_cells[1:], cubes.block_cells, cubes.cells.diff())  # without the first group
+    query, key = torch.randn(2, HEADS, len(cubes.cells) - 1, rank) / rank**0.25
+    want = predicted_mass(query, key, *starts)
+    error = (launch_mass(query, key, *starts) - want).abs().max() / want.abs().max()
+    return {"mass": float(error)}
+
+
 def main() -> dict[str, dict[str, float]]:
-    return {f"{case.size} {case.masked} {case.dtype}": errors(case) for case in CASES}
+    attention = {f"{case.size} {case.masked} {case.dtype}": errors(case) for case in CASES}
+    return attention | {f"{name}, fp32": mass_errors(*case) for name, case in MASSES.items()}

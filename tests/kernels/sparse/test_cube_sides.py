@@ -37,14 +37,19 @@ def evenly(length: int, count: int) -> Starts:
     return tuple(length * part // count for part in range(count + 1))
 
 
+def fewest(length: int) -> list[int]:
+    """The numbers of parts of an axis of which no smaller one has as short a longest part."""
+    return sorted({-(-length // side) for side in range(1, length + 1)})
+
+
 def every_cut(grid: Grid, large: int, small: int) -> Iterator[tuple[Axes, Axes]]:
-    """All that have groups of whole blocks, or blocks of whole groups, however many on each axis."""
-    for counts in itertools.product(*(range(1, length + 1) for length in grid)):
+    """All that have groups of whole blocks, or blocks of whole groups, on each axis as few as their side lets."""
+    for counts in itertools.product(*map(fewest, grid)):
         inner = tuple(map(evenly, grid, counts))
         tokens = math.prod(sides_of(inner))
         if tokens > small or not (2 * tokens > small or counts == (1, 1, 1)):
             continue
-        for runs in itertools.product(*(range(1, count + 1) for count in counts)):
+        for runs in itertools.product(*map(fewest, counts)):
             places = [evenly(count, run) for count, run in zip(counts, runs, strict=True)]
             outer = tuple(tuple(row[n] for n in place) for row, place in zip(inner, places, strict=True))
             of_run = math.prod(max(b - a for a, b in itertools.pairwise(place)) for place in places) * tokens

@@ -1,0 +1,45 @@
+"""Launches of the kernel that sums predicted attention by groups of queries and blocks of keys."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from arachnec.kernels.attention.host_tables import on_device
+from arachnec.kernels.sparse.group_mass import group_mass
+
+TILES = ((64, 64, 64, 3), (128, 64, 64, 2), (256, 16, 32, 1))  # none spills on an H100 (benchmarks/sparse/compiled.py)
+
+
+def launch_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor) -> Tensor:
+    """As ``predicted_mass`` of features on a GPU; of the groups in ``groups`` alone."""
+    heads, cells, _ = query.shape
+    count, device = len(groups) - 1, query.device
+    mass = torch.empty(heads, count, len(blocks) - 1, device=device)
+    options = mass_options(query.shape[2], int(groups.diff().amax()), int(blocks.diff().amax()))
+    starts = on_device(groups.int(), device), on_device(blocks.int(), device), on_device(sizes.float(), device)
+    group_mass[(-(-count // options["GROUPS"]), heads)](
+        query.float().contiguous(), key.float().contiguous(), mass, *starts, cells, count, len(blocks) - 1, **options
+    )
+    return mass
+
+
+def mass_options(rank: int, group: int, block: int) -> dict[str, int]:
+    """The constants of a launch; ``group`` and ``block`` are the most cells that one has.
+
+    By the features of a cell at most: the cells of queries and of keys whose scores a program holds, and how far its
+    reads are ahead.
+    """
+    _, queries, keys, stages = next((tile for tile in TILES if rank <= tile[0]), TILES[-1])
+    rows, cells = min(queries, _power(group)), min(keys, _power(block))
+    return {
+        "R": rank, "WIDE": max(16, _power(rank)),
+        "GROUPS": queries // rows, "ROWS": rows, "PARTS": -(-group // rows),
+        "BLOCKS": keys // cells, "CELLS": cells, "SPLITS": -(-block // cells),
+        "num_warps": 4, "num_stages": stages,
+    }  # fmt: skip
+
+
+def _power(number: int) -> int:
+    """The least power of 2 that is not smaller."""
+    return 1 << (number - 1).bit_length()
