@@ -17,6 +17,7 @@
 | profiled        | a profile measured here, and what it predicts of steps of clips of other lengths                   |
 | host_memory     | a model that lies in pinned host memory: gradients, memory and step time beside it on the device   |
 | sampling        | latents of `generate` against Diffusers' own pipeline; a switch of models that comes when it comes |
+| sparse_training | whole steps with sparse attention beside dense ones, Wan2.1 of six blocks, as planned and measured |
 | resumed         | losses behind a checkpoint, its export, and runs with sparse attention and fused kernels           |
 
 Each section is a process of its own, with a share of the time; what one leaves, the next may use. Results are written
@@ -59,6 +60,7 @@ SHARES = {  # s
     "profiled": 170,
     "host_memory": 120,
     "sampling": 90,
+    "sparse_training": 100,
     "resumed": 120,
 }
 EXACT = frozenset({"parity", "sampling", "resumed"})  # without TF32, which is another precision than fp32

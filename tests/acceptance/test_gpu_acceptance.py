@@ -30,6 +30,7 @@ KEYS = {  # of some row in each section
     "profiled": {"frames", "step_ms", "planned_step_ms", "error", "memory_gib"},
     "host_memory": {"lies_in_host", "gradient_error", "loss_error", "step_ms", "whole_step_ms", "from_host", "to_host"},
     "sampling": {"case", "K", "expected_K", "curve", "error", "limit", "right"},
+    "sparse_training": {"step_ms", "planned_step_ms", "learning_ms", "dense_step_ms", "layers", "right"},
     "resumed": {"losses", "resumed", "first_step", "error", "limit", "right"},
     "blocks": {"model", "form", "tokens", "error", "forward_ms", "both_ms", "span_ms", "busy_ms", "idle", "kernels"},
 }

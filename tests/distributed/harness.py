@@ -20,7 +20,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from tests.distributed.rank_device import ON_GPU
+import pytest
+
+from tests.distributed.rank_device import MOST_RANKS, ON_GPU
 from tests.warm_python import warm_python
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -179,6 +181,8 @@ _POOLS: dict[int, RankPool] = {}
 
 def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 120.0) -> list[Any]:
     """``RankPool.run`` on a pool of ``ranks`` processes that all tests of this process share."""
+    if ranks > MOST_RANKS:
+        pytest.skip(f"{ranks} ranks, and ARACHNEC_TEST_RANKS allows {MOST_RANKS}")
     if ranks not in _POOLS:
         _POOLS[ranks] = RankPool(ranks)
     return _POOLS[ranks].run(function, *args, timeout=timeout)

@@ -20,6 +20,7 @@ from arachnec.launch.environment import prepare_environment
 
 VARIABLE = "ARACHNEC_TEST_DEVICE"
 ON_GPU = os.environ.get(VARIABLE) == "cuda"
+MOST_RANKS = int(os.environ.get("ARACHNEC_TEST_RANKS", "1024"))  # tests of more are skipped: what one GPU can serve
 ROUNDING = 1e-8 if ON_GPU else 1e-12  # between two devices, or one and the same, in float64
 ONE_GPU = {
     "NCCL_SOCKET_IFNAME": "lo",

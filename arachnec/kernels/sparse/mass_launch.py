@@ -8,7 +8,9 @@ from torch import Tensor
 from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.group_mass import group_mass
 
-TILES = ((64, 64, 64, 3), (128, 64, 64, 2), (256, 16, 32, 1))  # none spills on an H100 (benchmarks/sparse/compiled.py)
+# By the features of a cell, at most: the cells of queries and of keys whose scores a program holds, and how far its reads
+# are ahead. None spills on an H100 (benchmarks/sparse/compiled.py).
+TILES = ((64, 64, 64, 3), (128, 64, 64, 2), (256, 16, 32, 1))
 
 
 def launch_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor) -> Tensor:
@@ -25,11 +27,7 @@ def launch_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, size
 
 
 def mass_options(rank: int, group: int, block: int) -> dict[str, int]:
-    """The constants of a launch; ``group`` and ``block`` are the most cells that one has.
-
-    By the features of a cell at most: the cells of queries and of keys whose scores a program holds, and how far its
-    reads are ahead.
-    """
+    """The constants of a launch; ``group`` and ``block`` are the most cells that one has."""
     _, queries, keys, stages = next((tile for tile in TILES if rank <= tile[0]), TILES[-1])
     rows, cells = min(queries, _power(group)), min(keys, _power(block))
     return {
