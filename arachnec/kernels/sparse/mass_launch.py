@@ -8,8 +8,8 @@ from torch import Tensor
 from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.group_mass import group_mass
 
-# By the features of a cell, at most: the cells of queries and of keys whose scores a program holds, and how far its reads
-# are ahead. None spills on an H100 (benchmarks/sparse/compiled.py).
+# By the features of a cell, at most: cells of queries and of keys whose scores a program holds, and how far reads are
+# ahead. None spills on an H100 (benchmarks/sparse/compiled.py).
 TILES = ((64, 64, 64, 3), (128, 64, 64, 2), (256, 16, 32, 1))
 
 
