@@ -24,7 +24,14 @@ from arachnec.kernels.sparse.block_rows import attention_forward, key_gradients,
 from arachnec.kernels.sparse.group_mass import group_mass
 from arachnec.kernels.sparse.mass_launch import mass_options
 
-MASSES = ((16, 8, 8), (16, 32, 8), (16, 256, 64), (128, 8, 8), (256, 8, 8))  # features, cells of a group and a block
+MASSES = (
+    (16, 8, 8),
+    (64, 8, 8),
+    (16, 32, 8),
+    (16, 256, 64),
+    (128, 8, 8),
+    (256, 8, 8),
+)  # features, cells of a group and a block
 GROUP, BLOCK = 256, 64
 NUMBERS = {
     "tokens": 32760,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from arachnec.backends.torch_distributed.executor.attention import attention_by_grid, attention_of
+from arachnec.backends.torch_distributed.executor.attention import attention_by_grid, attention_of, precision_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
@@ -83,7 +83,7 @@ def test_a_name_that_is_none_is_refused() -> None:
         lower(plan(attention="flesh2"))
     stage, forward = plan().stages[-1], Instruction("forward", "t", (0,), Attributes.of(attention="flesh2"))
     with pytest.raises(UserError, match="flesh2"):
-        attention_of(forward, stage, "fp32", CPU)
+        attention_of(forward, stage, "f32", CPU)
 
 
 def forward_and_stage(module: Module) -> tuple[Instruction, Stage]:
@@ -96,8 +96,16 @@ def forward_and_stage(module: Module) -> tuple[Instruction, Stage]:
 def test_a_run_keeps_what_is_named_where_its_device_can_and_its_precision_is_the_plan_s() -> None:
     assert attention_of(*forward_and_stage(plan()), "bf16", CPU) == "cpu-flash", "planned for another device"
     assert attention_of(*forward_and_stage(plan(attention="math")), "bf16", CPU) == "math"
-    assert attention_of(*forward_and_stage(plan(attention="math")), "fp32", CPU) == "cpu-flash"
+    assert attention_of(*forward_and_stage(plan(attention="math")), "f32", CPU) == "cpu-flash"
     assert attention_of(*forward_and_stage(plan(hidden=None)), "bf16", CPU) is None
+
+
+def test_a_run_that_asks_for_no_precision_attends_in_the_one_that_the_model_was_built_in() -> None:
+    built = torch.nn.Sequential(torch.nn.Linear(4, 4, dtype=torch.bfloat16), torch.nn.LayerNorm(4))
+    built.append(torch.nn.Linear(4, 4, bias=False, dtype=torch.bfloat16))
+    built[0].weight.data = torch.empty(0, dtype=torch.bfloat16)  # released, in a cell of ranks
+    assert precision_of(built) == "bf16"
+    assert precision_of(torch.nn.Linear(2, 2)) == precision_of(torch.nn.Identity()) == "f32"
 
 
 def test_plan_and_run_report_the_family() -> None:

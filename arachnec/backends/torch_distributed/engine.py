@@ -21,7 +21,7 @@ from arachnec.backends.torch_distributed.batches.own_batches import Compiling, o
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.checkpoints.initial_run import newest_checkpoint
 from arachnec.backends.torch_distributed.checkpoints.job_end import end_of_job
-from arachnec.backends.torch_distributed.executor.attention import attention_by_grid
+from arachnec.backends.torch_distributed.executor.attention import attention_by_grid, precision_of
 from arachnec.backends.torch_distributed.executor.iteration import program_of
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.stage_counts import says_other_stages
@@ -457,8 +457,7 @@ def train(
         return
     write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals)
     if dist.get_rank() == 0:
-        training = options.training(executable.training)
-        attention = attention_by_grid(trainer.module, training.dtype, device)
+        attention = attention_by_grid(trainer.module, precision_of(trainer.model), device)
         ranks, reused = dist.get_world_size(), engine.plans_reused
         layers = trainer.sparse_layers
         summary = report.run_report(

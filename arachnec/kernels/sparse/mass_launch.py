@@ -10,7 +10,7 @@ from arachnec.kernels.sparse.group_mass import group_mass
 
 # By the features of a cell, at most: cells of queries and of keys whose scores a program holds, and how far reads are
 # ahead. None spills on an H100 (benchmarks/sparse/compiled.py).
-TILES = ((64, 64, 64, 3), (128, 64, 64, 2), (256, 16, 32, 1))
+TILES = ((64, 64, 128, 1), (128, 64, 64, 2), (256, 16, 32, 1))
 
 
 def launch_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, sizes: Tensor) -> Tensor:

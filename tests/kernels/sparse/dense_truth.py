@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
+from arachnec.kernels.sparse.sparse_attention import _sparse_attention
 from arachnec.kernels.sparse.token_cubes import Grid, TokenCubes, token_cubes
 
 SHARES = (0.0, 0.3, 0.7, 1.0)  # of the blocks that each head's lists have: nothing, all, and between
@@ -63,7 +64,7 @@ def sparse(case: Case, given: Given) -> dict[str, Tensor]:
     query, key, value = (x.detach().requires_grad_() for x in heads)
     cubes, lists = case.cubes, given.lists
     where = (cubes.order.to(query.device), cubes.groups, cubes.blocks, case.size**-0.5)
-    out, lse = torch.ops.arachnec.sparse_attention(query, key, value, given.mask, lists.indices, lists.counts, *where)
+    out, lse = _sparse_attention(query, key, value, given.mask, lists.indices, lists.counts, *where)
     grads = torch.autograd.grad(out, (query, key, value), grad)
     return {"out": out.detach(), "lse": lse, **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 

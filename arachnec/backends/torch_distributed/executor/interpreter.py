@@ -23,7 +23,7 @@ from arachnec.backends.finite_losses import finite_rows
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.batches.batch_preparation import BatchPreparation, HostBatch
 from arachnec.backends.torch_distributed.batches.set_aside import usable
-from arachnec.backends.torch_distributed.executor.attention import attention_of
+from arachnec.backends.torch_distributed.executor.attention import attention_of, precision_of
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.encoding import Encoding
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
@@ -439,7 +439,7 @@ class _Walk:
         forward, context = self._forwards[cascade.name], self.context
         stage = self._stages[cascade.stage]
         if cascade.name not in self.families:
-            self.families[cascade.name] = attention_of(forward, stage, context.training.dtype, context.device)
+            self.families[cascade.name] = attention_of(forward, stage, precision_of(context.model), context.device)
         family = self.families[cascade.name]
         self._prefer(family)  # for attention that is not distributed
         if context.sequence is None:
