@@ -28,8 +28,8 @@ class KernelSpeeds:
 
 # One thread, fp32, heads of 64: benchmarks/sparse/cpu_speed.py.
 CPU = KernelSpeeds(256, 0.8, 0.8, 0.1, 410.0, 0.0, 0.72, (0.0, 11_800.0, 0.0))
-# An H200, bf16, heads of 128, groups of 256: benchmarks/sparse/gpu_fit.py. Groups of 64 were timed at one density.
-GPU = KernelSpeeds(64, 0.49, 0.45, 0.0053, 58.0, 5.6, 0.0, (171.0, 0.0, 8.3))
+# An H200, bf16, heads of 128, groups of 64: benchmarks/sparse/gpu_fit.py.
+GPU = KernelSpeeds(64, 0.48, 0.476, 0.041, 556.0, 7.3, 0.0, (80.0, 0.0, 8.4))
 
 
 def kernel_speeds(device: str) -> KernelSpeeds:

@@ -9,9 +9,10 @@ non-negative least squares on the relative error. Of h heads, S tokens and densi
     choice               a h S^2 + b h S + c             b from putting tokens in order and features of cells
     learning             a h S^2 + c
 
-Dense is the fastest of the dense kernels, forward and backward together. A plan takes a dense backward as two forwards,
-so FLOPs of choice and of learning are counted at a third of both together. Below the numbers: for every row the ratio
-that was measured, the one that these numbers give, and the path that a plan takes.
+Choice and learning do not depend on the density: of a length the median over densities is fitted, which no hiccup of
+the host moves. Dense is the fastest of the dense kernels, forward and backward together. A plan takes a dense backward
+as two forwards, so FLOPs of choice and of learning are counted at a third of both together. Below the numbers: for
+every row the ratio that was measured, the one that these numbers give, and the path that a plan takes.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -88,11 +90,17 @@ def dense_rate(rows: Sequence[Row]) -> float:
 def speeds_of(rows: Sequence[Row]) -> tuple[KernelSpeeds, dict[str, tuple[float, ...]]]:
     """The numbers, and the residuals of each fit."""
     kernels, own, flop = kernel_fits(rows), sparse_rows(rows), dense_rate(rows) * 1e12
-    pairs = [row["heads"] * row["tokens"] ** 2 for row in own]
-    linear, one = [row["heads"] * row["tokens"] for row in own], [1.0] * len(own)
-    moving = fitted([linear], [row["order_ms"] + row["features_ms"] for row in own])
-    choosing = fitted([pairs, one], [row["critical_keys_ms"] for row in own])
-    learning = fitted([pairs, one], [row["learning_ms"] for row in own])
+    sizes = {row["tokens"]: row["heads"] for row in own}
+    pairs = [heads * tokens**2 for tokens, heads in sizes.items()]
+    linear, one = [heads * tokens for tokens, heads in sizes.items()], [1.0] * len(sizes)
+
+    def took(*parts: str) -> list[float]:
+        """The median by length."""
+        return [median(sum(row[part] for part in parts) for row in own if row["tokens"] == tokens) for tokens in sizes]
+
+    moving = fitted([linear], took("order_ms", "features_ms"))
+    choosing = fitted([pairs, one], took("critical_keys_ms"))
+    learning = fitted([pairs, one], took("learning_ms"))
     square = 2 * RANK / CELL**2 / choosing.values[0]  # FLOPs of choice in a ms
     speeds = KernelSpeeds(
         group=GPU.group,
