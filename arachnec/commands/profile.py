@@ -12,11 +12,12 @@ import click
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
 @click.option("--cluster", required=True, help="This machine: a TOML file, or a short form such as 4:cpu.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Write the profile here.")
-def command(model: Path, data: Path, cluster: str, output: Path) -> None:
+@click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="The training option of this name.")
+def command(model: Path, data: Path, cluster: str, output: Path, dtype: str) -> None:
     """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
     the cost formulas that `annotate{profile=FILE}` reads.
 
-    MODEL may be a sampler file, and the clips requests: then a step of each of its models is timed.
+    MODEL may be a sampler file, and the clips requests: then a step of each of its models is timed, as it is built.
     """
     from arachnec.commands.sampler_options import is_sampler
     from arachnec.commands.tables import plain_table, terminal
@@ -24,7 +25,7 @@ def command(model: Path, data: Path, cluster: str, output: Path) -> None:
     from arachnec.ir.diagnostic import counted
     from arachnec.profiling.local import profile_here
 
-    profile = profile_here(model, data, cluster, output, samples=is_sampler(model))
+    profile = profile_here(model, data, cluster, output, samples=is_sampler(model), dtype=dtype)
     table = plain_table("measured")
     for name in ("stage", "phase", "B", "S", "T", "ranks", "measured ms", "fitted ms"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")

@@ -125,6 +125,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collectives: list[Collective] = []
     sparsity: list[SparseProfile] = []
     version: int = 1
+    dtype: str = ""  # of the trained stage's parameters; empty where it was not noted
 
 
 @dataclass(frozen=True)
@@ -229,6 +230,7 @@ def fit_profile(
     synchronisation: Sequence[Synchronisation] = (),
     collectives: Sequence[Collective] = (),
     sparsity: Sequence[SparseProfile] = (),
+    dtype: str = "",
 ) -> Profile:
     """A profile of (stage, phase, measurements) triples, each fitted.
 
@@ -243,7 +245,8 @@ def fit_profile(
     stages = [
         StageProfile(stage, phase, runs, _fit(runs, coefficients, links)) for stage, phase, runs, coefficients in solved
     ]
-    return Profile(machine, device, stages, links, list(synchronisation), list(collectives), list(sparsity))
+    others = list(synchronisation), list(collectives), list(sparsity)
+    return Profile(machine, device, stages, links, *others, dtype=dtype)
 
 
 def fit(measurements: Sequence[Measurement]) -> Fit:

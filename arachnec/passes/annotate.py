@@ -43,6 +43,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Valu
 from arachnec.passes.infra.base import Pass
 
 BACKWARD = 2.0  # backward over forward
+_OPTIONS = {"f32": "fp32", "bf16": "bf16"}  # precisions, as users write them
 BLOCK_OVERHEAD = 0.15  # ms, where the device is unknown
 
 
@@ -58,6 +59,18 @@ class NoFlops(Diagnostic):
     label: ClassVar[str] = "what it takes is unknown"
     help: ClassVar[str] = "give the stage a `flops` formula, or profile it"
     stage: str
+
+
+@dataclass(frozen=True)
+class OtherPrecision(Diagnostic):
+    title: ClassVar[str] = "the profile was measured in {measured}, and stage `@{stage}` computes in {computed}"
+    help: ClassVar[str] = (
+        "make one with `arachnec profile --dtype {option}`, or leave `profile` out to use the device's specs"
+    )
+    measured: str
+    stage: str
+    computed: str
+    option: str
 
 
 @dataclass(frozen=True)
@@ -87,6 +100,8 @@ class Annotate(Pass):
             flops = quantity(module.cluster.attrs["flops"])
             overhead = device.block_overhead if device else BLOCK_OVERHEAD
         profile = read_profile(self.profile) if self.profile and specs is None else None
+        if profile is not None:
+            demand_precision(module, profile)
         stages = []
         for stage in module.stages:
             part = part_from_profile(stage, profile, module.cluster) if profile is not None else None
@@ -103,6 +118,17 @@ class Annotate(Pass):
         cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
         cascades = with_sparse_layers(with_measured_clips(module, profile), stages)
         return replace(module, level=Level.COSTED, cluster=cluster, stages=tuple(stages), cascades=cascades)
+
+
+def demand_precision(module: Module, profile: Profile) -> None:
+    """Raises UserError, at the stage, where a trained stage computes in another precision than was measured: on a GPU
+    times differ several times over."""
+    for stage in module.stages:
+        computed = str(stage.attrs.get("dtype", profile.dtype))
+        if stage.trained and profile.dtype and computed != profile.dtype:
+            measured, wanted = (_OPTIONS.get(dtype, dtype) for dtype in (profile.dtype, computed))
+            option = wanted if wanted in _OPTIONS.values() else "fp32"
+            raise UserError(OtherPrecision(stage.span, measured, stage.name, wanted, option))
 
 
 def from_device_specs(stage: Stage, flops: float, overhead: float) -> Stage:

@@ -56,10 +56,14 @@ class Measured(msgspec.Struct, frozen=True):
     collectives: list[Collective] = []
     attention: list[AttentionTime] = []  # of heads of ``head_size``
     head_size: int = 0
+    dtype: str = ""  # of the trained model's parameters
 
 
-def profile_here(model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False) -> Profile:
-    """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file.
+def profile_here(
+    model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False, dtype: str = "fp32"
+) -> Profile:
+    """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file;
+    ``dtype`` is the training option: ``fp32`` leaves the model as it is built.
 
     Raises ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
     """
@@ -74,6 +78,7 @@ def profile_here(model: Path, data: Path, cluster: str | Path, output: Path, *, 
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
+        arguments += [] if samples else [dtype]
         try:
             launch(machine.world, arguments, lambda line: None, worker=SAMPLER_WORKER if samples else WORKER)
         except RankCrashed as crash:
@@ -106,6 +111,7 @@ def fitted(measured: Measured, machine: Cluster) -> Profile:
         links=measured.links,
         synchronisation=measured.synchronisation,
         collectives=measured.collectives,
+        dtype=measured.dtype,
         sparsity=[fit_sparse(measured.head_size, measured.attention)] if measured.attention else [],
     )
 

@@ -26,6 +26,7 @@ from arachnec.backends.cascade_step import (
     batch_of,
     cascade_loss,
     encode,
+    in_training_precision,
     trained_parameters,
 )
 from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
@@ -64,6 +65,8 @@ from arachnec.runtime.agreement import gather, share_text
 from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.spmd.spatial.peers import Group
+from arachnec.tracing.cost import dtype_of
+from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.sample import meta_encoders
 
 TRAINED = "dit"
@@ -230,7 +233,8 @@ class Profiler:
         links = measure_links(self.device) if world > 1 else None
         collectives = [row for moving in self._beside for row in moving.measurements(ends)]
         stages = [(*key, rows) for key, rows in measurements.items()]
-        return Measured(name, stages, links, [end], collectives)
+        precision = dtype_name(dtype_of(self.model))
+        return Measured(name, stages, links, [end], collectives, dtype=precision)
 
     def _trace(self) -> list[int]:
         """S of every clip; traced on rank 0, since the ranks share the machine's cores."""
@@ -481,9 +485,10 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def main(model: str, data: str, planned_device: str, at_once: str, output: str) -> None:
+def main(model: str, data: str, planned_device: str, at_once: str, output: str, dtype: str) -> None:
     def work(device: torch.device) -> None:
-        profiler = Profiler(load_model_file(model), read_manifest(data).clips, device, int(at_once))
+        model_file = in_training_precision(load_model_file(model), msgspec.structs.replace(TRAINING, dtype=dtype))
+        profiler = Profiler(model_file, read_manifest(data).clips, device, int(at_once))
         measured = profiler.measure()
         size, attention = profiler.attention()
         measured = msgspec.structs.replace(measured, head_size=size, attention=attention)

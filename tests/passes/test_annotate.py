@@ -156,6 +156,22 @@ def per_clip(annotated: Module) -> dict[str, float]:
     return {c.stage: quantity(c.attrs["per_clip"]) for c in annotated.cascades if "per_clip" in c.attrs}
 
 
+def test_a_profile_of_another_precision_is_refused(tmp_path: Path) -> None:
+    def in_precision(dtype: str) -> Module:
+        whole = module()
+        return replace(whole, stages=tuple(replace(s, attrs=s.attrs.updated(dtype=dtype)) for s in whole.stages))
+
+    both = [("dit", "forward", RUNS), ("dit", "backward", RUNS)]
+    write_profile(fit_profile(both, machine="m", device="cpu", dtype="f32"), tmp_path / "p.json")
+    annotate = Annotate(profile=str(tmp_path / "p.json"))
+    assert annotate.run(in_precision("f32")).stages[0].attrs["costs"] == "profile"
+    with pytest.raises(UserError) as refused:
+        annotate.run(in_precision("bf16"))
+    assert "measured in fp32, and stage `@dit` computes in bf16" in str(refused.value)
+    assert "arachnec profile --dtype bf16" in render(refused.value.diagnostics[0])
+    assert Annotate(profile=str(profile_at(tmp_path / "old.json"))).run(in_precision("bf16")), "not noted"
+
+
 def test_an_encoders_cascade_of_measured_clips_takes_what_was_measured(tmp_path: Path) -> None:
     path = str(encoders_profile(tmp_path / "p.json"))
     clips = [Clip(number, 17, 48, 64, 20, 100) for number in range(3)]

@@ -8,7 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
+from arachnec.backends.cascade_step import in_training_precision
 from arachnec.cost.profile import fit_profile
+from arachnec.executable.training_options import Training
 from arachnec.models.file import load_model_file
 from arachnec.profiling.local import Measured
 from arachnec.profiling.points import SHAPES, choose_points
@@ -101,6 +103,18 @@ def test_an_encoder_is_measured_at_every_size_of_the_data_where_the_budget_allow
     assert {row.sizes["frames"] for row in rows["vae"] if row.sizes} == set(FRAMES)
     assert {row.sizes is None for row in rows["dit"]} == {True}
     assert len({row.tokens for row in rows["dit"]}) == SHAPES
+
+
+def precision(model: str, dtype: str) -> str:
+    model_file = in_training_precision(load_model_file(model), Training(dtype=dtype))  # type: ignore[arg-type]
+    profiler = Profiler(model_file, CLIPS[:1], torch.device("cpu"), 1)
+    profiler.round()
+    return profiler.measured().dtype
+
+
+@pytest.mark.parametrize(("dtype", "name"), [("fp32", "f32"), ("bf16", "bf16")])
+def test_a_model_is_measured_in_the_precision_that_it_trains_in(model: Path, dtype: str, name: str) -> None:
+    assert run_ranks(1, precision, str(model), dtype, timeout=600.0) == [name]
 
 
 def test_further_sizes_of_encoders_are_left_out_where_the_budget_is_small(model: Path) -> None:
