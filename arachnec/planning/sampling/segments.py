@@ -54,14 +54,6 @@ def segments_of(clip: Clip, models: int, length: int, longest: int | None = None
     yield from (replace(segment, after=True) for segment in cut_steps(most, steps, longest or steps))
 
 
-@dataclass(frozen=True)
-class NotPositive(Diagnostic):
-    title: ClassVar[str] = "`segment` has {option} = {number}"
-    help: ClassVar[str] = "write at least `{option}=1`, or leave it out"
-    option: str
-    number: int
-
-
 def cut_steps(first: int, end: int, length: int) -> Iterator[Segment]:
     """The steps from ``first`` to before ``end`` in equal parts of at most ``length``, longer ones first."""
     count = -(-(end - first) // length)
@@ -74,12 +66,8 @@ def segmented(module: Module, *, length: int, longest: int | None = None, batch:
     """The module at level ``partitioned``: a chain of cascades for every request, or for ``batch`` equal ones.
 
     Requests are batched where they are equal in shape, steps, branches and arrival, and their switch is certain.
-    With ``models`` 1 the first one takes all steps. Raises UserError where a module has no requests, and for a number
-    under 1.
+    With ``models`` 1 the first one takes all steps. Raises UserError where a module has no requests.
     """
-    for option, number in (("length", length), ("longest", longest), ("batch", batch), ("models", models)):
-        if number is not None and number < 1:
-            raise UserError(NotPositive(None, option, number))
     if models == 1:
         module = of_first_model(module)
     demand_requests(module)
