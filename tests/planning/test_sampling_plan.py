@@ -327,6 +327,14 @@ def test_equal_requests_are_batched_and_take_their_steps_together() -> None:
     assert {c.batch for c in module.cascades if c.phase is Phase.DENOISE} == {1, 2}
 
 
+def test_the_first_model_alone_is_planned_without_the_second() -> None:
+    """It would be taken for an encoder: no model of the requests."""
+    module = traced([request(0, SHAPES[1])], [SwitchForecast.fixed(3)])
+    alone = Pipeline.parse("segment{models=1},annotate,schedule-sampling{steps=0},place,lower,check").run(module)
+    assert [stage.name for stage in alone.stages] == ["text", "large"]
+    assert [cascade.stage for cascade in alone.cascades] == ["text", "large"]
+
+
 @pytest.mark.parametrize("objective", ["makespan", "mean-latency"])
 def test_the_bound_of_the_makespan_is_computed_once(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = Pipeline.parse("segment,annotate").run(traced([request(0, SHAPES[1])], [SwitchForecast.fixed(3)]))

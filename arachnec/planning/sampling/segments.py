@@ -68,9 +68,9 @@ def segmented(module: Module, *, length: int, longest: int | None = None, batch:
     Requests are batched where they are equal in shape, steps, branches and arrival, and their switch is certain.
     With ``models`` 1 the first one takes all steps. Raises UserError where a module has no requests.
     """
+    demand_requests(module)
     if models == 1:
         module = of_first_model(module)
-    demand_requests(module)
     names = models_of(module)
     cascades: list[Cascade] = []
     for group in batches(module.clips, batch_limit(module, batch)):
@@ -87,13 +87,15 @@ def demand_requests(module: Module) -> None:
 
 
 def of_first_model(module: Module) -> Module:
-    """The requests without a switch: their first model takes all steps."""
+    """The requests without a switch: their first model takes all steps, and the module has no other."""
+    first, *others = models_of(module)
     clips = (
         replace(clip, attrs=clip.attrs.updated(window=None, forecast=None, branches=_first(clip)))
         for clip in module.clips
     )
-    attrs = module.attrs.updated(models=models_of(module)[:1], switch=None)
-    return replace(module, clips=tuple(clips), attrs=attrs)
+    attrs = module.attrs.updated(models=(first,), switch=None)
+    stages = tuple(stage for stage in module.stages if stage.name not in others)
+    return replace(module, stages=stages, clips=tuple(clips), attrs=attrs)
 
 
 def _first(clip: Clip) -> tuple[int, ...] | None:
