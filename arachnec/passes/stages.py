@@ -9,7 +9,7 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.passes.annotate import Annotate
-from arachnec.passes.infra.base import Count, Pass, Scope
+from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.partition import Partition
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layer_costs import CostedLayers, costed_layers
@@ -57,9 +57,9 @@ class Stages(Pass):
     gives: ClassVar[Level] = Level.TRACED
     scope: ClassVar[Scope] = Scope.MODEL
 
-    p: Count | None = None
-    cuts: tuple[Count, ...] | None = None
-    replicas: tuple[Count, ...] | None = None
+    p: int | None = None
+    cuts: tuple[int, ...] | None = None
+    replicas: tuple[int, ...] | None = None
 
     def run(self, module: Module) -> Module:
         if module.level is not Level.TRACED:

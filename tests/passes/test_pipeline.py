@@ -299,8 +299,6 @@ def test_an_option_that_nothing_would_read_is_refused(text: str, says: str) -> N
         ("segment{models=0}", 1),
         ("shard-optimizer{stages_each=0}", 1),
         ("shard-parameters{pipeline=0}", 1),
-        ("stages{cuts=[0]}", 1),
-        ("stages{p=0}", 1),
         ("stages-dapple{batch=0,layers=layers.json}", 1),
     ],
 )
