@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 STEPS, GUIDANCE = 50, 1.0  # of a row that does not say
+LONGEST_ID = 200  # bytes: a file's name has 255, and endings
 REQUEST = "request"  # what a row stands for, in messages
 NAMES_FILES = "a request's files are named by its id"
 REQUEST_KEYS = RowKeys(
@@ -124,13 +125,19 @@ def _request(row: Row) -> Request:
 
 def _id(row: Row) -> str | int:
     value = identifier(row)
-    if isinstance(value, str) and not _names_a_file(value):
-        raise UserError(bad_value(row, "id", "a name for files", "use letters, digits, `-`, `_` and `.`"))
+    if not _names_a_file(str(value)):
+        remedy = f"use letters, digits, `-`, `_` and `.`, {LONGEST_ID} bytes at most"
+        raise UserError(bad_value(row, "id", "a name for files", remedy))
     return value
 
 
 def _names_a_file(value: str) -> bool:
-    return len(value) <= 100 and value.isprintable() and not set(value) & set('/\\:*?"<>|') and value.strip(". ") != ""
+    return (
+        len(value.encode()) <= LONGEST_ID
+        and value.isprintable()
+        and not set(value) & set('/\\:*?"<>|')
+        and value.strip(". ") != ""
+    )
 
 
 def _number(row: Row, key: str, default: float) -> float:

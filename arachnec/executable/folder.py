@@ -29,7 +29,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, TypeVar
 
 import msgspec
 
@@ -69,6 +69,7 @@ FILE_OPTION = re.compile(
     rf"(?:{_OF_SPARSIFY}\b(?P<file>file)|\b(?P<option>profile|orders|layers))\s*=\s*(?P<value>{_QUOTED}|[^,{{}}]+)"
 )
 LIBRARIES = ("torch", "diffusers", "transformers")
+Read = TypeVar("Read")
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,15 @@ class NotExecutable(Diagnostic):
     title: ClassVar[str] = "{folder} is not an executable: {reason}"
     help: ClassVar[str] = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
     folder: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CutShort(Diagnostic):
+    title: ClassVar[str] = "{folder}/{name} is cut short or damaged: {reason}"
+    help: ClassVar[str] = "copy the folder again, or compile it again"
+    folder: str
+    name: str
     reason: str
 
 
@@ -379,10 +389,7 @@ def read_header(folder: Path) -> Header:
     data = read_part(folder, HEADER)
     if samples(folder):
         raise UserError(OfRequests(None, str(folder)))
-    try:
-        header = msgspec.json.decode(data, type=Header)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(NotExecutable(None, str(folder), f"{HEADER}: {error}")) from None
+    header = json_part(folder, HEADER, data, Header)
     if header.format != FORMAT:
         raise UserError(
             NotExecutable(None, str(folder), f"its format is {header.format}, this arachnec reads {FORMAT}")
@@ -430,6 +437,18 @@ def read_part(folder: Path, name: str) -> bytes:
         raise UserError(NotExecutable(None, str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB"))
     with writing(path):
         return path.read_bytes()
+
+
+def json_part(folder: Path, name: str, data: bytes, kind: type[Read]) -> Read:
+    """What a file of the folder says. Raises ``UserError`` where it is no JSON, or not of that form."""
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)  # before its fields: those of a file cut short may be others
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(CutShort(None, str(folder), name, str(error))) from None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(NotExecutable(None, str(folder), f"{name}: {error}")) from None
 
 
 def text_of(folder: Path, name: str, data: bytes) -> str:

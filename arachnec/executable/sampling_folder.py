@@ -32,6 +32,7 @@ from arachnec.executable.folder import (
     NotExecutable,
     demand_inside,
     digest_of,
+    json_part,
     modules_of,
     own_profiles,
     read_part,
@@ -178,10 +179,7 @@ def write_sampling_executable(
 
 def read_sampling_header(folder: Path) -> SamplingHeader:
     """``executable.json``. Raises ``UserError`` where it is missing or malformed."""
-    try:
-        header = msgspec.json.decode(read_part(folder, HEADER), type=SamplingHeader)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(NotExecutable(None, str(folder), f"{HEADER}: {error}")) from None
+    header = json_part(folder, HEADER, read_part(folder, HEADER), SamplingHeader)
     if header.format != FORMAT:
         reason = f"its format is {header.format}, this arachnec reads {FORMAT}"
         raise UserError(NotExecutable(None, str(folder), reason))
@@ -198,10 +196,7 @@ def read_sampling_executable(folder: Path) -> SamplingExecutable:
             raise UserError(Changed(None, str(folder), name))
     program, traced = (parse_module(text_of(folder, name, raw[name]), str(folder / name)) for name in (PROGRAM, TRACED))
     check_module(traced)
-    try:
-        stored = msgspec.json.decode(raw[REQUESTS], type=list[StoredRequest])
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(NotExecutable(None, str(folder), f"{REQUESTS}: {error}")) from None
+    stored = json_part(folder, REQUESTS, raw[REQUESTS], list[StoredRequest])
     requests = tuple(row.request for row in stored)
     for clip in traced.clips:
         own = requests[clip.id] if 0 <= clip.id < len(requests) else None

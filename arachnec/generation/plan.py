@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -13,6 +13,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.generation.encoded import Encoders
 from arachnec.generation.learned_layers import with_predictors
+from arachnec.generation.model_kind import model_kind
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage
@@ -26,11 +27,11 @@ from arachnec.passes.trace import TRAINED, Trace, trace_model
 from arachnec.planning.sampling.requests import SwitchForecast, inference_stage, sampling_module
 from arachnec.sampling.loop import Sampling, begin, other_latents, sizes_of
 from arachnec.tracing.cost import encoder_stage
-from arachnec.tracing.find import find_blocks, structure
+from arachnec.tracing.find import find_blocks
 from arachnec.tracing.needs_values import needs_values
 from arachnec.tracing.padded_text import padded_text
-from arachnec.tracing.record import Repeats, form_of_call
-from arachnec.tracing.sample import arguments_of, meta_encoders
+from arachnec.tracing.record import Repeats
+from arachnec.tracing.sample import meta_encoders
 
 DEFAULT = "generate"  # a named pipeline
 LATENT_BYTES = 4  # of a number of the latents, which are kept in fp32
@@ -131,7 +132,7 @@ def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen]
     demand_steps(sampling, requests)
     demand_latents(sampling, requests)
     alone = len(sampling.names) == 1
-    kinds = {name: name if alone else _kind(sampling.sampler, name, clips) for name in sampling.names}
+    kinds = {name: name if alone else model_kind(sampling.sampler, name, clips) for name in sampling.names}
     first = {kind: name for name, kind in reversed(kinds.items())}
     of_kinds = {
         kind: trace_model(sampling.sampler.model_file(name), clips, gradients=False) for kind, name in first.items()
@@ -139,20 +140,6 @@ def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen]
     traces = {name: of_kinds[kind] for name, kind in kinds.items()}
     decoder = decoder_stage(sampling, clips, traces[sampling.names[0]].tokens)
     return Traced(sampling, traces, tuple(requests), decoder, tuple(seen), text_of_all(sampling, clips))
-
-
-def _kind(sampler: SamplerFile, name: str, clips: Sequence[VideoClip]) -> Hashable:
-    """Equal for models of one structure that are called alike: two experts are traced once."""
-    file = sampler.model_file(name)
-    try:
-        with torch.device("meta"):
-            model = sampler.build(name)
-        encoders = meta_encoders(file)
-        shapes = {clip.shape: clip for clip in clips}.values()
-        calls = [arguments_of(file, clip, encoders, device="meta") for clip in shapes]
-    except Exception:
-        return name  # tracing says what is wrong, and where
-    return structure(model), tuple(form_of_call(call) for call in calls)
 
 
 def text_of_all(sampling: Sampling, clips: Sequence[VideoClip]) -> int | None:

@@ -319,21 +319,27 @@ class GenerationRank:
         request = loop.request
         self.progress.result_of(request)
         failed = f"its latents are no numbers after step {loop.step}" if loop.failed else None
+        seconds, pixels = time.monotonic() - self.started, None if loop.failed else self._pixels(loop.latents)
+        if pixels is not None and not torch.isfinite(pixels).all():
+            failed = "its pixels are no numbers, though its latents are"
         outcome = Outcome(
             id=str(request.id),
             steps=loop.step,
             switched=loop.switched,
             distances=[distance if math.isfinite(distance) else None for distance in loop.distances],
             fingerprint=self.results.fingerprint(request),
-            seconds=time.monotonic() - self.started,
+            seconds=seconds,
             failed=failed,
         )
         if failed is None:
-            self._build_decoder()
-            with torch.no_grad():
-                pixels = None if self._decoder is None else decoded(self.sampling.sampler, self._decoder, loop.latents)
             self.results.write(request, outcome, loop.latents, pixels)
         self.tell(outcome)
+
+    @torch.no_grad()
+    def _pixels(self, latents: Tensor) -> Tensor | None:
+        """What the decoder makes of them; None without one."""
+        self._build_decoder()
+        return None if self._decoder is None else decoded(self.sampling.sampler, self._decoder, latents)
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,6 +14,7 @@ from arachnec.codegen.planned_fusion import fuse_as_planned
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.generation.learned_layers import learned_layers, sparse_attention
+from arachnec.generation.model_kind import model_kind
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import layer_densities, sparse_layers
 from arachnec.ir.nodes import Cascade, Graph, Instruction, Module, Program, Stage, integer
@@ -53,6 +54,7 @@ class RankModels:
     _models: dict[str, nn.Module] = field(default_factory=dict)
     _sequences: dict[str, SequenceModel] = field(default_factory=dict)
     _layers: dict[str, dict[int, LayerState]] = field(default_factory=dict)  # that can be sparse, by model
+    _graphs: dict[Hashable, CapturedModel] = field(default_factory=dict)  # recorded without values, by kind of model
 
     def __call__(self, name: str) -> nn.Module:
         if name not in self._models:
@@ -117,7 +119,10 @@ class RankModels:
     def _captured(
         self, name: str, step: Specialisation, clips: Sequence[VideoClip], at: VideoClip | None = None
     ) -> CapturedModel:
-        """Recorded without values where the model can be, as for the plan."""
+        """Recorded without values where the model can be, as for the plan; once for models of one kind."""
+        kind = model_kind(self.sampler, name, clips), step, tuple(clip.shape for clip in clips), at and at.shape
+        if kind in self._graphs:
+            return self._graphs[kind]
         source = self.sampler.model_file(name)
 
         def capture(model: nn.Module) -> CapturedModel:
@@ -128,7 +133,8 @@ class RankModels:
         with torch.device("meta"):
             shapes = self.sampler.build(name)
         try:
-            return capture(shapes)
+            self._graphs[kind] = capture(shapes)
+            return self._graphs[kind]
         except UserError as refusal:
             if not cannot_on_meta(refusal):
                 raise

@@ -212,7 +212,7 @@ CASCADE = table("""
     ring      | int         | placed    | optional | keys and values go round so many; ulysses x ring = degree
     shards    | [int]       | placed    | optional | tokens per rank; absent = as even as possible, larger first
     attention | str         | placed    | optional | kernel family of its attention; absent = the run chooses
-    groups    | int         | placed    | optional | query groups of a head that `heads` counts
+    groups    | int         | placed    | optional | query groups of its clip, by which `heads` divides
     heads     | [[[int], [any int], [int]]] | placed | optional | layers, place of each head (-1: cut), parts of these
 """)
 

@@ -39,11 +39,9 @@ class PlannerProcess:
     def ask(self, question: msgspec.Struct) -> None:
         """Returns at once. Where the process has ended, there is no answer."""
         assert self.process.stdin is not None
-        try:
+        with contextlib.suppress(BrokenPipeError):
             self.process.stdin.write(msgspec.json.encode(question) + b"\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
-            pass
 
     def answers(self) -> Iterator[bytes]:
         """Its answers, each waited for, until it ends."""

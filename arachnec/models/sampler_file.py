@@ -13,11 +13,20 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from arachnec.checkpoint.trained_predictors import TrainedPredictors, trained_predictors
 from arachnec.data.clip import VideoClip
-from arachnec.data.requests import Request
+from arachnec.data.requests import STEPS, Request
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
-from arachnec.models.file import FileForm, ModelFile, called, definition, load_functions, own_errors, wrong_encoders
+from arachnec.models.file import (
+    FileForm,
+    ModelFile,
+    called,
+    definition,
+    load_functions,
+    own_errors,
+    ran_out_of_memory,
+    wrong_encoders,
+)
 from arachnec.models.weight_files import found_weights
 
 if TYPE_CHECKING:
@@ -56,6 +65,18 @@ class BadStart(Diagnostic):
     help: ClassVar[str] = "return a floating-point tensor [1, ...]: the noise that the first step is given"
     request: str | int
     found: str
+
+
+@dataclass(frozen=True)
+class TooLarge(Diagnostic):
+    title: ClassVar[str] = (
+        "this machine's memory does not hold the noise of request `{request}`, of {frames} x {height} x {width}"
+    )
+    help: ClassVar[str] = "give the request fewer frames, or a smaller height and width"
+    request: str | int
+    frames: int
+    height: int
+    width: int
 
 
 @dataclass(frozen=True)
@@ -127,7 +148,13 @@ class SamplerFile:
         """The latents that the first step is given, ``[1, ...]``."""
         import torch
 
-        latents = self.start(request, generator)
+        try:
+            latents = self.start(request, generator)
+        except Exception as error:
+            if not ran_out_of_memory(error):
+                raise
+            size = request.frames, request.height, request.width
+            raise UserError(TooLarge(self.span("start"), request.id, *size)) from error
         if not isinstance(latents, torch.Tensor) or not latents.is_floating_point() or latents.shape[:1] != (1,):
             actual = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, torch.Tensor) else called(latents)
             raise UserError(BadStart(self.span("start"), request.id, actual))
@@ -169,7 +196,10 @@ class SamplerFile:
         def sample(clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, Any], torch.Tensor]:
             request = request_of(clip)
             scheduler = self.scheduler()
-            scheduler.set_timesteps(2)
+            try:
+                scheduler.set_timesteps(2)
+            except Exception:  # PNDM takes no such few
+                scheduler.set_timesteps(STEPS)
             latents = self.noise(request, generator)
             return self.call(name, latents, scheduler.timesteps[0], request, True), latents
 

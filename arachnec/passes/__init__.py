@@ -1,7 +1,7 @@
 """Passes over the cascade IR, one file each, and what somebody who writes one imports.
 
-``from arachnec.passes import CostModel, Duration, Pass, Pipeline, Scope, registry, validate_schedule, with_times``.
-Each is imported when it is first asked for, so that listing the passes stays free of torch and z3.
+``from arachnec.passes import CostModel, Count, Duration, Pass, Pipeline, Scope, registry, validate_schedule,
+with_times``. Each is imported when it is first asked for, so that listing the passes stays free of torch and z3.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from arachnec.cost.model import CostModel
     from arachnec.passes.infra import registry
-    from arachnec.passes.infra.base import Duration, Pass, Scope
+    from arachnec.passes.infra.base import Count, Duration, Pass, Scope
     from arachnec.passes.infra.pipeline import Pipeline
     from arachnec.planning.formulate import with_times
     from arachnec.planning.validate import validate_schedule
 
-__all__ = ["CostModel", "Duration", "Pass", "Pipeline", "Scope", "registry", "validate_schedule", "with_times"]
+__all__ = ["CostModel", "Count", "Duration", "Pass", "Pipeline", "Scope", "registry", "validate_schedule", "with_times"]
 
 _HOMES = {
     "CostModel": "arachnec.cost.model",
+    "Count": "arachnec.passes.infra.base",
     "Duration": "arachnec.passes.infra.base",
     "Pass": "arachnec.passes.infra.base",
     "Pipeline": "arachnec.passes.infra.pipeline",

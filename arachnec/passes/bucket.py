@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module
 from arachnec.lowering.buckets import with_buckets
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import CountFromZero, Pass
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class Bucket(Pass):
 
     needs: ClassVar[Level] = Level.PLACED
     gives: ClassVar[Level] = Level.PLACED
-    mib: int | None = None
+    mib: CountFromZero | None = None
     reverse: bool = True
 
     def run(self, module: Module) -> Module:

@@ -13,7 +13,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parameter_cells import cell_fits
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import Count, Pass, Scope
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.encoder_width import dividable, divided, narrower, reasons_whole
 from arachnec.planning.formulate import problem_of
@@ -44,7 +44,7 @@ class DivideEncoders(Pass):
     gives: ClassVar[Level] = Level.TRACED
     scope: ClassVar[Scope] = Scope.MODEL
 
-    ranks: int | None = None
+    ranks: Count | None = None
     following: tuple[Pass, ...] = field(default=(), init=False, compare=False, repr=False)
 
     def informed(self, following: tuple[Pass, ...]) -> DivideEncoders:

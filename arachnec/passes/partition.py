@@ -28,7 +28,7 @@ from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import formula_in, is_encoder, most_clips
 from arachnec.ir.tables import OF_PARTS
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Count, Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
 from arachnec.planning.pipeline_orders import SPLITTING
 
@@ -91,14 +91,12 @@ class Partition(Pass):
     gives: ClassVar[Level] = Level.PARTITIONED
 
     policy: Literal["dual", "equal-token", "single", "encode"] = "dual"
-    tokens: int | None = None
+    tokens: Count | None = None
     p: str | None = None
     profile: str | None = None
     split_backward: bool = False
 
     def __post_init__(self) -> None:
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError("tokens is the most tokens of a micro-batch, 1 at least")
         if self.tokens is not None and self.policy in ("single", "encode"):
             raise ValueError(f"tokens is of `dual` and `equal-token`, and the policy is `{self.policy}`")
         if self.p is not None and self.policy != "dual":

@@ -9,7 +9,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module, quantity
 from arachnec.ir.sampling import outcomes_of
 from arachnec.ir.values import Quantity
-from arachnec.passes.infra.base import Duration, Pass
+from arachnec.passes.infra.base import Count, Duration, Pass
 from arachnec.planning.placement import end_of
 from arachnec.planning.sampling.chains import Rates, request_chains
 from arachnec.planning.sampling.replan import rounds_until
@@ -27,7 +27,7 @@ class Rounds(Pass):
     needs: ClassVar[Level] = Level.PLACED
     gives: ClassVar[Level] = Level.PLACED
 
-    most: int = 12
+    most: Count = 12
     least: Duration = Duration(4000.0)
 
     def run(self, module: Module) -> Module:

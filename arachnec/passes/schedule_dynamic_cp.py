@@ -9,18 +9,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Count, Pass
 from arachnec.planning.baselines.dynamic_cp import in_dynamic_rounds
 from arachnec.planning.formulate import problem_of, with_schedule
-
-
-@dataclass(frozen=True)
-class BadTokensPerRank(Diagnostic):
-    title: ClassVar[str] = "`schedule-dynamic-cp{{tokens={tokens}}}` lets a rank take no token"
-    help: ClassVar[str] = "give the most tokens of a sequence that one GPU should take, or leave it to the memory"
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -30,11 +22,9 @@ class ScheduleDynamicCp(Pass):
     needs: ClassVar[Level] = Level.COSTED
     gives: ClassVar[Level] = Level.SCHEDULED
 
-    tokens: int | None = None
+    tokens: Count | None = None
 
     def run(self, module: Module) -> Module:
-        if self.tokens is not None and self.tokens < 1:
-            raise UserError(BadTokensPerRank(None, self.tokens))
         cost = CostModel(module)
         problem = problem_of(module, cost)
         schedule = in_dynamic_rounds(module, problem, self.tokens)

@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.infra.base import Duration, Pass
+from arachnec.passes.infra.base import Count, Duration, Pass
 from arachnec.planning.baselines.flexsp import DEFAULT_BUCKETS, DEFAULT_MICRO_BATCHES, solved
 from arachnec.planning.formulate import problem_of, with_schedule
 from arachnec.solver.problem import Problem, Schedule
@@ -32,8 +32,8 @@ class ScheduleFlexsp(Pass):
     gives: ClassVar[Level] = Level.SCHEDULED
 
     limit: Duration = DEFAULT_LIMIT
-    buckets: int = DEFAULT_BUCKETS
-    micro_batches: int = DEFAULT_MICRO_BATCHES
+    buckets: Count = DEFAULT_BUCKETS
+    micro_batches: Count = DEFAULT_MICRO_BATCHES
 
     def run(self, module: Module) -> Module:
         cost = CostModel(module)

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Count, Pass
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.one_f_one_b import WarmUp
 from arachnec.planning.pipeline_errors import OptionBesideOrders, OptionOfAnotherSchedule
@@ -35,13 +35,13 @@ class SchedulePipeline(Pass):
     gives: ClassVar[Level] = Level.PLACED
 
     schedule: ScheduleName | None = None
-    k: int | None = None
-    v: int | None = None
+    k: Count | None = None
+    v: Count | None = None
     policy: WarmUp | None = None
-    degree: int | None = None
+    degree: Count | None = None
     recompute: bool | None = None
     orders: str | None = None
-    degrees: tuple[int, ...] | None = None
+    degrees: tuple[Count, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.orders is not None:
@@ -53,10 +53,6 @@ class SchedulePipeline(Pass):
                 raise UserError(OptionOfAnotherSchedule(None, option, schedule, self.name_of_schedule))
         if self.degree is not None and self.degrees is not None:
             raise ValueError("degree is that of every stage, and degrees are those of each: give one of them")
-        if self.v is not None and self.v < 1:
-            raise ValueError("v is a number of stages on a rank, 1 at least")
-        if self.k is not None and self.k < 1:
-            raise ValueError("k is a number of micro-batches, 1 at least")
 
     @property
     def name_of_schedule(self) -> ScheduleName:

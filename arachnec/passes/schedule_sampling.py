@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.infra.base import Duration, Pass
+from arachnec.passes.infra.base import Count, CountFromZero, Duration, Pass
 from arachnec.planning.sampling.plan import planned
 from arachnec.solver.budget import Clock
 
@@ -28,9 +28,9 @@ class ScheduleSampling(Pass):
     policy: Literal["search", "replica", "one-degree", "two-pools"] = "search"
     objective: Literal["makespan", "mean-latency", "p95-latency"] = "makespan"
     budget: Duration = Duration(1000.0)
-    batch: int = 4
+    batch: Count = 4
     seed: int = 0
-    steps: int | None = None
+    steps: CountFromZero | None = None
 
     def run(self, module: Module) -> Module:
         clock = Clock(time.perf_counter(), self.budget, self.steps)

@@ -47,8 +47,9 @@ class ScheduleStatic(Pass):
 
     def run(self, module: Module) -> Module:
         cost = CostModel(module)
-        if self.degree is not None and self.degree < 1:
-            raise UserError(BadDegree(None, self.degree, counted(cost.cluster.world, "GPU"), cost.cluster.world))
+        world = cost.cluster.world
+        if self.degree is not None and not 1 <= self.degree <= world:
+            raise UserError(BadDegree(None, self.degree, counted(world, "GPU"), world))
         problem = problem_of(module, cost)
         return with_schedule(module, cost, problem, self._schedule(problem))
 

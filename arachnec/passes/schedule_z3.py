@@ -23,7 +23,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.stage_sizes import times_of
 from arachnec.passes.bucket import Bucket
-from arachnec.passes.infra.base import Duration, Pass
+from arachnec.passes.infra.base import CountFromZero, Duration, Pass
 from arachnec.passes.lower import Lower
 from arachnec.passes.place import Place
 from arachnec.planning.following import Following
@@ -52,7 +52,7 @@ class ScheduleZ3(Pass):
 
     budget: Duration = DEFAULT_BUDGET
     seed: int = 0
-    steps: int | None = None
+    steps: CountFromZero | None = None
     baselines: bool = True
     following: Following = field(default_factory=Following, init=False, compare=False, repr=False)
 

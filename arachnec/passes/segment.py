@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.base import Count, Pass
 from arachnec.planning.sampling.segments import segmented
 
 
@@ -22,10 +22,10 @@ class Segment(Pass):
     needs: ClassVar[Level] = Level.TRACED
     gives: ClassVar[Level] = Level.PARTITIONED
 
-    length: int = 5
-    longest: int | None = None
-    batch: int = 1
-    models: int = 2
+    length: Count = 5
+    longest: Count | None = None
+    batch: Count = 1
+    models: Count = 2
 
     def run(self, module: Module) -> Module:
         return segmented(module, length=self.length, longest=self.longest, batch=self.batch, models=self.models)

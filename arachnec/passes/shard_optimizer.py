@@ -19,10 +19,10 @@ from arachnec.ir.nodes import Cluster, Level, Module, Stage, integers, quantity
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import Count, Pass, Scope
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
-from arachnec.planning.pipeline_orders import demand_counts, ranks_of_stages
+from arachnec.planning.pipeline_orders import ranks_of_stages
 
 CROWDED = 0.5  # of the device's memory, taken by state alone
 
@@ -40,12 +40,9 @@ class ShardOptimizer(Pass):
     gives: ClassVar[Level] = Level.TRACED
     scope: ClassVar[Scope] = Scope.MODEL
 
-    stages_each: int = 1
-    degrees: tuple[int, ...] | None = None
-    pipeline: int | None = None
-
-    def __post_init__(self) -> None:
-        demand_counts(self.stages_each, self.pipeline)
+    stages_each: Count = 1
+    degrees: tuple[Count, ...] | None = None
+    pipeline: Count | None = None
 
     def run(self, module: Module) -> Module:
         return with_gradient_precision(_sharded(module, self.stages_each, self.degrees, self.pipeline))

@@ -13,11 +13,11 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.parameter_cells import cell_fits
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import Count, Pass, Scope
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells
-from arachnec.planning.pipeline_orders import demand_counts, ranks_of_stages
+from arachnec.planning.pipeline_orders import ranks_of_stages
 from arachnec.planning.pipeline_places import RanksDoNotDivide
 
 
@@ -49,12 +49,9 @@ class ShardParameters(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     cell: str = "node"
-    stages_each: int = 1
-    degrees: tuple[int, ...] | None = None
-    pipeline: int | None = None
-
-    def __post_init__(self) -> None:
-        demand_counts(self.stages_each, self.pipeline)
+    stages_each: Count = 1
+    degrees: tuple[Count, ...] | None = None
+    pipeline: Count | None = None
 
     def informed(self, following: tuple[Pass, ...]) -> ShardParameters:
         schedule = next((step for step in following if isinstance(step, SchedulePipeline)), None)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import Count, Pass, Scope
 from arachnec.passes.stages import cut_by
 from arachnec.pipelining.profile_file import read_profile_file
 from arachnec.planning.dapple_stages import dapple_stages
@@ -28,11 +28,9 @@ class StagesDapple(Pass):
 
     profile: str | None = None
     layers: str | None = None
-    batch: int = 1
+    batch: Count = 1
 
     def __post_init__(self) -> None:
-        if self.batch < 1:
-            raise ValueError("batch is a number of clips, 1 at least")
         if self.batch != 1 and self.layers is None:
             raise ValueError("batch is that of the file `layers`, and there is none")
 

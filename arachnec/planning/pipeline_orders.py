@@ -41,14 +41,6 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
     return stages // per_rank
 
 
-def demand_counts(per_rank: int, pipeline: int | None) -> None:
-    """ValueError for options that are no numbers of stages and ranks."""
-    if per_rank < 1:
-        raise ValueError("stages_each is a number of stages on a rank, 1 at least")
-    if pipeline is not None and pipeline < 1:
-        raise ValueError("pipeline is the number of ranks of one pipeline, 1 at least")
-
-
 def ranks_of_stages(
     world: int, stages: int, per_rank: int, degrees: Sequence[int] | None, pipeline: int | None = None
 ) -> tuple[int, ...]:

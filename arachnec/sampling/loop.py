@@ -139,7 +139,8 @@ class Loop:
             raise UserError(other_latents(self.sampling, self.model, predicted, self.latents, self.request))
         distance = relative_distance(prediction, self.previous)
         self.previous = prediction
-        self.latents = self.schedule.advance(prediction, self.step, self.latents, self.generator)
+        advanced = self.schedule.advance(prediction, self.step, self.latents, self.generator)
+        self.latents = advanced.to(self.latents.dtype)  # that of ``start``: what hands them on counts with it
         self.step += 1
         self.pending.append(torch.stack([distance.double(), torch.isfinite(self.latents).all().double()]))
         if self.switched is None:

@@ -170,7 +170,8 @@ class Schedule:
     def _count_one(self, step: int, dtype: torch.dtype, dimensions: int) -> None:
         latents = torch.full(COUNTED[:dimensions], 0.5, dtype=dtype, device=self._device)
         self.model_input(latents, step)  # some schedulers note that they were asked for it
-        self.advance(latents.clone(), step, latents, torch.Generator("cpu").manual_seed(0))
+        prediction = latents.to(torch.float32, copy=True)
+        self.advance(prediction, step, latents, torch.Generator("cpu").manual_seed(0))
 
     def _leaves(self) -> tuple[list[Any], Any]:
         kept = {"scheduler": dict(vars(self.scheduler)), "previous": self._previous}

@@ -1,7 +1,8 @@
 """Rule 1, inside sparse attention: every query group of every head is computed once, by one rank of the clip.
 
 A group that is left out gives its queries no output, one that is computed twice counts twice in the gradients of its
-keys. Both show in no shape: the tensors are made whole before they are filled.
+keys. Both show in no shape: the tensors are made whole before they are filled. Of a clip that has another number of
+groups a run leaves `heads` aside, and divides heads by number.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.module_index import label
 from arachnec.ir.nodes import Cascade, integer
 from arachnec.ir.span import Span
+from arachnec.sparsity.clip_cubes import clip_cubes
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,16 @@ class HeadsNotDivided(Diagnostic):
     help: ClassVar[str] = "lower the placed module again: `lower` divides the heads"
     cascade: str
     degree: int
+
+
+@dataclass(frozen=True)
+class OtherGroups(Diagnostic):
+    title: ClassVar[str] = "{cascade} divides its heads by {groups} query groups, and its clip has {of_clip}"
+    label: ClassVar[str] = "does not follow from the clip's size and the stage's `query_group`"
+    help: ClassVar[str] = "leave `heads` and `groups` out of the placed module: `lower` divides the heads"
+    cascade: str
+    groups: int
+    of_clip: int
 
 
 @dataclass(frozen=True)
@@ -62,12 +74,18 @@ class GroupsComputedTwice(Diagnostic):
 
 
 def check_heads(values: Values) -> Iterator[Diagnostic]:
+    clips = {clip.id: clip for clip in values.module.clips}
     for cascade in values.module.cascades:
         if not sparse_layers(cascade) or cascade.phase not in ATTENDS:
             continue
         if "heads" not in cascade.attrs:
             if cascade.degree > 1:
                 yield HeadsNotDivided(cascade.span, label(cascade), cascade.degree)
+            continue
+        groups, clip = integer(cascade.attrs["groups"]), clips.get(cascade.clips[0]) if cascade.clips else None
+        of_clip, _ = clip_cubes(values.module.stage(cascade.stage), cascade.tokens, clip)
+        if groups != of_clip:
+            yield OtherGroups(cascade.attrs.span("groups"), label(cascade), groups, of_clip)
             continue
         counts = _head_counts(cascade)
         for layer, parts in parts_by_layer(cascade).items():

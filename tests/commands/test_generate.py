@@ -18,10 +18,8 @@ from arachnec.generation.plan import demand_latents, forecast, ordered
 from arachnec.generation.results import Outcome, Results
 from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import UserError, render
-from arachnec.ir.parser import parse_module
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.sampling.segments import segmented
 from arachnec.sampling.loop import Sampling, begin
 from benchmarks.sampling.pipelines import wan_model
 from tests.generation.cases import ENCODER, FIXED, REQUESTS, SAMPLER, sampling_of, written
@@ -332,13 +330,6 @@ def test_an_interrupted_run_says_how_it_goes_on(
     with pytest.raises(KeyboardInterrupt):
         generate_here(left)
     assert "the same command does the requests that are not" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("options", [{"length": 0}, {"length": 5, "longest": 0}, {"length": 5, "batch": 0}])
-def test_a_segment_has_a_step_and_a_request(options: dict[str, int]) -> None:
-    module = parse_module('module @requests attributes { level = "traced" } {\n}\n')
-    with pytest.raises(UserError, match="`segment` has"):
-        segmented(module, **options)  # type: ignore[arg-type]
 
 
 def json_of(outcome: Outcome) -> bytes:

@@ -113,6 +113,21 @@ def test_check_runs_no_passes_of_an_executable_that_samples(
     assert not (tmp_path / "ran").exists()
 
 
+@pytest.mark.parametrize("command", ["check", "run", "explain"])
+@pytest.mark.parametrize("kind", [0, 1], ids=["train", "sampling"])
+def test_a_header_that_is_cut_short_is_told_so(
+    kind: int, command: str, folders: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(shutil.copytree(folders[kind], tmp_path / "build"))
+    whole = (folder / HEADER).read_bytes()
+    for size in (0, 40, len(whole) // 2, len(whole) - 3):
+        (folder / HEADER).write_bytes(whole[:size])
+        assert run((command, str(folder))) == 2
+        said = capsys.readouterr().err
+        assert "executable.json is cut short or damaged" in said, size
+        assert "help: " in said
+
+
 @pytest.mark.parametrize("value", ['"\\q"', '"\x01"', '"', '"a"b'])
 def test_an_option_of_the_pipeline_that_is_no_string_is_no_traceback(
     value: str, folders: list[Path], tmp_path: Path

@@ -56,6 +56,8 @@ MISTAKES = [
     ({**ROW, "guidance": float("nan")}, "`guidance` is nan", "correct `guidance`"),
     ({**ROW, "seed": -1}, "`seed` is -1", "the smallest `seed` is 0"),
     ({**ROW, "id": "a/b"}, "`id` is 'a/b'", "letters, digits"),
+    ({**ROW, "id": "é" * 101}, "expected a name for files", "200 bytes at most"),
+    ({**ROW, "id": 10**201}, "expected a name for files", "200 bytes at most"),
     ({"frames": 5, "height": 8, "width": 8}, "the request has no `text_tokens`", "add `caption`, or `text_tokens`"),
     ({"caption": "x", "frames": 5, "height": 8}, "the request has no `width`", "in pixels"),
 ]

@@ -105,6 +105,18 @@ class Pixels(nn.Module):
 def decoder():
     return Pixels()
 """
+BROKEN_DECODER = DECODER.replace(".tanh()", ".tanh().mul(torch.nan if latents.shape[1] == 8 else 1)")
+HALF = """
+
+def start(request, generator):
+    return torch.randn(1, tokens(request), 4, generator=generator).bfloat16()
+
+
+def scheduler():
+    from diffusers import SCHEDULER
+
+    return SCHEDULER(OPTIONS)
+"""
 NOT_A_NUMBER = """
 
 def start(request, generator):

@@ -16,9 +16,11 @@ from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline
 from tests.distributed.executor_cases import cluster
 from tests.generation.cases import (
+    BROKEN_DECODER,
     DECODER,
     ENCODER,
     FIXED,
+    HALF,
     NOT_A_NUMBER,
     REQUESTS,
     WAN_PAIR,
@@ -221,6 +223,28 @@ def test_latents_that_are_no_numbers_stop_their_request_alone(tmp_path: Path) ->
     assert [outcome.failed is not None for outcome, _ in results.values()] == [id == "b" for id in results]
     assert results["b"][1] is None
     torch.testing.assert_close(results["a"][1], expected(sampling, REQUESTS[0]), rtol=1e-4, atol=1e-5)
+
+
+def test_pixels_that_are_no_numbers_stop_their_request_alone(tmp_path: Path) -> None:
+    sampling = sampling_of(written(tmp_path, BROKEN_DECODER), FIXED)
+    results = run(tmp_path, lowered(partitioned(sampling, REQUESTS, 2), PLANS["a rank for each model"]), FIXED)
+    told = {id: outcome.failed for id, (outcome, _) in results.items()}
+    assert told == {"a": None, "b": "its pixels are no numbers, though its latents are", "c": None}
+    assert not [*(tmp_path / "out").glob("b.*")]
+
+
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+@pytest.mark.parametrize("scheduler", ["FlowMatchEulerDiscreteScheduler", "DPMSolverMultistepScheduler"])
+def test_latents_keep_the_precision_of_their_noise_and_are_handed_on_in_it(tmp_path: Path, scheduler: str) -> None:
+    """Predictions are fp32, whatever the latents are, and so is what a scheduler may keep of them."""
+    options = "" if scheduler.startswith("Flow") else "prediction_type='flow_prediction', use_flow_sigmas=True"
+    sampler = written(tmp_path, HALF.replace("SCHEDULER", scheduler).replace("OPTIONS", options))
+    sampling = sampling_of(sampler, FIXED)
+    results = run(tmp_path, lowered(partitioned(sampling, REQUESTS, 2), PLANS["a rank for each model"]), FIXED)
+    for request in REQUESTS:
+        latents = results[str(request.id)][1]
+        assert latents is not None and latents.dtype is torch.bfloat16
+        assert torch.equal(latents, expected(sampling, request))
 
 
 def test_a_plan_has_room_for_the_longest_history_whichever_request_stands_first(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ def test_a_model_is_traced_and_measured_as_a_model_file(tmp_path: Path) -> None:
     assert file.build()(**kwargs).shape == target.shape == (1, 5, 3)
 
 
+def test_a_scheduler_that_takes_no_two_steps_is_traced_with_more(tmp_path: Path) -> None:
+    """As PNDM of Diffusers, whose first steps are four."""
+    few = ("        self.timesteps", "        assert steps > 3\n        self.timesteps")
+    kwargs, _ = loaded(tmp_path, few).model_file("large").sample(REQUEST.clip(), torch.Generator())
+    assert kwargs["input"].shape == (1, 5, 3)
+
+
 MISTAKES = [
     (('{"large": lambda: Model(3, 3), "small": Model(3, 3)}', "[Model(3, 3)]"), "`models` returned list", "names()"),
     (('"small": Model(3, 3)}', '"a": Model, "b": Model(3, 3)}'), "`models` returned 3 models", "names()"),
@@ -87,6 +94,7 @@ MISTAKES = [
     (("def start(request, generator)", "def start(request)"), "`start` cannot be called", "load"),
     (("def models()", "def modules()"), "the sampler file has no `models`", "load"),
     (("    return torch.randn(", "    return torch.rand_n("), "the sampler file raised AttributeError", "noise()"),
+    (("torch.randn(1, ", "torch.randn(1 << 50, "), "memory does not hold the noise of request `a`, of 5 x", "noise()"),
 ]
 
 

@@ -265,7 +265,6 @@ def test_a_file_adds_its_passes_and_the_registry_before_knows_nothing_of_it(tmp_
     [
         ("partition{policy=single,tokens=4000}", "tokens is of `dual` and `equal-token`, and the policy is `single`"),
         ("partition{policy=equal-token,p=1.8}", "p is of `dual`, and the policy is `equal-token`"),
-        ("partition{tokens=0}", "1 at least"),
         ("sparsify{file=densities.json,density=0.2}", "give one of them"),
         ("stages-dapple{batch=2}", "batch is that of the file `layers`, and there is none"),
     ],
@@ -273,6 +272,51 @@ def test_a_file_adds_its_passes_and_the_registry_before_knows_nothing_of_it(tmp_
 def test_an_option_that_nothing_would_read_is_refused(text: str, says: str) -> None:
     with pytest.raises(UserError, match=says):
         Pipeline.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "least"),
+    [
+        ("bucket{mib=-1}", 0),
+        ("divide-encoders{ranks=0}", 1),
+        ("partition{tokens=0}", 1),
+        ("rounds{most=0}", 1),
+        ("schedule-dynamic-cp{tokens=0}", 1),
+        ("schedule-flexsp{buckets=0}", 1),
+        ("schedule-flexsp{micro_batches=-2}", 1),
+        ("schedule-genetic{generations=-1}", 0),
+        ("schedule-genetic{population=2}", 3),
+        ("schedule-pipeline{degree=0}", 1),
+        ("schedule-pipeline{degrees=[1,0]}", 1),
+        ("schedule-pipeline{schedule=interleaved-1f1b,v=0}", 1),
+        ("schedule-pipeline{schedule=kfkb,k=-1}", 1),
+        ("schedule-sampling{batch=0}", 1),
+        ("schedule-sampling{steps=-1}", 0),
+        ("schedule-z3{steps=-1}", 0),
+        ("segment{batch=0}", 1),
+        ("segment{length=0}", 1),
+        ("segment{longest=-1}", 1),
+        ("segment{models=0}", 1),
+        ("shard-optimizer{stages_each=0}", 1),
+        ("shard-parameters{pipeline=0}", 1),
+        ("stages-dapple{batch=0,layers=layers.json}", 1),
+    ],
+)
+def test_a_count_below_the_least_is_refused_where_it_stands(text: str, least: int) -> None:
+    with pytest.raises(UserError) as caught:
+        Pipeline.parse(text)
+    (message,) = caught.value.diagnostics
+    assert isinstance(message, pipeline_errors.WrongOption)
+    assert message.expected == f"an integer, {least} at least"
+    assert message.span is not None
+    assert message.found in text[message.span.column - 1 :]
+
+
+@pytest.mark.parametrize(
+    "text", ["schedule-genetic{generations=0,population=3}", "schedule-z3{steps=0}", "bucket{mib=0}"]
+)
+def test_the_least_of_a_count_is_legal(text: str) -> None:
+    assert str(Pipeline.parse(text)) == text
 
 
 @pytest.mark.parametrize(

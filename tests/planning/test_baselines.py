@@ -17,6 +17,7 @@ from arachnec.passes.schedule_flexsp import ScheduleFlexsp
 from arachnec.passes.schedule_genetic import ScheduleGenetic
 from arachnec.passes.schedule_knapformer import ScheduleKnapformer
 from arachnec.passes.schedule_same_bucket import ScheduleSameBucket
+from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.planning.baselines.dynamic_cp import dynamic_rounds
 from arachnec.planning.baselines.flexsp import buckets_of, cut_by_length, solve_groups
@@ -221,7 +222,7 @@ def test_the_genetic_search_is_seeded_and_gets_no_worse_with_generations() -> No
         (ScheduleSameBucket(degree=9), "on a cluster of 8 GPUs"),
         (ScheduleKnapformer(bags=(8, 1)), "bags of 8, 1 GPUs on a cluster of 8"),
         (ScheduleKnapformer(bags=(1, 1)), "no bag of 1, 1 GPUs holds the longest clip"),
-        (ScheduleDynamicCp(tokens=0), "lets a rank take no token"),
+        (ScheduleStatic(degree=9), "on a cluster of 8 GPUs"),
     ],
 )
 def test_an_option_that_cannot_be_is_one_message(baseline: Pass, said: str) -> None:

@@ -126,11 +126,6 @@ def test_what_cannot_be_is_refused_with_a_remedy(world: int, stages: str, schedu
     assert diagnostic.text(diagnostic.help)
 
 
-def test_a_rank_has_one_stage_at_least() -> None:
-    with pytest.raises(UserError, match="v is a number of stages on a rank, 1 at least"):
-        Pipeline.parse("schedule-pipeline{schedule=interleaved-1f1b,v=0}")
-
-
 def test_a_pipeline_runs_at_degrees_that_its_stage_lists() -> None:
     """Two ranks of each stage could run one micro-batch. `explain` asks what narrower cascades would cost."""
     traced_module = module_of(4, 4, [3] * 4)

@@ -205,7 +205,8 @@ def test_query_groups_are_those_that_painting_them_finds(parts: list[tuple[int, 
     attrs = Attributes.of(degree=2, sparse=(0,), groups=groups, heads=division)
     cascade = Cascade("c", Phase.TRAIN, "dit", (0,), 1, 1000, 0, (), attrs)
     module = module_of(cluster(), [], [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 1.0), (0,))])
-    module = replace(module, cascades=(cascade,))
+    grouped = replace(module.stages[0], attrs=module.stages[0].attrs.updated(query_group=-(-1000 // groups)))
+    module = replace(module, stages=(grouped, *module.stages[1:]), clips=(), cascades=(cascade,))
     every = [(head, 0, groups) for head in range(heads) if head not in cut]
     every += [(head, start, stop) for head, _, start, stop in parts]
     outside = any(not (0 <= head < heads and 0 <= start < stop <= groups) for head, start, stop in every)

@@ -9,12 +9,26 @@ import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import Enum
-from typing import ClassVar, NewType
+from typing import Annotated, ClassVar, NewType
 
 from arachnec.ir.nodes import Level, Module
 
 Duration = NewType("Duration", float)
 """An option that is a time: ms in Python, written with its unit in a pipeline (``500ms``, ``20s``, ``2min``)."""
+
+
+@dataclass(frozen=True)
+class AtLeast:
+    """Of an option that is an integer: the least that may be written in a pipeline."""
+
+    least: int
+
+
+Count = Annotated[int, AtLeast(1)]
+"""An option that is a number of things, one at least."""
+
+CountFromZero = Annotated[int, AtLeast(0)]
+"""An option that is a number of things, or none of them."""
 
 
 class Scope(Enum):
@@ -34,8 +48,8 @@ class Pass(ABC):
     A pass that raises the level (``gives > needs``) takes a module of exactly the level it needs. One that keeps it
     (``gives == needs``) takes that level or any later one, and gives back the level it was given.
 
-    Options may be bool, int, float, str, ``Duration``, ``Literal`` of strings, tuples of int or str, and ``X | None``;
-    all have defaults.
+    Options may be bool, int, ``Count``, float, str, ``Duration``, ``Literal`` of strings, tuples of int or str, and
+    ``X | None``; all have defaults.
     """
 
     needs: ClassVar[Level]

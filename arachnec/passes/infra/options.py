@@ -9,9 +9,9 @@ import re
 import types
 import typing
 from collections.abc import Callable, Iterator
-from typing import Any, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
-from arachnec.passes.infra.base import Duration, Pass
+from arachnec.passes.infra.base import AtLeast, Duration, Pass
 
 MS = {"us": 1e-3, "ms": 1.0, "s": 1e3, "min": 6e4, "h": 3.6e6}
 _BARE = re.compile(r"[^\s,{}\[\]\"=]+")
@@ -23,7 +23,7 @@ class BadOption(ValueError):
 
 def option_types(kind: type[Pass]) -> dict[str, Any]:
     """Option name to its type, in the order of the fields."""
-    hints = typing.get_type_hints(kind)
+    hints = typing.get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind) if field.init}
 
 
@@ -40,6 +40,8 @@ def _describe_plain(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
         element = _describe_plain(typing.get_args(kind)[0])
         return f"[{element},...]"
+    if (least := _least(kind)) is not None:
+        return f"integer >= {least}"
     return _NAMES.get(kind, getattr(kind, "__name__", str(kind)))
 
 
@@ -65,6 +67,8 @@ def read(kind: Any, text: str) -> Any:
         return value
     if typing.get_origin(inner) is tuple:
         return _read_tuple(typing.get_args(inner)[0], text)
+    if (least := _least(inner)) is not None:
+        return _read_count(least, text)
     reader = _READERS.get(inner)
     if reader is None:
         raise TypeError(f"an option cannot be of type {kind}")
@@ -89,6 +93,13 @@ def write(kind: Any, value: Any) -> str:
     return repr(float(value)) if inner is float else str(value)
 
 
+def _least(kind: Any) -> int | None:
+    """Of an integer with a least value."""
+    if typing.get_origin(kind) is not Annotated:
+        return None
+    return next((mark.least for mark in kind.__metadata__ if isinstance(mark, AtLeast)), None)
+
+
 def _number(value: float) -> str:
     is_integer = value.is_integer() and abs(value) < 1e15 and repr(value) != "-0.0"
     return str(int(value)) if is_integer else repr(value)
@@ -110,6 +121,12 @@ def _read_bool(text: str) -> bool:
 def _read_int(text: str) -> int:
     if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text):
         raise BadOption("an integer")
+    return int(text)
+
+
+def _read_count(least: int, text: str) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text) or int(text) < least:
+        raise BadOption(f"an integer, {least} at least")
     return int(text)
 
 

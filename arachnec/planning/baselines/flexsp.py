@@ -34,12 +34,10 @@ def solved(
 ) -> Iterator[Schedule]:
     """What HiGHS finds for each number of micro-batches, within ``seconds`` together."""
     ticks = ticks_at(problem, sinks_of(problem), power_sizes(problem.gpus))
-    counts = range(1, min(max(1, micro_batches), len(ticks)) + 1)
+    counts = range(1, min(micro_batches, len(ticks)) + 1)
     share = seconds / max(1, sum(counts))
     for count in counts:
-        rounds = [
-            solve_groups(buckets_of(part, max(1, buckets)), problem.gpus, share) for part in cut_by_length(ticks, count)
-        ]
+        rounds = [solve_groups(buckets_of(part, buckets), problem.gpus, share) for part in cut_by_length(ticks, count)]
         if all(rounds):
             yield in_rounds(problem, rounds)
 

@@ -78,9 +78,10 @@ def planned(
     if isinstance(alone[0], Cascade):
         raise fits_no_rank(alone[0], cost, partial(_fits, policy=policy))
     sizes = _batches(alone[0], [chains for chains in alone[1:] if not isinstance(chains, Cascade)])
-    bound = least_makespan([request.chain for request in alone[0]], cost.cluster.world, sizes)
     arrivals = {clip.id: arrival_of(clip) for clip in module.clips}
-    least = MEASURED[objective].bound(alone[0], arrivals, sizes, cost.cluster.world)
+    names: set[Objective] = {"makespan", objective}
+    bounds = {name: MEASURED[name].bound(alone[0], arrivals, sizes, cost.cluster.world) for name in names}
+    bound, least = round(bounds["makespan"]), bounds[objective]
     fitting = [own for own, chains in zip(costs, alone, strict=True) if not isinstance(chains, Cascade)]
     fitting = fitting if sizes else [cost]
     plans = [plan for own in fitting for plan in _plans(own, bound, least, policy, objective)]

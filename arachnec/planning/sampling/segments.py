@@ -54,14 +54,6 @@ def segments_of(clip: Clip, models: int, length: int, longest: int | None = None
     yield from (replace(segment, after=True) for segment in cut_steps(most, steps, longest or steps))
 
 
-@dataclass(frozen=True)
-class NotPositive(Diagnostic):
-    title: ClassVar[str] = "`segment` has {option} = {number}"
-    help: ClassVar[str] = "write at least `{option}=1`, or leave it out"
-    option: str
-    number: int
-
-
 def cut_steps(first: int, end: int, length: int) -> Iterator[Segment]:
     """The steps from ``first`` to before ``end`` in equal parts of at most ``length``, longer ones first."""
     count = -(-(end - first) // length)
@@ -74,15 +66,11 @@ def segmented(module: Module, *, length: int, longest: int | None = None, batch:
     """The module at level ``partitioned``: a chain of cascades for every request, or for ``batch`` equal ones.
 
     Requests are batched where they are equal in shape, steps, branches and arrival, and their switch is certain.
-    With ``models`` 1 the first one takes all steps. Raises UserError where a module has no requests, and for a number
-    under 1.
+    With ``models`` 1 the first one takes all steps. Raises UserError where a module has no requests.
     """
-    for option, number in (("length", length), ("longest", longest), ("batch", batch), ("models", models)):
-        if number is not None and number < 1:
-            raise UserError(NotPositive(None, option, number))
+    demand_requests(module)
     if models == 1:
         module = of_first_model(module)
-    demand_requests(module)
     names = models_of(module)
     cascades: list[Cascade] = []
     for group in batches(module.clips, batch_limit(module, batch)):
@@ -99,13 +87,15 @@ def demand_requests(module: Module) -> None:
 
 
 def of_first_model(module: Module) -> Module:
-    """The requests without a switch: their first model takes all steps."""
+    """The requests without a switch: their first model takes all steps, and the module has no other."""
+    first, *others = models_of(module)
     clips = (
         replace(clip, attrs=clip.attrs.updated(window=None, forecast=None, branches=_first(clip)))
         for clip in module.clips
     )
-    attrs = module.attrs.updated(models=models_of(module)[:1], switch=None)
-    return replace(module, clips=tuple(clips), attrs=attrs)
+    attrs = module.attrs.updated(models=(first,), switch=None)
+    stages = tuple(stage for stage in module.stages if stage.name not in others)
+    return replace(module, stages=stages, clips=tuple(clips), attrs=attrs)
 
 
 def _first(clip: Clip) -> tuple[int, ...] | None:

@@ -15,6 +15,8 @@ from arachnec.ir.parameter_cells import cell_fits
 from arachnec.passes.infra.base import Pass
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.schedule_pipeline import SchedulePipeline
+from arachnec.passes.schedule_same_bucket import ScheduleSameBucket
+from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.shard_parameters import ShardParameters
 from arachnec.passes.stages import Stages
 
@@ -25,7 +27,8 @@ def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
     ``stages`` keeps its ``p`` or ``cuts`` where the ranks of one pipeline divide all ranks. Else there is one pipeline
     of the most ranks, no more than before, that do. A ``degree`` stays where it divides the ranks of a stage, a
     ``cell`` too, else it is the largest that does; ``replicas`` and ``degrees`` are planned anew, and ``orders`` of a
-    file give way to the schedule: they are for as many micro-batches as each pipeline had.
+    file give way to the schedule: they are for as many micro-batches as each pipeline had. The one ``degree`` of a
+    fixed layout is at most all ranks.
     """
     schedule = next((step for step in pipeline.passes if isinstance(step, SchedulePipeline)), SchedulePipeline())
     per_rank = schedule.stages_each
@@ -44,6 +47,8 @@ def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
             return replace(step, replicas=None, **fewer)
         if isinstance(step, SchedulePipeline):
             return replace(step, degree=degree, degrees=None, orders=None)
+        if isinstance(step, ScheduleStatic | ScheduleSameBucket) and step.degree is not None:
+            return replace(step, degree=min(step.degree, cluster.world))
         return step
 
     return Pipeline(tuple(map(fitted, pipeline.passes)))

@@ -78,7 +78,7 @@ class StepAccount:
         rate = [context.optimizer.first_group, context.optimizer.rate]
         mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, *rate]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
-        demand_rates(own.step, everyone[:, 8:].tolist())
+        demand_equal_rates(own.step, everyone[:, 8:].tolist())
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         aside, clips = _left_out(context, own, run), len(own.module.clips)
         if not own.share.clips:
@@ -148,7 +148,7 @@ class StepAccount:
         events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
 
 
-def demand_rates(step: int, rates: Sequence[Sequence[float]]) -> None:
+def demand_equal_rates(step: int, rates: Sequence[Sequence[float]]) -> None:
     """Raises ``UserError`` where ranks update a group of parameters at different rates, or at none. ``rates`` are by
     rank: the number of a group, -1 where a rank has no parameters, and its rate."""
     first: dict[float, tuple[int, float]] = {}

@@ -213,14 +213,14 @@ def test_one_setting_is_a_list_of_one() -> None:
 
 
 def test_a_rate_that_is_none_is_told_as_such_and_not_as_one_that_differs() -> None:
-    from arachnec.backends.torch_distributed.run.step_account import demand_rates
+    from arachnec.backends.torch_distributed.run.step_account import demand_equal_rates
 
     for rate in (float("nan"), -0.5):
         with pytest.raises(UserError, match=f"in step 3 the learning rate is {rate:g}"):
-            demand_rates(3, [(0.0, rate), (0.0, rate)])
-    demand_rates(3, [(0.0, 0.5), (-1.0, float("nan")), (0.0, 0.5)])  # the second rank updates nothing
+            demand_equal_rates(3, [(0.0, rate), (0.0, rate)])
+    demand_equal_rates(3, [(0.0, 0.5), (-1.0, float("nan")), (0.0, 0.5)])  # the second rank updates nothing
     with pytest.raises(UserError, match="on rank 1 and 0"):
-        demand_rates(3, [(0.0, 0.5), (0.0, 0.25)])
+        demand_equal_rates(3, [(0.0, 0.5), (0.0, 0.25)])
 
 
 @pytest.mark.parametrize(("name", "value"), [("steps", -1), ("steps", 0), ("every", 2.5), ("batch", True), ("keep", 0)])

@@ -44,6 +44,9 @@ ENDS = "lower,check"
         ("stages{p=2}", "schedule-pipeline{orders=a.csv}", 4, ("stages{p=2}", "schedule-pipeline")),
         ("stages", "schedule-pipeline", 1, ("stages", "schedule-pipeline")),
         ("choose-layout", "schedule-z3", 1, ("choose-layout", "schedule-z3")),
+        ("choose-layout", "schedule-static{degree=4}", 2, ("choose-layout", "schedule-static{degree=2}")),
+        ("choose-layout", "schedule-static{degree=2}", 4, ("choose-layout", "schedule-static{degree=2}")),
+        ("choose-layout", "schedule-same-bucket{degree=4}", 3, ("choose-layout", "schedule-same-bucket{degree=3}")),
     ],
 )
 def test_stages_are_as_many_as_fit_and_the_rest_of_the_pipeline_stays(
