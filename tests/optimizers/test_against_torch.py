@@ -280,8 +280,15 @@ class Broken(torch.optim.SGD):
 
 def test_state_that_no_checkpoint_holds_is_refused_before_launch() -> None:
     recipe = recipe_of(named(network()), Training(), lambda p: Listing(p, lr=0.1))
-    with pytest.raises(UserError, match="the model file's optimizer keeps `norms`, a list, which no checkpoint holds"):
+    with pytest.raises(UserError, match="Listing keeps `norms`, a list, which no checkpoint holds"):
         state_bytes(named(network()), recipe)
+
+
+def test_an_own_optimizer_is_called_by_its_class_wherever_it_was_given() -> None:
+    recipe = recipe_of(named(network()), Training(), lambda p: Listing(p, lr=0.1))
+    assert recipe.name == "Listing"
+    with pytest.raises(UserError, match="`optimizer` was given, and the training options have an optimizer"):
+        recipe_of(named(network()), Training(groups=(Group(match=("*",)),)), lambda p: Listing(p, lr=0.1))
 
 
 def test_what_an_own_class_raises_is_told_at_its_line() -> None:

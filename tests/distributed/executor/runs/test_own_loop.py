@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.resize import cluster_for
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.batch import clip_generator
@@ -221,6 +223,17 @@ def test_a_rate_that_is_none_is_told_as_such_and_not_as_one_that_differs() -> No
     demand_rates(3, [(0.0, 0.5), (-1.0, float("nan")), (0.0, 0.5)])  # the second rank updates nothing
     with pytest.raises(UserError, match="on rank 1 and 0"):
         demand_rates(3, [(0.0, 0.5), (0.0, 0.25)])
+
+
+def test_a_cluster_with_other_ranks_than_the_script_has_processes_is_told() -> None:
+    from arachnec.backends.torch_distributed.engine import _notes_of_ranks
+
+    machine = parse_cluster("2x8:h100-80g")
+    assert _notes_of_ranks(machine, machine) == []
+    (note,) = _notes_of_ranks(machine, cluster_for(machine, 1))
+    assert note == (
+        "the cluster has 16 ranks, and the script runs as 1: planned for 1; torchrun starts a process for each rank"
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("steps", -1), ("steps", 0), ("every", 2.5), ("batch", True), ("keep", 0)])
