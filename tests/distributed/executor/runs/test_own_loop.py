@@ -20,6 +20,7 @@ from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
 from arachnec.models.given_module import with_own_optimizer
+from arachnec.optimizers.own_schedule import own_schedule
 from tests.distributed.executor_cases import MODEL, QUICK, assert_same_gradients, captured_once, plain_loop
 from tests.distributed.harness import run_ranks
 
@@ -223,6 +224,14 @@ def test_a_rate_that_is_none_is_told_as_such_and_not_as_one_that_differs() -> No
     demand_rates(3, [(0.0, 0.5), (-1.0, float("nan")), (0.0, 0.5)])  # the second rank updates nothing
     with pytest.raises(UserError, match="on rank 1 and 0"):
         demand_rates(3, [(0.0, 0.5), (0.0, 0.25)])
+
+
+def test_a_function_of_the_script_is_told_as_the_scripts() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer)  # type: ignore[call-arg]
+
+    with pytest.raises(UserError, match=r"the script raised TypeError: .* in scheduler"):
+        own_schedule(schedule, torch.optim.SGD([torch.zeros(1)]))
 
 
 def test_a_cluster_with_other_ranks_than_the_script_has_processes_is_told() -> None:
