@@ -222,11 +222,14 @@ def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
 
 def _demand_known(given: Given) -> None:
     known = Training.__struct_fields__
+    kinds = {field.name: field.type for field in msgspec.structs.fields(Training)}
     for key in given.values:
         if key not in known:
-            suggestion = OTHER_WORDS.get(key.lower().replace("-", "_")) or _suggestion(key, known)
+            word = key.lower().replace("-", "_")
+            inner = [name for name, kind in kinds.items() if word in getattr(kind, "__struct_fields__", ())]
+            of_table = f"did you mean {' or '.join(f'`{name}.{word}`' for name in inner)}?" if inner else ""
+            suggestion = OTHER_WORDS.get(word) or of_table or _suggestion(key, known)
             raise UserError(UnknownTrainKey(given.lines.span(key), key, suggestion))
-    kinds = {field.name: field.type for field in msgspec.structs.fields(Training)}
     for key, value in given.values.items():
         kind = kinds[key]
         if isinstance(value, Mapping) and key not in OWN_KEYS and hasattr(kind, "__struct_fields__"):

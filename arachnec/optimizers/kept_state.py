@@ -29,8 +29,8 @@ class UnexpectedState(Diagnostic):
     title: ClassVar[str] = "{optimizer} keeps `{key}` of {parameter}, {found}, where {expected} was counted before"
     help: ClassVar[str] = (
         "memory was proved for what one update leaves behind: keep the same tensors from the first update on, or take "
-        "another optimizer; a schedule that sets momentum wants an optimizer that has it; checkpoints written before are "
-        "whole"
+        "another optimizer; a schedule that sets momentum wants an optimizer that has it; checkpoints written before "
+        "are whole"
     )
     optimizer: str
     key: str

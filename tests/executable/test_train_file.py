@@ -165,7 +165,14 @@ def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "place"),
-    [("learning-rate", "`lr`"), ("weight_decay", "[optimizer]"), ("steps", "--steps"), ("batch_size", "--batch")],
+    [
+        ("wandb", "`logging.wandb`"),
+        ("every", "`validation.every` or `sampling.every`"),
+        ("learning-rate", "`lr`"),
+        ("weight_decay", "[optimizer]"),
+        ("steps", "--steps"),
+        ("batch_size", "--batch"),
+    ],
 )
 def test_a_key_of_other_trainers_is_answered_with_its_place_here(tmp_path: Path, key: str, place: str) -> None:
     with pytest.raises(UserError) as caught:
