@@ -226,7 +226,8 @@ def _demand_known(given: Given) -> None:
     for key in given.values:
         if key not in known:
             word = key.lower().replace("-", "_")
-            inner = [name for name, kind in kinds.items() if word in getattr(kind, "__struct_fields__", ())]
+            fields = {name: getattr(kind, "__struct_fields__", ()) for name, kind in kinds.items()} | OWN_KEYS
+            inner = [name for name in kinds if word in fields[name] and name != "groups"]
             of_table = f"did you mean {' or '.join(f'`{name}.{word}`' for name in inner)}?" if inner else ""
             suggestion = OTHER_WORDS.get(word) or of_table or _suggestion(key, known)
             raise UserError(UnknownTrainKey(given.lines.span(key), key, suggestion))

@@ -168,6 +168,7 @@ def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
     [
         ("wandb", "`logging.wandb`"),
         ("every", "`validation.every` or `sampling.every`"),
+        ("scheduler", "`schedule`"),
         ("learning-rate", "`lr`"),
         ("weight_decay", "[optimizer]"),
         ("steps", "--steps"),
