@@ -334,7 +334,8 @@ class Engine:
             self._trainer.start_gathers()
         self._enter("your own code")
         loss = math.nan if took.loss is None else took.loss
-        return EngineStep(took.step, loss, metrics_of(took), self._trainer.clips, took)
+        metrics = {"loss": math.nan, "gradient_norm": math.nan, **metrics_of(took)}
+        return EngineStep(took.step, loss, metrics, self._trainer.clips, took)
 
     def _demand_rates(self) -> None:
         if self.scheduler is None:

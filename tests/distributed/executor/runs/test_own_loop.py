@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -60,6 +61,33 @@ def _example(folder: Path) -> tuple[list[float], list[float], int]:
         first = example.train(folder / "checkpoints", steps=3)
         second = example.train(folder / "checkpoints", steps=3)
     return [s.loss for s in first.steps], [s.loss for s in second.steps], first.plans_reused
+
+
+def test_a_skipped_step_has_every_metric_and_its_loss_and_norm_are_nan(tmp_path: Path) -> None:
+    for skipped, taken in run_ranks(2, _skips, tmp_path):
+        assert skipped.keys() == taken.keys()
+        assert {name for name, value in skipped.items() if math.isnan(value)} == {"loss", "gradient_norm"}
+        assert not any(math.isnan(value) for value in taken.values())
+
+
+def _skips(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    example = own_loop()
+
+    class NotFinite(example.Latents):  # type: ignore[misc]
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            item: dict[str, Any] = super().__getitem__(index)
+            return item | {"latents": item["latents"] * math.nan} if index == 0 else item
+
+    engine = example.arachnec.Engine(
+        example.VideoDiT(width=48, heads=4, layers=2),
+        example.DataLoader(NotFinite(), batch_size=3, collate_fn=list),
+        sample=example.sample,
+        loss=example.loss,
+        passes=QUICK,
+    )
+    with captured_once():
+        skipped, taken = (dict(step.metrics) for step in engine)
+    return skipped, taken
 
 
 def _plain_example() -> list[float]:
