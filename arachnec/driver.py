@@ -219,7 +219,7 @@ def _listed(data: str | Path | None, batch: int | None, training: Training) -> M
         return read_manifest(Path(data), batch=batch)
     if data is not None or batch is not None:
         raise UserError(
-            bad_value("mix", training.mix, "clips are given twice", "leave out --data and --batch, or `mix`")
+            bad_value("mix", training.mix.paths, "clips are given twice", "leave out --data and --batch, or `mix`")
         )
     return mixed_manifest(training)
 

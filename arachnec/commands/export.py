@@ -26,7 +26,11 @@ import click
 @click.option(
     "--lora", is_flag=True, help="The adapter alone, for load_lora_weights; else it is added into its layers."
 )
-@click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Precision; default: what it trained in.")
+@click.option(
+    "--dtype",
+    type=click.Choice(["fp32", "bf16", "fp16"]),
+    help="Precision; default: what it trained in, of your own loop what the model file builds.",
+)
 def command(
     executable: Path, checkpoint: Path, output: Path, init: Path | None, ema: bool, lora: bool, dtype: str | None
 ) -> None:

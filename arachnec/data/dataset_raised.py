@@ -7,8 +7,10 @@ exception, the last line of the user's that it came through, and what to do.
 from __future__ import annotations
 
 import re
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, counted
@@ -37,18 +39,23 @@ def dataset_raised(error: BaseException, clips: int) -> DatasetRaised:
     if OF_A_WORKER in text:
         trace = text.partition(OF_A_WORKER)[2]
         named = trace.strip().splitlines()[-1]
-        span = _last_of_the_users((match["file"], int(match["line"])) for match in FRAME.finditer(trace))
+        frames = [(match["file"], int(match["line"])) for match in FRAME.finditer(trace)]
+        span = _last_of_the_users(frames)
     else:
         message = " ".join(text.split())
         named = f"{type(error).__name__}{': ' if message else ''}{message}"
+        frames = [(frame.filename, frame.lineno or 1) for frame in traceback.extract_tb(error.__traceback__)]
         span = users_line(error)
-    return DatasetRaised(span, named[:LONGEST], counted(clips, "clip"), _remedy(named))
+    from_shards = any("webdataset" in Path(file).parts for file, _ in frames)
+    return DatasetRaised(span, named[:LONGEST], counted(clips, "clip"), _remedy(named, from_shards))
 
 
-def _remedy(named: str) -> str:
+def _remedy(named: str, from_shards: bool) -> str:
     if "nodesplitter" in named:  # of WebDataset, where torchrun has set a number of ranks
         return "only rank 0 draws, for all ranks: give WebDataset nodesplitter=None"
     short = "unexpected end of data" in named or "ReadError" in named or "EOFError" in named
+    if from_shards and named.startswith("KeyError"):
+        return "no file of the item has this name, or its shard is cut short: look with `tar tf FILE`"
     return (
         "the file is cut short or damaged: check it with `tar tf FILE`, and copy or write it again"
         if short

@@ -167,12 +167,13 @@ def parsed(values: Mapping[str, Any], lines: Lines) -> Training:
         raise UserError(_bad(lines, f"schedule.{option}", schedule[option], "no scheduler takes it", remedy))
     scheduler = None if name is None else _torch_class(schedule, "schedule", lines)
     tables["schedule"] = {"warmup": warmup, "scheduler": scheduler}
-    tables["groups"] = [_group(group, lines) for group in _list(values["groups"], "groups", lines)]
+    groups = _list(values["groups"], "groups", lines)
+    tables["groups"] = [_group(group, f"groups[{number}]", lines) for number, group in enumerate(groups)]
     try:
         training = msgspec.convert(tables, Training)
     except msgspec.ValidationError as error:
         message, _, place = str(error).partition(" - at `$")
-        key = re.sub(r"\[\.*\d*\]", "", place.strip("`").lstrip(".")) or "train.toml"
+        key = place.strip("`").lstrip(".") or "train.toml"
         key = key.replace("scheduler.", "").replace("arguments.", "")
         value, choices = _at(tables, place.strip("`")), _choices(key)
         reason = f"it must be {' or '.join(f'`{choice}`' for choice in choices)}" if choices else _in_words(message)
@@ -221,11 +222,15 @@ def _laid_over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, 
 
 def _demand_known(given: Given) -> None:
     known = Training.__struct_fields__
+    kinds = {field.name: field.type for field in msgspec.structs.fields(Training)}
     for key in given.values:
         if key not in known:
-            suggestion = OTHER_WORDS.get(key.lower().replace("-", "_")) or _suggestion(key, known)
+            word = key.lower().replace("-", "_")
+            fields = {name: getattr(kind, "__struct_fields__", ()) for name, kind in kinds.items()} | OWN_KEYS
+            inner = [name for name in kinds if word in fields[name] and name != "groups"]
+            of_table = f"did you mean {' or '.join(f'`{name}.{word}`' for name in inner)}?" if inner else ""
+            suggestion = OTHER_WORDS.get(word) or of_table or _suggestion(key, known)
             raise UserError(UnknownTrainKey(given.lines.span(key), key, suggestion))
-    kinds = {field.name: field.type for field in msgspec.structs.fields(Training)}
     for key, value in given.values.items():
         kind = kinds[key]
         if isinstance(value, Mapping) and key not in OWN_KEYS and hasattr(kind, "__struct_fields__"):
@@ -251,14 +256,14 @@ def _torch_class(value: Any, key: str, lines: Lines) -> dict[str, Any]:
     return {"name": name, "arguments": arguments}
 
 
-def _group(value: Any, lines: Lines) -> dict[str, Any]:
-    arguments = dict(_table(value, "groups", lines))
+def _group(value: Any, key: str, lines: Lines) -> dict[str, Any]:
+    arguments = dict(_table(value, key, lines))
     own = {key: arguments.pop(key) for key in OF_A_GROUP if key in arguments}
     if isinstance(own.get("match"), str):
         own["match"] = [own["match"]]
     if not own:
         remedy = 'add match = ["*bias"], a pattern of names, or dimensions = 1, the most that they have'
-        raise UserError(_bad(lines, "groups", value, "it says of no parameter that it is in it", remedy))
+        raise UserError(_bad(lines, key, value, "it says of no parameter that it is in it", remedy))
     return {**own, "arguments": arguments}
 
 
@@ -281,7 +286,7 @@ def _choices(key: str) -> tuple[str, ...]:
 
 def _table(value: Any, key: str, lines: Lines) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        example = f"[{key}]" if key in NAMED else f"[[{key}]]"
+        example = f"[{key}]" if key in NAMED else "[[groups]]"
         raise UserError(_bad(lines, key, value, "it is a table", f"write {example}, and its keys below"))
     return value
 
@@ -297,20 +302,35 @@ def _bad(lines: Lines, key: str, value: object, reason: str, remedy: str) -> Bad
 
 
 def place(lines: Lines, key: str) -> Span | None:
-    """Where ``schedule.T_max`` stands: behind the head of its table, or the head itself; None without a file."""
-    table, _, name = key.rpartition(".")
-    if lines.file is None or not table:
-        return lines.span(key)
+    """Where ``schedule.T_max`` or ``groups[1].betas`` stands: behind the head of its table, or the head itself; None
+    without a file. Tables of a list are counted from 0."""
+    if lines.file is None:
+        return None
     rows = lines.text.splitlines()
-    head = next((i for i, row in enumerate(rows) if re.match(rf"\s*\[\[?\s*{re.escape(table)}\s*\]", row)), None)
+    table, _, name = key.rpartition(".")
+    head, name = _head(rows, table), _without_number(name)
+    if key.endswith("]") and (listed := _head(rows, key)) is not None:
+        head, name = listed, ""
     if head is None:
-        return lines.span(table)
+        return lines.span(_without_number(table or key))
     for number, row in enumerate(rows[head + 1 :], head + 2):
         if re.match(r"\s*\[", row):
             break
-        if match := re.match(rf"\s*({re.escape(name)})\b", row):
+        if name and (match := re.match(rf"\s*({re.escape(name)})\b", row)):
             return Span(lines.file, number, match.start(1) + 1, number, match.end(1) + 1)
     return Span(lines.file, head + 1, 1, head + 1, len(rows[head]) + 1)
+
+
+def _head(rows: Sequence[str], table: str) -> int | None:
+    """The row of ``[schedule]``, or of ``groups[1]`` the second ``[[groups]]``."""
+    pattern = rf"\s*\[\[?\s*{re.escape(_without_number(table))}\s*\]"
+    heads = [i for i, row in enumerate(rows) if re.match(pattern, row)]
+    number = int(table[:-1].rpartition("[")[2]) if table.endswith("]") else 0
+    return heads[number] if number < len(heads) else None
+
+
+def _without_number(key: str) -> str:
+    return re.sub(r"\[\d+\]$", "", key)
 
 
 def located(error: UserError, file: Path | None) -> UserError:

@@ -81,6 +81,10 @@ class Mix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     batch: int = 0
     manifests: tuple[Source, ...] = ()
 
+    @property
+    def paths(self) -> list[str]:
+        return [source.data for source in self.manifests]
+
 
 MOST_BATCHES = 4096  # of an update: all their plans are held at once
 MOST_CLIPS = 2**20  # of a batch of a mix
@@ -149,7 +153,7 @@ def _demand_finite(training: Training) -> None:
     scheduler = training.schedule.scheduler
     tables = [("optimizer", training.optimizer.arguments)]
     tables += [] if scheduler is None else [("schedule", scheduler.arguments)]
-    tables += [("groups", group.arguments) for group in training.groups]
+    tables += [(f"groups[{number}]", group.arguments) for number, group in enumerate(training.groups)]
     for table, arguments in tables:
         for name, value in arguments.items():
             numbers = value if isinstance(value, list | tuple) else [value]
@@ -163,12 +167,14 @@ def _is_batch(mix: Mix) -> bool:
 
 def _demand_mixable(training: Training) -> None:
     sources = training.mix.manifests
-    for source in sources:
+    for number, source in enumerate(sources):
         if not 0 < source.weight < math.inf:
-            raise UserError(bad_value("mix.weight", source.weight, "a weight is above zero", "leave the manifest out"))
-    paths = [source.data for source in sources]
-    if len(set(paths)) < len(paths):
-        raise UserError(bad_value("mix.manifests", paths, "one is listed twice", "give it the sum of the weights"))
+            key = f"mix.manifests[{number}].weight"
+            raise UserError(bad_value(key, source.weight, "a weight is above zero", "leave the manifest out"))
+    if len(set(training.mix.paths)) < len(sources):
+        raise UserError(
+            bad_value("mix.manifests", training.mix.paths, "one is listed twice", "give it the sum of the weights")
+        )
     if training.mix.batch and not sources:
         remedy = "list them below [[mix.manifests]]; the batches of one manifest are made by `compile --batch N`"
         raise UserError(bad_value("mix.batch", training.mix.batch, "the mix has no manifests", remedy))
@@ -183,7 +189,7 @@ def _demand_not_empty(training: Training) -> None:
     texts = [(f"logging.{name}", getattr(training.logging, name)) for name in Logging.__struct_fields__]
     texts += [("validation.data", training.validation.data)]
     texts += [("sampling.file", training.sampling.file), ("sampling.requests", training.sampling.requests)]
-    texts += [("mix.manifests.data", source.data) for source in training.mix.manifests]
+    texts += [(f"mix.manifests[{number}].data", source.data) for number, source in enumerate(training.mix.manifests)]
     for key, value in texts:
         if value is not None and not value.strip():
             raise UserError(bad_value(key, value, "it is empty", "leave the key out, or name a place"))

@@ -43,7 +43,7 @@ def demand_same_manifests(executable: Executable, training: Training) -> None:
     """Raises ``UserError`` where a run has another mix or another validation manifest than was compiled."""
     if executable.training.mix != training.mix:
         reason = "it was compiled with another"
-        raise UserError(bad_value("mix", training.mix, reason, "give `arachnec compile` the same option"))
+        raise UserError(bad_value("mix", training.mix.paths, reason, "give `arachnec compile` the same option"))
     compiled, given = executable.training.validation.data, training.validation.data
     if compiled != given:
         reason = "it was compiled " + ("without one" if compiled is None else f"with {compiled!r}")

@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.file import ModelFile, checked_function
+from arachnec.models.file import MODEL_FILE, ModelFile, checked_function
+
+SCRIPT = replace(MODEL_FILE, kind="script")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ def with_own_optimizer(model_file: ModelFile, optimizer: object) -> ModelFile:
 def guarded(function: Callable[..., Any], name: str) -> Callable[..., Any]:
     """A function of the user's script, what it raises told at its line; a class or a builtin as it is."""
     code = getattr(function, "__code__", None)
-    return function if code is None else checked_function(function, Path(code.co_filename).absolute(), name)
+    return function if code is None else checked_function(function, Path(code.co_filename).absolute(), name, SCRIPT)
 
 
 def given_module(
@@ -71,7 +73,7 @@ def given_module(
     assert sample is not None
     path = _file_of(sample) or Path(__file__)
     functions = {"sample": sample, "loss": loss, "encoders": encoders}
-    told = {n: None if f is None else checked_function(f, _file_of(f) or path, n) for n, f in functions.items()}
+    told = {n: None if f is None else checked_function(f, _file_of(f) or path, n, SCRIPT) for n, f in functions.items()}
     digest = hashlib.sha256(_source(module, functions).encode()).hexdigest()
     shapes = without_values(module)
 

@@ -20,7 +20,7 @@ from arachnec.optimizers.recipe import ParameterGroup, Recipe
 from arachnec.optimizers.state import kept_state
 
 PROBE = (3,)  # the shape of a tensor that stands for all: an update element by element keeps 3 or 1 of everything
-WATCHED = 2  # updates after which its state is held to what was expected
+WATCHED = 2  # updates after which all of its state is held to what was expected; later what is new in it
 STEP = "step"  # scalars have this kind, or one that begins so: ``CellParameters.parts`` knows them by it
 
 
@@ -29,7 +29,8 @@ class UnexpectedState(Diagnostic):
     title: ClassVar[str] = "{optimizer} keeps `{key}` of {parameter}, {found}, where {expected} was counted before"
     help: ClassVar[str] = (
         "memory was proved for what one update leaves behind: keep the same tensors from the first update on, or take "
-        "another optimizer; checkpoints written before are whole"
+        "another optimizer; a schedule that sets momentum wants an optimizer that has it; checkpoints written before "
+        "are whole"
     )
     optimizer: str
     key: str
@@ -102,9 +103,10 @@ class KeptState:
         for name, master in masters.items():
             if master.grad is None:
                 continue
-            if STEP not in self._expected(name, master):
+            like = self._expected(name, master)
+            if STEP not in like:
                 self._scalars.setdefault(name, {}).setdefault(STEP, torch.zeros(1)).add_(1)
-            if self._updates <= WATCHED:
+            if self._updates <= WATCHED or not self.optimizer.state[master].keys() <= like.keys():
                 self._demand(name, master)
 
     def _expected(self, name: str, master: Tensor) -> dict[str, Any]:

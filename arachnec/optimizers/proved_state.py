@@ -19,7 +19,7 @@ from arachnec.ir.nodes import Module, Stage, quantity
 from arachnec.ir.values import Quantity
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.recipe import Recipe, recipe_of
-from arachnec.optimizers.schedules import demand_schedule
+from arachnec.optimizers.schedules import Rates, demand_schedule
 from arachnec.optimizers.state import AVERAGE, state_bytes
 from arachnec.tracing.cost import MOMENTS, optimizer_bytes, resident_bytes
 
@@ -49,8 +49,17 @@ def recipe_for(parameters: Mapping[str, Tensor], model_file: ModelFile, training
     Raises ``UserError`` for options that they cannot be trained with.
     """
     recipe = recipe_of(parameters, training, model_file.optimizer, model_file.span("optimizer"))
-    demand_schedule(training.schedule, [group.arguments for group in recipe.groups])
-    return recipe
+    arguments = [group.arguments for group in recipe.groups]
+    demand_schedule(training.schedule, arguments)
+    if training.schedule.scheduler is None:
+        return recipe
+    # a schedule that sets momentum makes an optimizer keep a tensor for it, from the first update on
+    moved = Rates(training.schedule, arguments).at(0)
+    groups = (
+        replace(group, arguments={**group.arguments, **rates, "lr": group.arguments["lr"]})
+        for group, rates in zip(recipe.groups, moved, strict=True)
+    )
+    return replace(recipe, groups=tuple(groups))
 
 
 def with_optimizer(stage: Stage, model: nn.Module, training: Training, recipe: Recipe) -> Stage:

@@ -42,16 +42,17 @@ class ParameterGroup:
 
 @dataclass(frozen=True)
 class Recipe:
-    """``kind`` with arguments for each group; or what the model file's own function makes, on whole tensors alone."""
+    """``kind`` with arguments for each group; or what the user's own function makes, on whole tensors alone."""
 
     groups: tuple[ParameterGroup, ...]
     kind: type[Optimizer] | None = None
     user: UserOptimizer | None = None
     span: Span | None = None  # of the function
+    made: str = ""  # the class of what it makes
 
     @property
     def name(self) -> str:
-        return "the model file's optimizer" if self.kind is None else self.kind.__name__
+        return self.made if self.kind is None else self.kind.__name__
 
     @property
     def elementwise(self) -> bool:
@@ -89,10 +90,11 @@ def recipe_of(
     kind = optimizer_class(training.optimizer.name)
     common = {"lr": training.lr, **training.optimizer.arguments}
     groups = []
-    for names, group in zip(_dealt(parameters, training.groups), (*training.groups, Group()), strict=True):
+    dealt = zip(_dealt(parameters, training.groups), (*training.groups, Group()), strict=True)
+    for number, (names, group) in enumerate(dealt):
         if names:
             standing = [_stand_in(parameters[name]) for name in names]
-            key = "groups" if group.arguments else "optimizer"
+            key = f"groups[{number}]" if group.arguments else "optimizer"
             optimizer = constructed(kind, standing, key, common | group.arguments)
             groups.append(ParameterGroup(names, _arguments(optimizer.param_groups[0])))
     return Recipe(tuple(groups), kind)
@@ -107,8 +109,8 @@ def demand_torch_takes(training: Training) -> None:
     common = {"lr": training.lr, **training.optimizer.arguments}
     standing = [nn.Parameter(torch.empty(1, 1, device="meta"))]
     groups = [_arguments(constructed(kind, standing, "optimizer", common).param_groups[0])]
-    for group in training.groups:
-        optimizer = constructed(kind, standing, "groups", common | group.arguments)
+    for number, group in enumerate(training.groups):
+        optimizer = constructed(kind, standing, f"groups[{number}]", common | group.arguments)
         groups.append(_arguments(optimizer.param_groups[0]))
     demand_schedule(training.schedule, groups)
 
@@ -118,16 +120,16 @@ def _dealt(parameters: Mapping[str, Tensor], groups: Sequence[Group]) -> list[tu
     dealt: list[list[str]] = [[] for _ in (*groups, None)]
     for name, value in parameters.items():
         dealt[next((i for i, group in enumerate(groups) if _fits(name, value, group)), len(groups))].append(name)
-    for group, names in zip(groups, dealt, strict=False):
+    for number, (group, names) in enumerate(zip(groups, dealt, strict=False)):
         if not any(_fits(name, value, group) for name, value in parameters.items()):
             shown = [*(group.match or ()), *([] if group.dimensions is None else [group.dimensions])]
             some = ", ".join(list(parameters)[:3])
-            key = "groups.dimensions" if group.match is None else "groups.match"
+            key = f"groups[{number}].{'dimensions' if group.match is None else 'match'}"
             raise UserError(bad_value(key, shown, "no parameter fits", f"names are such as {some}"))
         if not names:
-            shown = list(group.match or ())
+            key, shown = f"groups[{number}].match", list(group.match or ())
             remedy = "the first group that a parameter fits has it: put this group in front"
-            raise UserError(bad_value("groups.match", shown, "every parameter that fits is in a group before", remedy))
+            raise UserError(bad_value(key, shown, "every parameter that fits is in a group before", remedy))
     return [tuple(names) for names in dealt]
 
 
@@ -141,7 +143,7 @@ def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptim
         raise UserError(
             WrongOptimizer(
                 span,
-                "stands in the model file, and the training options have an optimizer or groups too",
+                "was given, and the training options have an optimizer or groups too",
                 "keep one of them: leave out [optimizer] and [[groups]], or the function",
             )
         )
@@ -173,7 +175,7 @@ def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptim
         raise UserError(WrongOptimizer(span, reason, "return another optimizer"))
     if kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__):
         return Recipe(tuple(groups), kind)
-    return Recipe(tuple(groups), None, user, span)
+    return Recipe(tuple(groups), None, user, span, kind.__name__)
 
 
 def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -149,9 +149,10 @@ class UnequalCall(Diagnostic):
 class CannotRecord(Diagnostic):
     title: ClassVar[str] = "the model cannot be run on a small clip of {clip}: {reason}"
     label: ClassVar[str] = "here"
-    help: ClassVar[str] = "check that build()(**sample(clip, generator)[0]) runs, and on torch.device('meta') too"
+    help: ClassVar[str] = "check that build()(**sample(clip, generator)[0]) runs, and on torch.device('meta') too{hint}"
     clip: str
     reason: str
+    hint: str = ""
 
 
 def cannot_on_meta(refusal: UserError) -> bool:

@@ -272,11 +272,18 @@ def _texts(probe: _Probe, base: tuple[int, ...], clips: Sequence[VideoClip]) -> 
     return (lengths[0],) if lengths else CAPTIONS[:1]
 
 
+OF_PRECISION = (
+    "; with dtype = bf16 arguments of one dimension, such as timesteps, stay as `sample` gives them: cast them there "
+    "where the model wants them in its own precision"
+)
+
+
 def _cannot(source: ModelSource, clips: Sequence[VideoClip], error: Exception | None) -> CannotRecord:
     shape = " x ".join(map(str, (clips[0].frames, clips[0].height, clips[0].width) if clips else SMALL[0]))
     message = " ".join(str(error).split("\n")[0].split())
     reason = f"{type(error).__name__}: {message}".rstrip(": ") if error else "it has only one size of clip"
-    return CannotRecord(raised_at(source, error), shape, reason)
+    hint = OF_PRECISION if "dtype" in message else ""
+    return CannotRecord(raised_at(source, error), shape, reason, hint)
 
 
 def raised_at(source: ModelSource, error: Exception | None) -> Span | None:

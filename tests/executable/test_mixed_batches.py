@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from arachnec.backends.torch_distributed.batches.drawn_batches import demand_no_order
+from arachnec.driver import compile
 from arachnec.executable.folder import read_executable
 from arachnec.executable.mixed_batches import CHUNK, MixedBatches, Mixture, mixed_manifest
 from arachnec.executable.training_options import Mix, Source, Training, verified
 from arachnec.ir.diagnostic import UserError
-from tests.distributed.executor_cases import Work, executable, plain_loop, train_on
+from tests.distributed.executor_cases import MODEL, Work, executable, plain_loop, train_on
 
 MIXTURE = Mixture(3, (5, 11), (3.0, 1.0))
 
@@ -86,6 +88,16 @@ def test_a_clip_that_comes_twice_in_a_batch_has_two_names(tmp_path: Path) -> Non
 def test_a_mix_that_cannot_be_is_refused(mix: Mix, told: str) -> None:
     with pytest.raises(UserError, match=told):
         verified(Training(mix=mix))
+
+
+def test_a_mix_that_is_refused_is_shown_by_its_manifests(tmp_path: Path) -> None:
+    training = Training(mix=Mix(2, (Source("films.jsonl", 3.0), Source("stills.jsonl"))))
+    (tmp_path / "model.py").write_text(MODEL)
+    told = r"`mix` is \['films.jsonl', 'stills.jsonl'\]:"
+    with pytest.raises(UserError, match=told):
+        compile(tmp_path / "model.py", tmp_path / "clips.jsonl", "1:cpu", training=training)
+    with pytest.raises(UserError, match=told):
+        demand_no_order(training)
 
 
 def test_manifests_with_batches_of_their_own_are_refused(tmp_path: Path) -> None:

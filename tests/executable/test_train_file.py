@@ -5,11 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from arachnec.executable.train_file import located, training_of
-from arachnec.executable.training_options import Group, Schedule, TorchClass, Training
+from arachnec.executable.training_options import BadTrainValue, Group, Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.optimizers.recipe import demand_torch_takes
+from arachnec.optimizers.recipe import demand_torch_takes, recipe_of
 
 FILE = """
 lr = 2e-4
@@ -124,6 +125,37 @@ def test_a_wrong_table_is_shown_at_its_head_and_its_key_below_it(
     assert (span.line, span.column) == (line, column)
 
 
+GROUPS = "[[groups]]\nmatch = '*bias'\neps = 0.1\n"
+MIX = "[mix]\nbatch = 2\n[[mix.manifests]]\ndata = 'a'\nweight = 1.0\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "line", "key"),
+    [
+        (GROUPS + "[[groups]]\nmatch = '*'\neps = inf", 6, "groups[1].eps"),
+        (GROUPS + "[[groups]]\nmatch = '*'\nepsilon = 1.0", 6, "groups[1].epsilon"),
+        (GROUPS + "[[groups]]\nmatch = '*'\neps = -1.0", 4, "groups[1]"),
+        (GROUPS + "[[groups]]\nmatch = ['*', 3]", 5, "groups[1].match[1]"),
+        (GROUPS + "[[groups]]\neps = 1.0", 4, "groups[1]"),
+        (GROUPS + "[[groups]]\nmatch = 'gamma'", 5, "groups[1].match"),
+        (GROUPS + "[[groups]]\nmatch = 'a.bias'", 5, "groups[1].match"),
+        ("groups = [{match = '*bias'}, {match = '*', eps = inf}]", 1, "groups[1].eps"),
+        (MIX + "[[mix.manifests]]\ndata = 'b'\nweight = 0.0", 8, "mix.manifests[1].weight"),
+        (MIX + "[[mix.manifests]]\nweight = 2.0", 6, "mix.manifests[1]"),
+    ],
+)
+def test_a_mistake_in_one_of_several_tables_is_shown_in_that_table(
+    tmp_path: Path, text: str, line: int, key: str
+) -> None:
+    with pytest.raises(UserError) as caught:
+        training = read(tmp_path, text)
+        demand_torch_takes(training)
+        recipe_of({"a.bias": torch.empty(2), "a.weight": torch.empty(2, 2)}, training)
+    (diagnostic,) = located(caught.value, tmp_path / "train.toml").diagnostics
+    assert isinstance(diagnostic, BadTrainValue) and diagnostic.key == key
+    assert diagnostic.span is not None and diagnostic.span.line == line
+
+
 def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
     for key, right in (("LR", "lr"), ("Clip_Norm", "clip_norm")):
         with pytest.raises(UserError) as caught:
@@ -133,7 +165,15 @@ def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "place"),
-    [("learning-rate", "`lr`"), ("weight_decay", "[optimizer]"), ("steps", "--steps"), ("batch_size", "--batch")],
+    [
+        ("wandb", "`logging.wandb`"),
+        ("every", "`validation.every` or `sampling.every`"),
+        ("scheduler", "`schedule`"),
+        ("learning-rate", "`lr`"),
+        ("weight_decay", "[optimizer]"),
+        ("steps", "--steps"),
+        ("batch_size", "--batch"),
+    ],
 )
 def test_a_key_of_other_trainers_is_answered_with_its_place_here(tmp_path: Path, key: str, place: str) -> None:
     with pytest.raises(UserError) as caught:

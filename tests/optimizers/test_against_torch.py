@@ -239,7 +239,9 @@ def test_an_optimizers_arguments_are_of_the_types_that_torch_states(name: str) -
 
 
 class Growing(torch.optim.SGD):
-    """Keeps one more tensor from its second update on."""
+    """Keeps one more tensor from update ``late`` on."""
+
+    late = 2
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         super().step()
@@ -247,17 +249,20 @@ class Growing(torch.optim.SGD):
             for value in group["params"]:
                 count = self.state[value].get("count", 0) + 1
                 self.state[value]["count"] = count
-                if count > 1:
+                if count >= self.late:
                     self.state[value]["surprise"] = torch.zeros_like(value)
 
 
-def test_state_that_was_not_counted_is_refused() -> None:
+@pytest.mark.parametrize("late", [2, 5])
+def test_state_that_was_not_counted_is_refused(late: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Growing, "late", late)
     module = network()
     plain = Training(lr=0.05, clip_norm=0)
     optimizer = Optimizer(named(module), plain, recipe=recipe_of(named(module), plain, lambda p: Growing(p, lr=0.1)))
-    give_gradients(module, 0)
-    optimizer.step()
-    give_gradients(module, 1)
+    for update in range(late - 1):
+        give_gradients(module, update)
+        optimizer.step()
+    give_gradients(module, late)
     with pytest.raises(UserError) as caught:
         optimizer.step()
     (diagnostic,) = caught.value.diagnostics
@@ -280,8 +285,15 @@ class Broken(torch.optim.SGD):
 
 def test_state_that_no_checkpoint_holds_is_refused_before_launch() -> None:
     recipe = recipe_of(named(network()), Training(), lambda p: Listing(p, lr=0.1))
-    with pytest.raises(UserError, match="the model file's optimizer keeps `norms`, a list, which no checkpoint holds"):
+    with pytest.raises(UserError, match="Listing keeps `norms`, a list, which no checkpoint holds"):
         state_bytes(named(network()), recipe)
+
+
+def test_an_own_optimizer_is_called_by_its_class_wherever_it_was_given() -> None:
+    recipe = recipe_of(named(network()), Training(), lambda p: Listing(p, lr=0.1))
+    assert recipe.name == "Listing"
+    with pytest.raises(UserError, match="`optimizer` was given, and the training options have an optimizer"):
+        recipe_of(named(network()), Training(groups=(Group(match=("*",)),)), lambda p: Listing(p, lr=0.1))
 
 
 def test_what_an_own_class_raises_is_told_at_its_line() -> None:

@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from arachnec.driver import compile as compile_model
-from arachnec.executable.training_options import TorchClass, Training
+from arachnec.executable.training_options import Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import quantity
 from tests.commands.small_model import MODEL
 
 PARAMETERS = 2 * (8 * 24 + 24)
 GIB = 2**30
+ONE_CYCLE = Schedule(scheduler=TorchClass("OneCycleLR", {"max_lr": 0.1, "total_steps": 100}))
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,10 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
         (Training(ema=0.9), 12, 20),
         (Training(optimizer=TorchClass("SGD")), 0, 8),
         (Training(optimizer=TorchClass("SGD", {"momentum": 0.9})), 4, 12),
+        (Training(optimizer=TorchClass("SGD"), schedule=ONE_CYCLE), 4, 12),  # it sets momentum
         (Training(dtype="bf16"), 12, 18),  # moments, masters; gradients in fp32 are those that are updated from
     ],
-    ids=["adamw", "ema", "sgd", "momentum", "bf16"],
+    ids=["adamw", "ema", "sgd", "momentum", "one-cycle", "bf16"],
 )
 def test_bytes_per_parameter(files: tuple[Path, Path], training: Training, optimizer: int, state: int) -> None:
     stage = compile_model(*files, "2:cpu", training=training).module.stages[-1]

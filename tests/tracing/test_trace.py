@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import TENSOR
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
@@ -342,6 +342,18 @@ def test_a_model_that_cannot_run_is_one_message():
 
     with pytest.raises(UserError, match="cannot be run on a small clip"):
         trace_model(source(broken), CLIPS)
+
+
+def test_a_model_that_refuses_a_precision_is_told_which_arguments_a_run_does_not_cast():
+    def double(clip, generator):
+        kwargs, target = sample(clip, generator)
+        return {**kwargs, "text": kwargs["text"].double()}, target
+
+    with pytest.raises(UserError) as caught:
+        trace_model(source(double), CLIPS)
+    (diagnostic,) = caught.value.diagnostics
+    assert "dtype" in diagnostic.text(diagnostic.title)
+    assert "arguments of one dimension, such as timesteps, stay as `sample` gives them" in render(diagnostic)
 
 
 def test_the_parts_of_a_stage_add_up_to_it(traced):

@@ -40,6 +40,7 @@ from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.nodes import Cluster
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock, StartTimes
@@ -156,8 +157,10 @@ class Engine:
         source = BatchSource(batches, batch, repeat=own.steps is not None) if dist.get_rank() == 0 else None
         training = own.training(Training())
         if scheduler is not None and training.schedule != Schedule():
-            raise UserError(bad_value("schedule", training.schedule, "Engine has a `scheduler`", "keep one of them"))
-        machine = cluster_for(machine, dist.get_world_size())
+            chosen = training.schedule.scheduler
+            key, value = ("warmup", training.schedule.warmup) if chosen is None else ("name", chosen.name)
+            raise UserError(bad_value(f"schedule.{key}", value, "Engine has a `scheduler`", "keep one of them"))
+        given, machine = machine, cluster_for(machine, dist.get_world_size())
         position = None if resumed is None else resumed.position
         compiling = Compiling(file, machine, passes, training)
         clock.done("reading")
@@ -177,7 +180,8 @@ class Engine:
         if training.schedule == Schedule():
             self._trainer.leave_rates()  # to the scheduler, or to the loop that this is in
         agree({"the model and its functions": file.digest, "the optimizer": self._trainer.told_optimizer})
-        for note in (*self._script.notes, *_notes_of_device(executable, self._script.device)):
+        of_ranks, of_device = _notes_of_ranks(given, machine), _notes_of_device(executable, self._script.device)
+        for note in (*self._script.notes, *of_ranks, *of_device):
             events.emit(report.Note(note))
 
     @classmethod
@@ -330,7 +334,8 @@ class Engine:
             self._trainer.start_gathers()
         self._enter("your own code")
         loss = math.nan if took.loss is None else took.loss
-        return EngineStep(took.step, loss, metrics_of(took), self._trainer.clips, took)
+        metrics = {"loss": math.nan, "gradient_norm": math.nan, **metrics_of(took)}
+        return EngineStep(took.step, loss, metrics, self._trainer.clips, took)
 
     def _demand_rates(self) -> None:
         if self.scheduler is None:
@@ -409,6 +414,13 @@ def _world() -> int:
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _notes_of_ranks(given: Cluster, running: Cluster) -> list[str]:
+    if given.world == running.world:
+        return []
+    ranks = f"the cluster has {counted(given.world, 'rank')}, and the script runs as {running.world}"
+    return [f"{ranks}: planned for {running.world}; torchrun starts a process for each rank"]
 
 
 def _notes_of_device(executable: Executable, device: torch.device) -> list[str]:

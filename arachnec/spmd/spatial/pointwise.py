@@ -100,7 +100,9 @@ def cat(operator: Any, items: Sequence[Tensor], dim: int = 0) -> Tensor:
     free = dim % like.dim()
     spread = common(operands, free)
     parts = [brought_to(x, spread.with_dim(free, whole(x.shape[free])), like) for x in operands]
-    joint = operator(parts, free)
+    joint: Tensor = operator(parts, free)
+    if not spread.axes:
+        return joint
     return like.like(joint, spread.with_dim(free, whole(joint.shape[free])))
 
 

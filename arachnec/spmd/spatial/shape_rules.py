@@ -54,6 +54,24 @@ def _reordered(x: SplitTensor, order: Sequence[int]) -> Layout:
     return replace(x.spread, dims=tuple(x.spread.dims[position] for position in order))
 
 
+def pixel_unshuffle(operator: Any, x: SplitTensor, factor: int) -> Tensor:
+    """Squares of pixels become channels."""
+    *batch, channels, height, width = x.shape
+    n = len(batch)
+    squares = x.reshape(*batch, channels, height // factor, factor, width // factor, factor)
+    order = [*range(n + 1), n + 2, n + 4, n + 1, n + 3]
+    return squares.permute(order).reshape(*batch, -1, height // factor, width // factor)
+
+
+def pixel_shuffle(operator: Any, x: SplitTensor, factor: int) -> Tensor:
+    """The reverse."""
+    *batch, channels, height, width = x.shape
+    n = len(batch)
+    squares = x.reshape(*batch, channels // factor**2, factor, factor, height, width)
+    order = [*range(n + 1), n + 3, n + 1, n + 4, n + 2]
+    return squares.permute(order).reshape(*batch, -1, height * factor, width * factor)
+
+
 def unsqueeze(operator: Any, x: SplitTensor, dim: int) -> Tensor:
     position = dim % (x.dim() + 1)
     dims = (*x.spread.dims[:position], (), *x.spread.dims[position:])

@@ -84,13 +84,19 @@ class Steps(nn.Module):
                     x = x + x.mean((2, 3), keepdim=True) + x.amax(3, keepdim=True)
                 case 6:
                     x = F.avg_pool2d(F.pad(x, (1, 1, 1, 1), mode="reflect"), 2)
+                case 7:
+                    x = torch.cat([x, x[..., :stride]], 3) if dilation == 1 else torch.cat([x[:, :, stride:], x], 2)
+                case 8:
+                    x = F.pixel_unshuffle(F.pad(x, (0, -x.shape[3] % 2, 0, -x.shape[2] % 2)), 2)[:, :4]
+                case 9:
+                    x = F.pixel_shuffle(x.repeat_interleave(4, 1), 2)[..., 1:, :]
                 case _:
                     even = x[:, :, : x.shape[2] // 2 * 2, : x.shape[3] // 2 * 2]
                     x = even.unflatten(3, (-1, 2)).unflatten(2, (-1, 2)).mean((3, 5)) if min(even.shape) else x
         return F.linear(x.movedim(1, -1), self.weights[0][:, :, 0, 0])
 
 
-STEP = st.tuples(st.integers(0, 7), st.integers(1, 2), st.integers(0, 1), st.integers(1, 2))
+STEP = st.tuples(st.integers(0, 10), st.integers(1, 2), st.integers(0, 1), st.integers(1, 2))
 
 
 @given(st.lists(STEP, min_size=1, max_size=4), st.integers(1, 6), st.integers(9, 14), st.integers(9, 14))
@@ -106,6 +112,21 @@ def test_any_chain_of_operators_by_any_ranks_is_the_chain_on_one(
         return  # smaller than the window by now
     for shared in encoded_by(ranks, chain, x):
         torch.testing.assert_close(shared, alone)
+
+
+class Joined(nn.Module):
+    """Tiles put together by the user's own code: along width, then along height."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = [torch.cat([row[..., :5], row[..., 5:]], 3) for row in (x[:, :, :4], x[:, :, 4:])]
+        return torch.cat(rows, 2)
+
+
+def test_what_is_joined_along_all_dimensions_that_are_cut_is_a_plain_tensor() -> None:
+    x = torch.randn(1, 1, 9, 14)
+    for shared in encoded_by(4, Joined(), x):
+        assert type(shared) is Tensor
+        assert torch.equal(shared, x)
 
 
 class Sorts(nn.Module):

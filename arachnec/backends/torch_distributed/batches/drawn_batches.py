@@ -25,7 +25,7 @@ def demand_no_order(training: Training) -> None:
         if getattr(training, key):
             raise UserError(bad_value(key, True, "batches come from the caller", "order them there"))
     if training.mix.manifests:
-        raise UserError(bad_value("mix", training.mix, "batches come from the caller", "mix them there"))
+        raise UserError(bad_value("mix", training.mix.paths, "batches come from the caller", "mix them there"))
 
 
 def drawn_batches(executable: Executable, training: Training, resumed: Position | None) -> Batches:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +14,14 @@ from typing import Any
 import pytest
 import torch
 
+from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.resize import cluster_for
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
 from arachnec.models.given_module import with_own_optimizer
+from arachnec.optimizers.own_schedule import own_schedule
 from tests.distributed.executor_cases import MODEL, QUICK, assert_same_gradients, captured_once, plain_loop
 from tests.distributed.harness import run_ranks
 
@@ -57,6 +61,33 @@ def _example(folder: Path) -> tuple[list[float], list[float], int]:
         first = example.train(folder / "checkpoints", steps=3)
         second = example.train(folder / "checkpoints", steps=3)
     return [s.loss for s in first.steps], [s.loss for s in second.steps], first.plans_reused
+
+
+def test_a_skipped_step_has_every_metric_and_its_loss_and_norm_are_nan(tmp_path: Path) -> None:
+    for skipped, taken in run_ranks(2, _skips, tmp_path):
+        assert skipped.keys() == taken.keys()
+        assert {name for name, value in skipped.items() if math.isnan(value)} == {"loss", "gradient_norm"}
+        assert not any(math.isnan(value) for value in taken.values())
+
+
+def _skips(folder: Path) -> tuple[dict[str, float], dict[str, float]]:
+    example = own_loop()
+
+    class NotFinite(example.Latents):  # type: ignore[misc]
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            item: dict[str, Any] = super().__getitem__(index)
+            return item | {"latents": item["latents"] * math.nan} if index == 0 else item
+
+    engine = example.arachnec.Engine(
+        example.VideoDiT(width=48, heads=4, layers=2),
+        example.DataLoader(NotFinite(), batch_size=3, collate_fn=list),
+        sample=example.sample,
+        loss=example.loss,
+        passes=QUICK,
+    )
+    with captured_once():
+        skipped, taken = (dict(step.metrics) for step in engine)
+    return skipped, taken
 
 
 def _plain_example() -> list[float]:
@@ -221,6 +252,25 @@ def test_a_rate_that_is_none_is_told_as_such_and_not_as_one_that_differs() -> No
     demand_equal_rates(3, [(0.0, 0.5), (-1.0, float("nan")), (0.0, 0.5)])  # the second rank updates nothing
     with pytest.raises(UserError, match="on rank 1 and 0"):
         demand_equal_rates(3, [(0.0, 0.5), (0.0, 0.25)])
+
+
+def test_a_function_of_the_script_is_told_as_the_scripts() -> None:
+    def schedule(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer)  # type: ignore[call-arg]
+
+    with pytest.raises(UserError, match=r"the script raised TypeError: .* in scheduler"):
+        own_schedule(schedule, torch.optim.SGD([torch.zeros(1)]))
+
+
+def test_a_cluster_with_other_ranks_than_the_script_has_processes_is_told() -> None:
+    from arachnec.backends.torch_distributed.engine import _notes_of_ranks
+
+    machine = parse_cluster("2x8:h100-80g")
+    assert _notes_of_ranks(machine, machine) == []
+    (note,) = _notes_of_ranks(machine, cluster_for(machine, 1))
+    assert note == (
+        "the cluster has 16 ranks, and the script runs as 1: planned for 1; torchrun starts a process for each rank"
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("steps", -1), ("steps", 0), ("every", 2.5), ("batch", True), ("keep", 0)])
