@@ -4,6 +4,8 @@ The constructor runs twice. On the meta device, where nothing takes memory, it i
 its parameters, and when it comes to each for the last time. Then it runs on the CPU, with the values that a plain build
 has, drawn in the same order. A parameter that it does not come to again is handed over, and its memory given up; one
 that it will only overwrite, as an ``apply(init)`` at the end does, gives its memory up until then.
+
+Where every parameter is in a file, none is drawn: what the constructor writes to one is left out.
 """
 
 from __future__ import annotations
@@ -74,12 +76,14 @@ def watched_build(build: Callable[[], nn.Module]) -> tuple[nn.Module, Constructi
 
 
 def streamed_build(
-    build: Callable[[], nn.Module], construction: Construction, hand_over: Callable[[str, Tensor], None]
+    build: Callable[[], nn.Module], construction: Construction, hand_over: Callable[[str, Tensor], None] | None
 ) -> nn.Module:
-    """Run ``build`` on the CPU; ``hand_over`` sees every parameter once, with the values of a plain build.
+    """Run ``build`` on the CPU; ``hand_over`` sees every parameter once, with the values of a plain build. Without it
+    parameters get no values, and nothing else may follow from them.
 
     In the model that is returned the parameters have no memory any more. Raises ``OtherConstruction`` where the
-    constructor does something else than it did on the meta device; some parameters may have been handed over by then.
+    constructor does something else than it did on the meta device, or reads a parameter that has no values; some
+    parameters may have been handed over by then.
     """
     stream = _Stream(construction, hand_over)
     with stream.following():
@@ -87,7 +91,8 @@ def streamed_build(
     stream.end()
     for name, value in model.named_parameters():
         if name not in construction.places:  # put in place of another, behind its module's back
-            hand_over(name, value.detach())
+            if hand_over is not None:
+                hand_over(name, value.detach())
             _give_up(value.untyped_storage())
     return model
 
@@ -128,7 +133,13 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 visit = _Visit(number, _overwrites(func, args, value))
                 self.visited(visit)
                 self.reached(visit)
+                if self.leaves_out(func, args, value):
+                    return value
         return func(*args, **kwargs)
+
+    def leaves_out(self, func: Any, args: Any, value: Tensor) -> bool:
+        """Whether nothing is to be done with the values: the operation would write to them alone."""
+        return False
 
     def asked(self, value: Tensor) -> None:
         """Somebody wants to know whether it has values."""
@@ -185,7 +196,7 @@ class _Questions(TorchFunctionMode):
 class _Stream(_Watch):  # type: ignore[no-untyped-call]
     """Follows the second run, one visit after the other, and gives up what the first run says is done with."""
 
-    def __init__(self, construction: Construction, hand_over: Callable[[str, Tensor], None]) -> None:
+    def __init__(self, construction: Construction, hand_over: Callable[[str, Tensor], None] | None) -> None:
         super().__init__()
         self._expected = construction.visits
         self._hand_over = hand_over
@@ -219,8 +230,15 @@ class _Stream(_Watch):  # type: ignore[no-untyped-call]
                 raise OtherConstruction
             self._storages[visit.storage].resize_(self._given_up.pop(visit.storage))
 
+    def leaves_out(self, func: Any, args: Any, value: Tensor) -> bool:
+        if self._hand_over is not None:
+            return False
+        if args[0] is not value or not _name(func).endswith("_"):
+            raise OtherConstruction  # something else would follow from values that are not there
+        return True
+
     def result_of(self, visit: _Visit, func: Any, args: Any, kwargs: Any) -> Tensor:
-        if visit.storage not in self._cast_before:
+        if visit.storage not in self._cast_before and self._hand_over is not None:
             return super().result_of(visit, func, args, kwargs)
         dtype = kwargs.get("dtype") or args[0].dtype
         result = torch.empty_strided(args[0].shape, args[0].stride(), dtype=dtype)
@@ -255,6 +273,8 @@ class _Stream(_Watch):  # type: ignore[no-untyped-call]
             storage.resize_(0)
 
     def _give(self, name: str, storage: torch.UntypedStorage, place: _Place, dtype: torch.dtype) -> None:
+        if self._hand_over is None:
+            return
         self._handing_over = True  # what is done with it then is nothing that the constructor does
         try:
             value = torch.empty(0, dtype=place.dtype).set_(storage, place.offset, place.size, place.stride)

@@ -116,3 +116,31 @@ def test_a_constructor_that_goes_another_way_is_noticed() -> None:
 
     with pytest.raises(OtherConstruction):
         streamed(Other)
+
+
+@pytest.mark.parametrize("case", ["plain", "scaled", "cast", "cast-twice"])
+def test_parameters_that_come_from_files_are_not_drawn_and_buffers_have_their_values(case: str) -> None:
+    _, construction = watched_build(lambda: seeded(CASES[case]))
+    model = streamed_build(lambda: seeded(CASES[case]), construction, None)
+    after = torch.rand(3)
+    torch.manual_seed(3)
+    assert torch.equal(torch.rand(3), after)
+    assert all(not value.untyped_storage().nbytes() for value in model.parameters())
+    expected = CASES[case]()
+    assert all(torch.equal(a, b) for a, b in zip(model.buffers(), expected.buffers(), strict=True))
+    assert [value.dtype for value in model.parameters()] == [value.dtype for value in expected.parameters()]
+
+
+@pytest.mark.parametrize(
+    "read", [torch.norm, torch.Tensor.double, lambda weight: weight.new_zeros(WIDTH).add_(weight[0])]
+)
+def test_what_follows_from_a_parameter_is_not_made_of_one_without_values(read: Callable[[Tensor], Tensor]) -> None:
+    class Following(Layers):
+        def __init__(self) -> None:
+            super().__init__()
+            with torch.no_grad():
+                self.register_buffer("followed", read(self.layers[0][1].weight) * 2, persistent=False)
+
+    _, construction = watched_build(lambda: seeded(Following))
+    with pytest.raises(OtherConstruction):
+        streamed_build(lambda: seeded(Following), construction, None)

@@ -1,7 +1,7 @@
 """The encoders of a rank, as the stages of a program say: whole, or of some a part of the weights.
 
-Where one is divided, every encoder is built or read one parameter at a time (``streamed_weights``): no rank holds all
-weights of one at any moment, and each keeps its own part.
+Where one is divided, or weights are read, every encoder is built or read one parameter at a time
+(``streamed_weights``): no rank holds all weights of one that is divided at any moment, and each keeps its own part.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def rank_encoders(
     """The encoders of a model file, by name, and what of them this rank divides with others, as the stages say.
 
     Of a weight that is divided, the encoder has zeros without memory. ``clip`` is one that the encoders take, ``init``
-    the folder of their weights. Collective. Raises as ``shared_encoders``.
+    the folder of their weights. Collective. Raises as ``streamed_model``.
     """
     ranks = divided_encoders(first)
-    if not ranks:
-        return shared_encoders(running, training, device, init), DividedEncoders()
+    if not ranks and init is None:
+        return shared_encoders(running, training, device), DividedEncoders()
     cuts = encoder_cuts(running, ranks, clip)
     kept: dict[str, Tensor] = {}
     parts: dict[str, dict[str, WeightPart]] = {name: {} for name in ranks}

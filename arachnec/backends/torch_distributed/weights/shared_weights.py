@@ -21,7 +21,7 @@ from arachnec.backends.torch_distributed.weights.equal_tensors import demand_equ
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import ModelFile
-from arachnec.models.initial_weights import beginning_weights, encoder_weights
+from arachnec.models.initial_weights import beginning_weights
 from arachnec.models.precision import in_precision
 
 Modules = Mapping[str, nn.Module]
@@ -29,21 +29,12 @@ CPU = torch.device("cpu")
 META = torch.device("meta")
 
 
-def shared_model(
-    model_file: ModelFile, training: Training, device: torch.device, init: Path | None = None
-) -> nn.Module:
-    """The model of ``build_model`` on every rank, with the weights of rank 0's, or those in ``init``. Collective.
+def shared_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:
+    """The model of ``build_model`` on every rank, with the weights of rank 0's. Collective.
 
-    Raises ``UserError`` where the ranks' models have other tensors, or ``init`` has other weights.
+    Raises ``UserError`` where the ranks' models have other tensors.
     """
-
-    def build(home: torch.device) -> Modules:
-        model = build_model(model_file, training, home)
-        if init is not None and home == CPU and dist.get_rank() == 0:
-            beginning_weights(init, model).fill(model)
-        return {"model": model}
-
-    return shared_modules(build, device)["model"]
+    return shared_modules(lambda home: {"model": build_model(model_file, training, home)}, device)["model"]
 
 
 def given_module(model: nn.Module, training: Training, device: torch.device, init: Path | None = None) -> nn.Module:
@@ -61,23 +52,10 @@ def given_module(model: nn.Module, training: Training, device: torch.device, ini
     return model
 
 
-def shared_encoders(
-    model_file: ModelFile, training: Training, device: torch.device, init: Path | None = None
-) -> dict[str, nn.Module]:
-    """The encoders of ``build_encoders`` on every rank, with the weights of rank 0's, or those in ``init``. Collective.
-
-    Raises as ``shared_model``.
-    """
-
-    def build(home: torch.device) -> Modules:
-        encoders = build_encoders(model_file, training, home)
-        if init is not None and home == CPU and dist.get_rank() == 0:
-            for name, encoder in encoders.items():
-                if (weights := encoder_weights(init, name, encoder)) is not None:
-                    weights.fill(encoder)
-        return encoders
-
-    return dict(shared_modules(build, device))
+def shared_encoders(model_file: ModelFile, training: Training, device: torch.device) -> dict[str, nn.Module]:
+    """The encoders of ``build_encoders`` on every rank, with the weights of rank 0's. Collective. Raises as
+    ``shared_model``."""
+    return dict(shared_modules(lambda home: build_encoders(model_file, training, home), device))
 
 
 def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:

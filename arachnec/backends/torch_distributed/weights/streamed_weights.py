@@ -199,17 +199,21 @@ def _sent(
         exchange.send(name, value if read is None else read)
         sending = False
 
-    whole, again = construction is None, False
-    try:
-        if construction is not None:
-            source = streamed_build(lambda: build(CPU), construction, send)
-    except (OtherConstruction, *CANNOT):  # it came back to values that were given up; a mistake shows again below
-        if sending:  # a peer that is gone, or a damaged file: no second build helps
-            raise
-        again = True
-    if again:
-        source = build(CPU)
-    if whole or again:
+    streamed = False
+    if construction is not None:
+        stored = all(name in unsent for name, _ in model.named_parameters())  # then none has to be drawn
+        for hand_over in (None, send) if stored else (send,):
+            try:
+                source = streamed_build(lambda: build(CPU), construction, hand_over)
+            except (OtherConstruction, *CANNOT):  # it came back to given up values; a mistake shows again below
+                if sending:  # a peer that is gone, or a damaged file: no second build helps
+                    raise
+            else:
+                streamed = True
+                break
+        if not streamed:
+            source = build(CPU)
+    if not streamed:
         for name, value in source.named_parameters():
             send(name, value.detach())
     exchange.end()

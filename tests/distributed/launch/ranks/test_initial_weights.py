@@ -13,10 +13,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from arachnec.backends.torch_distributed.weights.dealt_out_model import DealtStage, dealt_out_model
-from arachnec.backends.torch_distributed.weights.shared_weights import shared_encoders, shared_model
+from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
 from arachnec.backends.torch_distributed.weights.streamed_weights import own_model
+from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Level, Module
 from arachnec.models.file import load_model_file
 from arachnec.models.weight_files import NoWeights, WeightFiles, weight_files, write_weights
 from tests.distributed.harness import RankError, run_ranks
@@ -97,7 +99,7 @@ def weights_of(folder: Path, kind: str, dtype: Any) -> dict[str, Tensor]:
     file, training = load_model_file(folder / "model.py"), Training(dtype=dtype, seed=3)
     own = {"layers.1.base_layer.weight", "layers.1.lora_A.weight"} if dist.get_rank() else {"layers.0.weight"}
     if kind == "replicated":
-        model = shared_model(file, training, CPU, folder)
+        model = own_model(file, training, CPU, init=folder)
         assert model.head.weight is model.layers[0].weight  # type: ignore[union-attr,index]
         return dict(model.state_dict())
     if kind == "stages":
@@ -176,8 +178,27 @@ def test_what_no_file_has_stays_as_it_was_built(folder: Path) -> None:
         assert torch.equal(values["layers.1.lora_A.weight"], built.layers[1].lora_A.weight)  # type: ignore[union-attr,index]
 
 
+def drawn_after(model: Path, init: Path | None) -> Tensor:
+    own_model(load_model_file(model), Training(seed=3), CPU, init=init)
+    return torch.rand(3)
+
+
+def test_nothing_is_drawn_where_the_folder_has_every_parameter(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(f"{MODEL}\n\ndef build():\n    return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8))\n")
+    torch.manual_seed(3)
+    undrawn = torch.rand(3)
+    torch.manual_seed(3)
+    save_file(load_model_file(path).build().state_dict(), tmp_path / "model.safetensors")
+    drawn = torch.rand(3)
+    for init, after in ((None, drawn), (tmp_path, undrawn)):
+        assert all(torch.equal(value, after) for value in run_ranks(2, drawn_after, path, init))
+
+
 def encoder_of(folder: Path) -> Tensor:
-    encoder: Any = shared_encoders(load_model_file(folder / "model.py"), Training(), CPU, folder)["vae"]
+    clip, plan = VideoClip("a", 1, 16, 16, 0, "", None, 0), Module("m", Level.LOWERED)
+    encoders, _ = rank_encoders(load_model_file(folder / "model.py"), Training(), plan, clip, CPU, folder)
+    encoder: Any = encoders["vae"]
     return encoder.vae.weight.detach().clone()
 
 
