@@ -8,6 +8,7 @@ An encoder's time is no formula of sizes: its cascades carry what one of their c
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
@@ -102,22 +103,28 @@ class Annotate(Pass):
         profile = read_profile(self.profile) if self.profile and specs is None else None
         if profile is not None:
             demand_precision(module, profile)
-        stages = []
+        stages, models = [], models_of(module)
         for stage in module.stages:
             part = part_from_profile(stage, profile, module.cluster) if profile is not None else None
             if part is not None:
                 stages.append(part)
-            elif profile is not None and find_fit(profile, stage.name, "forward") is not None:
+            elif profile is not None and _is_measured(stage, profile, models):
                 stages.append(from_profile(stage, profile, module.cluster))
             else:
                 stages.append(from_device_specs(stage, flops, overhead))
         if profile is not None:
-            crowd, models = crowding(module.cluster), models_of(module)
+            crowd = crowding(module.cluster)
             stages = [with_timed_steps(s, profile, crowd) if s.name in models else s for s in stages]
             stages = [with_measured_sparsity(stage, profile.sparsity, crowd) for stage in stages]
         cluster = with_measured_links(module.cluster, profile) if profile else module.cluster
         cascades = with_sparse_layers(with_measured_clips(module, profile), stages)
         return replace(module, level=Level.COSTED, cluster=cluster, stages=tuple(stages), cascades=cascades)
+
+
+def _is_measured(stage: Stage, profile: Profile, models: Collection[str]) -> bool:
+    """Whether its times are the profile's, or nothing's: a whole model that it does not know is another's profile."""
+    whole = (stage.trained or stage.name in models) and "part_of" not in stage.attrs
+    return whole or find_fit(profile, stage.name, "forward") is not None
 
 
 def demand_precision(module: Module, profile: Profile) -> None:

@@ -172,6 +172,13 @@ def test_a_profile_of_another_precision_is_refused(tmp_path: Path) -> None:
     assert Annotate(profile=str(profile_at(tmp_path / "old.json"))).run(in_precision("bf16")), "not noted"
 
 
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    runs = [("another", "forward", RUNS), ("another", "backward", RUNS)]
+    write_profile(fit_profile(runs, machine="m", device="cpu"), tmp_path / "p.json")
+    with pytest.raises(UserError, match="the profile has no stage `dit`"):
+        Annotate(profile=str(tmp_path / "p.json")).run(module())
+
+
 def test_an_encoders_cascade_of_measured_clips_takes_what_was_measured(tmp_path: Path) -> None:
     path = str(encoders_profile(tmp_path / "p.json"))
     clips = [Clip(number, 17, 48, 64, 20, 100) for number in range(3)]
