@@ -53,6 +53,17 @@ def test_a_stage_with_other_heads_or_without_densities_stays_as_it_is() -> None:
     assert with_measured_sparsity(dense, [fit_sparse(32, RUNS)], 1.0) == dense
 
 
+@pytest.mark.parametrize(("name", "per_pair"), [("forward", 0.0), ("flops", 0.0), ("forward", None)])
+def test_a_stage_whose_attention_takes_no_time_says_nothing_of_what_a_flop_takes(
+    name: str, per_pair: float | None
+) -> None:
+    """Without terms in S^2, or with none that counts; one without FLOPs takes what its time is of one."""
+    terms = (Term(1e-3, LINEAR),) if per_pair is None else (Term(per_pair, SQUARE), Term(1e-3, LINEAR))
+    bare = Stage("dit", True, stage().attrs.updated(**{name: Formula(terms, "ms")}))
+    annotated = with_measured_sparsity(bare, [fit_sparse(32, RUNS)], 1.0)
+    assert (annotated == bare) == (name == "forward")
+
+
 def test_a_profile_keeps_it_and_one_that_nothing_can_have_come_to_is_refused(tmp_path: Path) -> None:
     profile: Profile = fit_profile([], machine="here", device="cpu", sparsity=[fit_sparse(32, RUNS)])
     write_profile(profile, tmp_path / "profile.json")

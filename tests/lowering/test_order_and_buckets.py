@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Module, Phase
+from arachnec.ir.nodes import Module, Phase, Stage
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.buckets import with_buckets
 from arachnec.lowering.order import TOLERANCE_MS, InputNotReady, depths, global_order
@@ -61,3 +61,30 @@ def trained_on(gpus: int, **reduce: Quantity | int) -> Module:
 def test_only_a_sum_over_ranks_that_nobody_has_measured_is_cut(module: Module, buckets: tuple[int, ...] | None) -> None:
     (node,) = with_buckets(module, mib=0, reverse=False).reductions
     assert node.attrs.get("buckets") == buckets
+
+
+@pytest.mark.parametrize(("parameters", "buckets"), [(2**18, (1, 1, 0)), (2**18 - 1, (2, 0)), (2**17 - 1, None)])
+def test_buckets_hold_as_many_mib_as_they_are_said_to(parameters: int, buckets: tuple[int, ...] | None) -> None:
+    """A parameter's gradient has 4 bytes."""
+    module = trained_on(2)
+    layers = tuple((name, parameters) for name, _ in LAYERS)
+    stage = replace(DIT, attrs=DIT.attrs.updated(layers=layers, params=2 * parameters))
+    (node,) = with_buckets(replace(module, stages=(stage,)), mib=1, reverse=False).reductions
+    assert node.attrs.get("buckets") == buckets
+
+
+@pytest.mark.parametrize("parameters", [10**5, 10**6, 10**7, 10**8])
+def test_a_stage_in_cells_is_cut_as_one_of_which_every_rank_sums_a_part(parameters: int) -> None:
+    """Over two ranks of four, each with half of every layer: by what half of it takes."""
+    layers = tuple((f"blocks.{number}", parameters) for number in range(6))
+    whole = Stage("dit", True, DIT.attrs.updated(layers=layers, params=7 * parameters))
+    parts = tuple((name, count // 2) for name, count in layers)
+    half = Stage("dit", True, DIT.attrs.updated(layers=parts, params=7 * parameters // 2))
+    in_cells = replace(whole, attrs=whole.attrs.updated(cell=2))
+
+    def cut(stage: Stage, gpus: int, ranks: tuple[int, ...]) -> object:
+        cascade = timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 3.0), ranks)
+        module = replace(module_of(cluster(gpus=gpus), equal_clips(), [cascade]), stages=(stage,))
+        return with_buckets(module, reverse=False).reductions[0].attrs.get("buckets")
+
+    assert cut(in_cells, 4, (0, 1, 2, 3)) == cut(half, 2, (0, 1))
