@@ -63,10 +63,10 @@ def test_what_nothing_reads_any_more_is_freed_where_the_round_begins(sampled: Mo
     assert [c.name for c in ended.cascades] == [c.name for c in sampled.cascades if c.round < last]
     for before, after in zip(sampled.programs, ended.programs, strict=True):
         begun = beginning(before.instructions, last)
-        made = Counter(s.target for s in begun if s.op in ("encode", "denoise", "decode", "receive"))
-        made.subtract(s.target for s in begun if s.op == "free")
+        left = Counter(s.target for s in begun if s.op in ("encode", "denoise", "decode", "receive"))
+        left.subtract(s.target for s in begun if s.op == "free")
         rest = after.instructions[len(begun) :]
-        assert Counter(done(step) for step in rest) == Counter(("free", name, ()) for name in +made)
+        assert Counter(done(step) for step in rest) == Counter(("free", name, ()) for name in +left)
 
 
 def test_what_ran_has_its_new_times_in_the_lists(sampled: Module) -> None:

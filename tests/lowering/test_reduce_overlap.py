@@ -137,6 +137,13 @@ def test_gradients_of_a_rank_with_several_stages_are_summed_behind_the_last_of_t
     assert between >= len(module.programs), "some come before other stages' cascades"
 
 
+@pytest.mark.parametrize("case", ["zb-h1", "planned", "cells", "degrees"])
+def test_nothing_stands_behind_the_reduces_of_a_rank_with_one_stage_but_what_ends_the_step(case: str) -> None:
+    for program in split(case, [9, 4, 6, 3, 5, 2]).programs:
+        ops = [step.op for step in program.instructions]
+        assert {*ops[ops.index("reduce") :]} <= {"reduce", "norm", "step"}
+
+
 def test_a_bucket_in_a_weight_starts_when_its_layers_have_their_gradients() -> None:
     """Two layers: the last one's gradients are there after half of it; and the simulator has a step no longer."""
     module = split("zb-h1", [9, 4, 6, 3, 5, 2])
