@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module, Phase, Stage
@@ -29,6 +32,23 @@ def test_an_input_that_is_later_by_rounding_comes_first(late: float) -> None:
     reader = timed("a", Phase.TRAIN, 0, 1000, ("e",), (0.0, 1.0), (0,))
     encoder = timed("e", Phase.ENCODE, 0, 1000, (), (late, 1.0), (0,))
     assert [cascade.name for cascade in global_order((reader, encoder))] == ["e", "a"]
+
+
+@given(st.integers(2, 6), st.randoms(use_true_random=False))
+@settings(max_examples=60, deadline=None)
+def test_what_starts_at_once_but_for_rounding_comes_in_order_of_what_it_reads_and_else_as_it_starts(
+    count: int, rng: random.Random
+) -> None:
+    """Every cascade reads some of those before it by number, each starts a part of the tolerance late."""
+    late = [rng.randint(0, 4) * TOLERANCE_MS / 4 for _ in range(count)]
+    inputs = [tuple(f"c{n}" for n in range(at) if rng.random() < 0.4) for at in range(count)]
+    cascades = [timed(f"c{at}", Phase.ENCODE, 0, 1000, inputs[at], (late[at], 1.0), (0,)) for at in range(count)]
+    rng.shuffle(cascades)
+    first = sorted(cascades, key=lambda c: (c.start, c.end, depths(tuple(cascades))[c.name], cascades.index(c)))
+    right: list[str] = []
+    while len(right) < count:
+        right.append(next(c.name for c in first if c.name not in right and {*c.inputs} <= {*right}))
+    assert [cascade.name for cascade in global_order(tuple(cascades))] == right
 
 
 def test_an_input_that_is_later_than_rounding_is_refused() -> None:
