@@ -50,7 +50,8 @@ def test_memory_and_time_lie_between_those_of_none_and_of_all() -> None:
 def test_the_first_blocks_save_what_they_save_one_by_one(runs: list[tuple[int, float]], blocks: int) -> None:
     """Where none of them saves anything that is no part of it."""
     each = [spared for count, spared in runs for _ in range(count)]
-    assert share_saved(runs, blocks) == (sum(each[:blocks]) / sum(each) if sum(each) else 0.0)
+    right = sum(each[:blocks]) / sum(each) if sum(each) else 0.0
+    assert share_saved(runs, blocks) == pytest.approx(right)
 
 
 def test_what_ranks_send_each_other_again_is_that_of_the_recomputed_blocks() -> None:
