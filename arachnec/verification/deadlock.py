@@ -160,14 +160,13 @@ def _ordered(program: Program) -> Iterator[tuple[Place, Instruction, Instruction
     overlapped = overlapped_reduces(program)
     moved = {index for inside in overlapped.values() for index in inside}
     for index, instruction in enumerate(program.instructions):
-        part = 0
+        part = count()
         for number in overlapped.get(index, ()):
             reduce = program.instructions[number]
-            yield (index, part, index), instruction, reduce
-            yield (index, part + 1, number), reduce, None
-            part += 2
+            yield (index, next(part), index), instruction, reduce
+            yield (index, next(part), number), reduce, None
         if index not in moved:
-            yield (index, part, index), instruction, None
+            yield (index, next(part), index), instruction, None
 
 
 def _starts_apart(values: Values) -> Iterator[StartsApart]:
