@@ -49,8 +49,8 @@ def test_memory_and_time_lie_between_those_of_none_and_of_all() -> None:
 @given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 0.25, 1.0, 3.0])), max_size=4), st.integers(0, 12))
 def test_the_first_blocks_save_what_they_save_one_by_one(runs: list[tuple[int, float]], blocks: int) -> None:
     """Where none of them saves anything that is no part of it."""
-    each = [spared for count, spared in runs for _ in range(count)]
-    right = sum(each[:blocks]) / sum(each) if sum(each) else 0.0
+    spared_by_each = [spared for count, spared in runs for _ in range(count)]
+    right = sum(spared_by_each[:blocks]) / sum(spared_by_each) if sum(spared_by_each) else 0.0
     assert share_saved(runs, blocks) == pytest.approx(right)
 
 
