@@ -219,11 +219,11 @@ def test_a_message_points_at_the_word_that_is_no_action() -> None:
         from_csv(text, "x.csv")
     rows = text.splitlines()
     spans = [problem.span for problem in refused.value.diagnostics]
-    found = []
+    shown = []
     for span in spans:
         assert span is not None and span.line == span.end_line
-        found.append((span.line, rows[span.line - 1][span.column - 1 : span.end_column - 1]))
-    assert found == [(1, "what"), (3, "no"), (3, "is")]
+        shown.append((span.line, rows[span.line - 1][span.column - 1 : span.end_column - 1]))
+    assert shown == [(1, "what"), (3, "no"), (3, "is")]
     with pytest.raises(UserError) as empty:
         from_csv("", "x.csv")
     assert [problem.span for problem in empty.value.diagnostics] == [Span("x.csv", 1, 1, 1, 2, "")]
