@@ -108,7 +108,7 @@ def encoder_volumes(cascade: Cascade, stage: Stage, split: Attention) -> Volumes
 
 
 def _steps(ranks: int) -> int:
-    return math.ceil(math.log2(ranks)) if ranks > 1 else 0
+    return math.ceil(math.log2(ranks))
 
 
 def _share_sent(ranks: int) -> float:

@@ -32,8 +32,9 @@ def share_saved(runs: Runs, blocks: int) -> float:
     total = math.fsum(count * spared for count, spared in runs)
     if total <= 0:
         return 0.0
-    saved, left = 0.0, blocks
+    kept, left = [], blocks
     for count, spared in runs:
-        saved += min(count, left) * spared
-        left -= min(count, left)
-    return min(1.0, saved / total)
+        again = min(count, left)
+        kept.append((count - again) * spared)
+        left -= again
+    return 1 - math.fsum(kept) / total

@@ -43,7 +43,7 @@ def grid_of(degree: int, ulysses: int | None, ring: int | None) -> Attention | N
         return None
     all_to_all = ulysses if ulysses is not None else degree // max(1, ring or 1)
     around = ring if ring is not None else degree // max(1, all_to_all)
-    if all_to_all < 1 or around < 1 or all_to_all * around != degree:
+    if all_to_all < 1 or all_to_all * around != degree:
         raise ValueError(f"ulysses {all_to_all} times ring {around} is not degree {degree}")
     return Attention(all_to_all, around)
 

@@ -97,7 +97,6 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     number, total = len(sizes), gradient_bytes(stage)
     if not total:
         return (number,)
-    above = [sum(sizes[layer:]) for layer in range(number + 1)]  # bytes from this layer on
     rate = (time(total) - time(total / 2)) / (total / 2)
     latency = time(total) - rate * total
     ready = [max(end - span * layer / number for end, span in ends) for layer in range(number)]
@@ -107,13 +106,13 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     for _ in range(MOST_BUCKETS):
         options.append(
             min(
-                (max(at, ready[0]) + latency + rate * (total - above[low]), (*buckets, low))
+                (max(at, ready[0]) + rate * (total - sum(sizes[low:])), (*buckets, low))  # and a latency, as all have
                 for low, (at, buckets) in reached.items()
             )
         )
         reached = {
             low: min(
-                (max(at, ready[low]) + latency + rate * (above[low] - above[high]), (*buckets, high - low))
+                (max(at, ready[low]) + latency + rate * sum(sizes[low:high]), (*buckets, high - low))
                 for high, (at, buckets) in reached.items()
                 if high > low
             )

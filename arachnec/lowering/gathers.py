@@ -51,7 +51,7 @@ def updated_parameters(module: Module, resident: Mapping[str, frozenset[int]]) -
             continue
         cell = cell_of(stage) or 1
         size = round(sum(layer_sizes(stage)[layer].trained for layer in layers) * element_bytes(stage) / cell)
-        for equal in [replicas(first, cell, ranks) for first in range(cell)] if cell > 1 else [ranks]:
+        for equal in [replicas(first, cell, ranks) for first in range(cell)]:
             time = Quantity(cost.gather_time(stage, equal, layers), "ms")
             gather = Instruction("gather", stage.name, equal, Attributes.of(layers=layers, bytes=size, time=time))
             for rank in equal:

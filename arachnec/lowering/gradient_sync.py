@@ -112,7 +112,6 @@ def _add_buckets(
     layers, cell = len(layers_of(stage)), cell_of(stage) or 1
     shards = [replicas(member, cell, group) for member in range(cell)]
     for bucket in _buckets(stage, layer_counts):
-        lead = 0.0 if bucket is None else remaining_backward(bucket, layers)
         size = round((gradient_bytes(stage) if bucket is None else bucket.size) / cell)
         times = [Quantity(cost.reduce_time(stage, same, size), "ms") for same in shards]
         lines: dict[Instruction, Instruction] = {}  # one for all ranks that have the same
@@ -124,7 +123,8 @@ def _add_buckets(
                 attrs = attrs.updated(layers=bucket.layers, rest=bucket.rest or None)
             backward = overlapped.get(rank)
             if bucket is not None and not bucket.rest and backward is not None:
-                attrs = attrs.updated(early=Quantity(quantity(backward.attrs["time"]) * lead, "ms"))
+                early = quantity(backward.attrs["time"]) * remaining_backward(bucket, layers)
+                attrs = attrs.updated(early=Quantity(early, "ms"))
             line = Instruction("reduce", stage.name, same, attrs)
             ends[rank].append(lines.setdefault(line, line))
 

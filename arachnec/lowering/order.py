@@ -102,8 +102,7 @@ def global_order(cascades: tuple[Cascade, ...]) -> tuple[Cascade, ...]:
         enumerate(cascades),
         key=lambda item: (item[1].round, item[1].start, item[1].end, depth[item[1].name], item[0]),
     )
-    ordered = tuple(cascade for _, cascade in indexed)
-    return ordered if _respects_inputs(ordered) else _stable_topological(ordered)
+    return _stable_topological(tuple(cascade for _, cascade in indexed))
 
 
 def depths(cascades: tuple[Cascade, ...]) -> dict[str, int]:
@@ -138,11 +137,6 @@ def round_bounds(order: Sequence[Cascade]) -> list[tuple[int, int]]:
         first, count = len(bounds), sum(1 for _ in cascades)
         bounds += [(first, first + count)] * count
     return bounds
-
-
-def _respects_inputs(ordered: tuple[Cascade, ...]) -> bool:
-    position = {cascade.name: i for i, cascade in enumerate(ordered)}
-    return all(position[name] < position[cascade.name] for cascade in ordered for name in cascade.inputs)
 
 
 def _stable_topological(ordered: tuple[Cascade, ...]) -> tuple[Cascade, ...]:

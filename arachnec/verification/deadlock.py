@@ -19,9 +19,10 @@ the backward's own collectives stand before it and after it.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import ClassVar
 
 from arachnec.analysis.execution_model import ExecutionModel
@@ -135,14 +136,13 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
     """A rank's n-th run of one collective in one group is one event with the n-th runs of the other ranks."""
     members: dict[tuple[object, ...], list[tuple[int, Place, Instruction]]] = defaultdict(list)
     for program in values.module.programs:
-        times: Counter[tuple[object, ...]] = Counter()
+        times: dict[tuple[object, ...], Iterator[int]] = defaultdict(count)
         for place, instruction, inside in _ordered(program):
             if len(instruction.peers) < 2 or instruction.op in ("send", "receive"):
                 continue
             moved = moved_by(inside or instruction)
             collective = (instruction.op, instruction.target, instruction.peers, moved, inside is None)
-            members[(*collective, times[collective])].append((program.rank, place, instruction))
-            times[collective] += 1
+            members[(*collective, next(times[collective]))].append((program.rank, place, instruction))
     for joined in members.values():
         rank, _, instruction = joined[0]
         peers = instruction.peers
@@ -160,14 +160,13 @@ def _ordered(program: Program) -> Iterator[tuple[Place, Instruction, Instruction
     overlapped = overlapped_reduces(program)
     moved = {index for inside in overlapped.values() for index in inside}
     for index, instruction in enumerate(program.instructions):
-        part = 0
+        part = count()
         for number in overlapped.get(index, ()):
             reduce = program.instructions[number]
-            yield (index, part, index), instruction, reduce
-            yield (index, part + 1, number), reduce, None
-            part += 2
+            yield (index, next(part), index), instruction, reduce
+            yield (index, next(part), number), reduce, None
         if index not in moved:
-            yield (index, part, index), instruction, None
+            yield (index, next(part), index), instruction, None
 
 
 def _starts_apart(values: Values) -> Iterator[StartsApart]:

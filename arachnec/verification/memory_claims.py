@@ -140,8 +140,6 @@ def _need(cost: CostModel, op: str, cascade: Cascade) -> _Need:
 def _too_low(rank: int, step: Instruction, cascade: Cascade, need: _Need) -> Iterator[Diagnostic]:
     kept = gib(step, "memory")
     running = kept + gib(step, "workspace")
-    if kept >= need.kept and running >= need.running:
-        return
     for claimed, right, what in ((kept, need.kept, "memory"), (running, need.running, "memory and workspace")):
         if claimed >= right * (1 - RELATIVE) - ROUNDING_GIB:
             continue

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
@@ -69,13 +70,12 @@ def bytes_of(step: Instruction) -> int:
 def _of_collectives(values: Values) -> Iterator[UnequalBytes]:
     first: dict[Hashable, tuple[int, Instruction]] = {}
     for program in values.module.programs:
-        times: dict[Hashable, int] = defaultdict(int)
+        times: dict[Hashable, Iterator[int]] = defaultdict(count)
         for step in program.instructions:
             if step.op not in ("reduce", "gather"):
                 continue
             key = step.op, step.target, step.peers, moved_by(step)
-            rank, other = first.setdefault((*key, times[key]), (program.rank, step))
-            times[key] += 1
+            rank, other = first.setdefault((*key, next(times[key])), (program.rank, step))
             if other is not step and bytes_of(other) != bytes_of(step):
                 yield UnequalBytes(_at(step), program.rank, written(step), bytes_of(step), rank, bytes_of(other))
 
@@ -91,11 +91,11 @@ def _too_few(values: Values, handed: Mapping[Handed, float]) -> Iterator[TooFewB
                 stage = values.cascades[step.target].stage
                 places = ((step.target, program.rank, source) for source in (step.peers[0], None))
                 right = (max(handed.get(place, 0.0) for place in places) - ROUNDING_GIB) * GIB
-            elif step.op in ("reduce", "gather") and step.target not in stated:
+            elif step.op in ("reduce", "gather") and step.target not in stated and "tied" not in step.attrs:
                 stage, key = step.target, (step.op, step.target, moved_by(step))
-                right = collected.setdefault(key, -1.0)
-                if right < 0:
-                    right = collected[key] = _collected(step, stages[stage])
+                if key not in collected:
+                    collected[key] = _collected(step, stages[stage])
+                right = collected[key]
             else:
                 continue
             if bytes_of(step) < right * (1 - RELATIVE) - 1:
@@ -108,14 +108,12 @@ def _collected(step: Instruction, stage: Stage) -> float:
     if step.op == "gather":
         sizes = layer_sizes(stage)
         return sum(sizes[layer].trained for layer in layers_listed(step, "layers")) * element_bytes(stage) / cell
-    if "tied" in step.attrs:
-        return 0.0
     bucket = bucket_of(step)
     if bucket is None:
         return gradient_bytes(stage) / cell
-    blocks = [count * gradient_element_bytes(stage) for _, count in layers_of(stage)]
+    blocks = [parameters * gradient_element_bytes(stage) for _, parameters in layers_of(stage)]
     rest = max(0.0, gradient_bytes(stage) - sum(blocks)) if bucket[1] else 0.0
-    return (sum(blocks[layer] for layer in bucket[0] if layer < len(blocks)) + rest) / cell
+    return (sum(blocks[layer] for layer in bucket[0] if layer in range(len(blocks))) + rest) / cell
 
 
 def _at(step: Instruction) -> Span | None:

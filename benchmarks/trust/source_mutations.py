@@ -52,6 +52,7 @@ OTHER = {
     "any": "all", "all": "any", "0": "1", "1": "2", "2": "3", "1.0": "2.0", "0.0": "1.0",
 }  # fmt: skip
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # of hypothesis, before this run of pytest
+LEFT = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")  # not copied
 SURVIVES, DIES, SLOW = "survives", "dies", "not judged: its tests did not end in time"
 
 
@@ -153,6 +154,7 @@ def _tested(tests: list[str], root: Path, said: Path) -> NoReturn:
             os.dup2(output, number)
         os.chdir(root)
         os.environ.update(PYTHONPATH=str(root), PYTHONDONTWRITEBYTECODE="1", OMP_NUM_THREADS="1")
+        os.environ["CI"] = "1"  # the same examples for every change: one that is found for one of them kills no other
         sys.dont_write_bytecode = True
         sys.path[:] = [str(root), *(place for place in sys.path if Path(place or ".").resolve() != ROOT)]
         for name in [name for name in sys.modules if name.split(".")[0] in ("arachnec", "benchmarks", "tests")]:
@@ -185,9 +187,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copy goes with it
     with tempfile.TemporaryDirectory(prefix="arachnec-mutations-") as folder:
         root = Path(folder) / "repository"
-        shutil.copytree(
-            ROOT, root, ignore=shutil.ignore_patterns(".git", ".venv", "__pycache__", ".*_cache"), symlinks=True
-        )
+        shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*LEFT), symlinks=True)
         for number, change in enumerate(sample, 1):
             key = (change.file, change.line, f"{change.before} -> {change.after}", change.column)
             if key in {(one["file"], one["line"], one["change"], one["column"]) for one in told}:

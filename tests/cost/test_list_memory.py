@@ -40,6 +40,15 @@ def test_lists_are_held_until_the_backward_and_divided_by_the_ranks() -> None:
     assert cost.memory(clip(sparse=(0, 1)), 2) - cost.memory(clip(), 2) == pytest.approx(two * 4 / 2**30)
 
 
+@pytest.mark.parametrize("size", ["query_group", "key_block"])
+def test_a_stage_that_says_no_size_of_groups_or_of_blocks_has_no_lists(size: str) -> None:
+    """Nor has a cascade of which no layer is sparse."""
+    of = stage()
+    assert lists_gib(of, clip(sparse=(0, 1)), 1) > 0 == lists_gib(of, clip(), 1)
+    assert lists_gib(replace(of, attrs=of.attrs.updated(**{size: None})), clip(sparse=(0, 1)), 1) == 0
+    assert lists_gib(replace(of, attrs=of.attrs.updated(**{size: 0})), clip(sparse=(0, 1)), 1) == 0
+
+
 def test_captions_are_in_every_list_and_groups_and_blocks_are_cubes_of_the_grid() -> None:
     of = stage(**GPU, caption_tokens=(1, 10))
     cubes = token_cubes(GRID, captions=87, queries=64, keys=64)

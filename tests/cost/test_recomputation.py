@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
+from arachnec.cost.recomputation import share_saved
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.recomputation import recompute_value, recomputed_blocks, recomputed_layers
@@ -43,6 +44,14 @@ def test_memory_and_time_lie_between_those_of_none_and_of_all() -> None:
         assert cost.memory(clip(), 1, blocks) == pytest.approx(24 - (24 - 4.8) * blocks / BLOCKS)
         again = FORWARD * blocks / BLOCKS
         assert cost.time(clip(), 1, recompute=blocks) - cost.time(clip(), 1) == pytest.approx(again)
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.sampled_from([0.0, 0.25, 1.0, 3.0])), max_size=4), st.integers(0, 12))
+def test_the_first_blocks_save_what_they_save_one_by_one(runs: list[tuple[int, float]], blocks: int) -> None:
+    """Where none of them saves anything that is no part of it."""
+    spared_by_each = [spared for count, spared in runs for _ in range(count)]
+    right = sum(spared_by_each[:blocks]) / sum(spared_by_each) if sum(spared_by_each) else 0.0
+    assert share_saved(runs, blocks) == pytest.approx(right)
 
 
 def test_what_ranks_send_each_other_again_is_that_of_the_recomputed_blocks() -> None:

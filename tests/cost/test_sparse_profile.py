@@ -9,9 +9,10 @@ import torch
 
 from arachnec.cost.profile import Profile, fit_profile, read_profile, write_profile
 from arachnec.cost.sparse_attention import choice_overhead, choice_time, speeds
-from arachnec.cost.sparse_profile import AttentionTime, fit_sparse, with_measured_sparsity
+from arachnec.cost.sparse_profile import AttentionTime, SparseProfile, fit_sparse, with_measured_sparsity
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
+from arachnec.ir.stage_sizes import formula_in
 from arachnec.ir.values import Attributes, Formula, Term
 from arachnec.profiling.sparse_kernels import DENSITIES, measure_sparse, sparse_grids
 
@@ -51,6 +52,42 @@ def test_a_stage_with_other_heads_or_without_densities_stays_as_it_is() -> None:
     assert with_measured_sparsity(stage(), [fit], 1.0) == stage()
     dense = Stage("dit", True, stage().attrs.updated(density=None))
     assert with_measured_sparsity(dense, [fit_sparse(32, RUNS)], 1.0) == dense
+
+
+@pytest.mark.parametrize(("name", "per_pair"), [("forward", 0.0), ("flops", 0.0), ("forward", None)])
+def test_a_stage_whose_attention_takes_no_time_says_nothing_of_what_a_flop_takes(
+    name: str, per_pair: float | None
+) -> None:
+    """Without terms in S^2, or with none that counts; one without FLOPs takes what its time is of one."""
+    terms = (Term(1e-3, LINEAR),) if per_pair is None else (Term(per_pair, SQUARE), Term(1e-3, LINEAR))
+    bare = Stage("dit", True, stage().attrs.updated(**{name: Formula(terms, "ms")}))
+    annotated = with_measured_sparsity(bare, [fit_sparse(32, RUNS)], 1.0)
+    assert (annotated == bare) == (name == "forward")
+    if name == "flops":
+        choice = formula_in(annotated, "choice")
+        assert choice is not None and choice.terms[0].coefficient == pytest.approx(1e-8 * 2 / 3e-6, rel=1e-3)
+
+
+@pytest.mark.parametrize(("linear", "dense", "more"), [(13e-5, 8e-5, 5e-5), (8e-5, 13e-5, -2e-5), (8e-5, 9e-5, -1e-5)])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_what_sparse_kernels_take_of_every_token_beyond_dense_ones_is_counted_with_the_choice(
+    heads: int, linear: float, dense: float, more: float
+) -> None:
+    """Of both directions together, and never less than nothing."""
+    coefficients = {
+        "dense_forward": [1e-6, dense / 4, 0.0],
+        "dense_backward": [2e-6, dense * 3 / 4, 0.0],
+        "forward": [2e-6, linear / 3, 0.0],
+        "backward": [4e-6, linear * 2 / 3, 0.0],
+        "choice": [1e-8, 2e-5, 0.1],
+    }
+    of = Stage("dit", True, stage().attrs.updated(heads=heads, hidden=32 * heads))
+    annotated = with_measured_sparsity(of, [SparseProfile(32, [], coefficients, {})], 1.5)
+    for tokens in (2048, 8192):
+        one = 1e-8 * tokens**2 + (2e-5 + more) * tokens
+        assert choice_time(annotated, tokens, 0) == pytest.approx(heads * 1.5 * one)
+    assert choice_overhead(annotated) == pytest.approx(heads * 1.5 * 0.1)
+    assert speeds(annotated) == (0.5, 0.5, 1.0)
 
 
 def test_a_profile_keeps_it_and_one_that_nothing_can_have_come_to_is_refused(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.degrees import legal_degrees, sides, wide_steps
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Attention, Strategy, widest_ulysses
+from arachnec.cost.strategy import Attention, Strategy, even_ranks, first_ranks, grid_of, widest_ulysses
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
@@ -249,3 +249,37 @@ def test_layers_gathered_in_cells_count_at_both_moments_of_a_train_cascade() -> 
     trained = 10**7 * 2 / 2**30
     assert parts["forward"] == pytest.approx(2 * layer)
     assert parts["backward"] == pytest.approx(2 * layer + 2 * trained)
+
+
+@pytest.mark.parametrize("degree", range(1, 13))
+def test_a_product_of_ulysses_and_ring_is_the_degree_or_refused(degree: int) -> None:
+    """With one factor the other follows; factors below one are none."""
+    assert grid_of(degree, None, None) is None
+    factors = (None, *range(-degree, degree + 2))
+    for ulysses, ring in ((u, r) for u in factors for r in factors if (u, r) != (None, None)):
+        fitting = [
+            Attention(u, degree // u)
+            for u in range(1, degree + 1)
+            if degree % u == 0 and ulysses in (None, u) and ring in (None, degree // u)
+        ]
+        if fitting:
+            assert [grid_of(degree, ulysses, ring)] == fitting
+        else:
+            with pytest.raises(ValueError, match="is not degree"):
+                grid_of(degree, ulysses, ring)
+
+
+def test_the_first_branch_has_an_even_part_of_the_ranks_or_what_the_other_leaves() -> None:
+    """Memory counts the ranks of the smaller branch, twice."""
+    for width in range(1, 13):
+        for side in (None, 1, 2, 3):
+            assert first_ranks(Strategy(side=side), width) == width // (side or 1)
+            assert even_ranks(Strategy(side=side), width) == width
+        for ulysses, ring in ((u, r) for u in range(1, 4) for r in range(1, 4) if u * r < width):
+            uneven = Strategy(side=2, unconditional=Attention(ulysses, ring))
+            assert first_ranks(uneven, width) == width - ulysses * ring
+            assert even_ranks(uneven, width) == 2 * sorted((ulysses * ring, width - ulysses * ring))[0]
+
+
+def test_nothing_runs_again_unless_it_is_asked_for() -> None:
+    assert Strategy() == Strategy(None, 0, None, None)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arachnec.ir.gradient_buckets import buckets_of
@@ -93,6 +93,7 @@ def test_a_bucket_more_that_gains_less_than_a_hundredth_of_all_is_not_taken() ->
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 80))
+@example([1, 1], 5)
 @settings(max_examples=80, deadline=None)
 def test_buckets_of_a_size_are_filled_from_the_last_layer_on(counts: list[int], size: int) -> None:
     buckets, left = buckets_of_size(stage(counts), size), [*counts]
@@ -167,3 +168,20 @@ def test_rounds_come_one_behind_the_other_whatever_their_times() -> None:
 
 def test_a_stage_without_parameters_is_one_bucket() -> None:
     assert best_buckets(stage([0, 0, 0], 0), [(20.0, 12.0)], lambda size: size) == (3,)
+
+
+def test_what_is_summed_begins_when_the_last_rank_has_it() -> None:
+    of = stage([1000, 3000], 500)
+    alone = [took(4 * 3000), took(4 * 1500)]
+    for start, span in ((0.0, 0.0), (20.0, 0.0), (20.0, 8.0), (0.5, 0.5)):
+        first = start - span / 2 + alone[0]
+        assert finish(buckets_of(of, (1, 1)), 2, [(start, span)], took) == max(first, start) + alone[1]
+
+
+def test_nothing_of_a_backward_of_its_own_is_a_forward() -> None:
+    """It overlaps with all of its time, as does the half of a split one that has the weights' gradients."""
+    for phase in (Phase.BACKWARD, Phase.WEIGHT):
+        module = replace(two_cascades(), cascades=(timed("b", phase, 0, 1000, (), (10.0, 40.0), (0,)),))
+        assert last_backwards(module, DIT, (0,)) == [(40.0, 30.0)]
+    module = replace(two_cascades(), cascades=(timed("b", Phase.FORWARD, 0, 1000, (), (10.0, 40.0), (0,)),))
+    assert last_backwards(module, DIT, (0,)) == [(40.0, 0.0)]

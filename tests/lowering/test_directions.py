@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from arachnec.ir.nodes import Module, Phase, Reduce, Stage, Step
-from arachnec.ir.values import Attributes, Value
+from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import head_size
-from arachnec.lowering.buckets import with_buckets
+from arachnec.lowering.buckets import time_reversed, with_buckets
 from tests.passes.plans import DIT, cluster, equal_clips, module_of, timed
 
 LAYERS = tuple((f"blocks.{number}", 2**30) for number in range(4))
@@ -41,6 +41,21 @@ def test_the_direction_is_that_in_which_the_last_bucket_of_all_stages_ends_first
     starts = {cascade.name: cascade.start for cascade in planned.cascades}
     assert starts == {"a": 300.0 if early else 0.0, "b": 10.0, "c": 0.0}
     assert "buckets" in planned.reductions[1].attrs
+
+
+def test_a_stage_that_is_not_cut_says_nothing_of_the_direction() -> None:
+    """Of a plan of microseconds, too."""
+    module = two_models(early=False)
+    (one, two), short = module.stages, 1e-3
+    stages = (replace(one, attrs=one.attrs.updated(layers=None)), replace(two, attrs=one.attrs))
+    cascades = tuple(
+        c.with_attrs(start=Quantity(c.start * short, "ms"), end=Quantity(c.end * short, "ms")) for c in module.cascades
+    )
+    planned = with_buckets(replace(module, stages=stages, cascades=cascades))
+    assert {c.name: c.start for c in planned.cascades} == {c.name: c.start for c in cascades}
+    turned = time_reversed(replace(module, stages=stages, cascades=cascades))
+    again = with_buckets(turned)
+    assert [c.start for c in again.cascades] == pytest.approx([c.start for c in cascades])
 
 
 @pytest.mark.parametrize(

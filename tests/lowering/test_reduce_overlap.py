@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.analysis.uses import overlapped_reduces
+from arachnec.analysis.uses import COMPUTE, overlapped_reduces
 from arachnec.backends.simulator import simulate
 from arachnec.driver import plan_iteration, plan_model
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Module, Program, integers, quantity
 from arachnec.ir.values import Quantity
+from arachnec.lowering.order import global_order
 from arachnec.passes.check import find_problems
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.verification import deadlock, gradient_sync
@@ -110,6 +112,36 @@ def test_on_a_rank_with_several_stages_only_those_of_the_stage_that_ends_it_do()
     for program in module.programs:
         targets = [step.target for step in program.instructions if step.op == "reduce"]
         assert len(set(targets)) == 2 and targets == sorted(targets, key=targets.index)  # one stage after the other
+
+
+@pytest.mark.parametrize("case", ["zb-v", "zb-v-cells", "interleaved"])
+def test_gradients_of_a_rank_with_several_stages_are_summed_behind_the_last_of_their_stage(case: str) -> None:
+    """Before all that comes later in the plan, of whatever stage: that hides it."""
+    module = split(case, [9] * 8)
+    order = {cascade.name: place for place, cascade in enumerate(global_order(module.cascades))}
+    stage_of = {cascade.name: cascade.stage for cascade in module.cascades}
+    ending = {
+        stage.name: max(order[c.name] for c in module.cascades if c.stage == stage.name) for stage in module.stages
+    }
+    between = 0
+    for program in module.programs:
+        steps = program.instructions
+        assert len({stage_of[step.target] for step in steps if step.op == "forward"}) == 2
+        for at, step in enumerate(steps):
+            if step.op != "reduce":
+                continue
+            before = [order[other.target] for other in steps[:at] if other.op in COMPUTE]
+            behind = [order[other.target] for other in steps[at:] if other.op in COMPUTE]
+            assert max(before) <= ending[step.target] < min(behind, default=len(order))
+            between += bool(behind)
+    assert between >= len(module.programs), "some come before other stages' cascades"
+
+
+@pytest.mark.parametrize("case", ["zb-h1", "planned", "cells", "degrees"])
+def test_nothing_stands_behind_the_reduces_of_a_rank_with_one_stage_but_what_ends_the_step(case: str) -> None:
+    for program in split(case, [9, 4, 6, 3, 5, 2]).programs:
+        ops = [step.op for step in program.instructions]
+        assert {*ops[ops.index("reduce") :]} <= {"reduce", "norm", "step"}
 
 
 def test_a_bucket_in_a_weight_starts_when_its_layers_have_their_gradients() -> None:

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.span import Span
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import Action, PipelineSchedule
 from arachnec.pipelining.csv_format import from_csv, read_csv, to_csv
@@ -209,3 +210,20 @@ def test_a_byte_order_mark_is_no_part_of_the_first_action(tmp_path: Path) -> Non
     path = tmp_path / "orders.csv"
     path.write_text("0F0,0B0\n", encoding="utf-8-sig")
     assert read_csv(path).micro_batches == 1
+
+
+def test_a_message_points_at_the_word_that_is_no_action() -> None:
+    """Row and first column from 1, and the column behind it; where there is no row the beginning of the text."""
+    text = '0F0,what,0B0\n\n1F0,  "no" ,is\n'
+    with pytest.raises(UserError) as refused:
+        from_csv(text, "x.csv")
+    rows = text.splitlines()
+    spans = [problem.span for problem in refused.value.diagnostics]
+    shown = []
+    for span in spans:
+        assert span is not None and span.line == span.end_line
+        shown.append((span.line, rows[span.line - 1][span.column - 1 : span.end_column - 1]))
+    assert shown == [(1, "what"), (3, "no"), (3, "is")]
+    with pytest.raises(UserError) as empty:
+        from_csv("", "x.csv")
+    assert [problem.span for problem in empty.value.diagnostics] == [Span("x.csv", 1, 1, 1, 2, "")]

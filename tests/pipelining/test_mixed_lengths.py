@@ -129,4 +129,8 @@ def test_windows_improve_what_is_badly_ordered_and_keep_to_the_memory() -> None:
     require_valid(windowed.schedule, 3, len(lengths))
     assert windowed.makespan < evaluate(start, problem.times).makespan
     assert windowed.proved >= 1
+    assert not windowed.optimal, "no window is the whole schedule"
+    for size, effort in ((64, 1), (24, 300_000)):
+        short = improve_windows(problem, start, Effort(effort), size=size)
+        assert short.optimal == (short.windows == short.proved == 1 and size == 64)
     assert all(a <= b for a, b in zip(held(windowed.schedule, problem.saved), problem.limits, strict=True))

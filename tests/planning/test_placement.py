@@ -71,6 +71,10 @@ SCHEDULERS = [
 def test_every_scheduler_gives_a_valid_plan_and_place_keeps_it_valid(
     cluster: str, tokens: list[int], encoders: int, scheduler: Pass
 ) -> None:
+    if cluster == "1:h100" and isinstance(scheduler, ScheduleStatic) and scheduler.degree == 3:
+        with pytest.raises(UserError, match="on a cluster of 1 GPU"):
+            scheduler.run(module(cluster, tokens, encoders=encoders))
+        return
     scheduled = scheduler.run(module(cluster, tokens, encoders=encoders))
     assert verify(scheduled) == ()
     assert validate_schedule(scheduled) == []

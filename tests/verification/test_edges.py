@@ -3,6 +3,7 @@ find, held against counting and walking."""
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,12 +19,14 @@ from arachnec.analysis.execution_model import HARDWARE_QUEUES, HOST_HANDOFFS, ST
 from arachnec.analysis.memory import high_water
 from arachnec.analysis.uses import Values
 from arachnec.cluster.host_memory import usable_host_memory
+from arachnec.cost.model import CostModel
 from arachnec.ir.head_division import CUT
 from arachnec.ir.module_index import index_of
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.sparse_rules import GroupsOutside, head_rows_fit_the_degree
 from arachnec.ir.values import Attributes, Quantity, Value
+from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
 from arachnec.verification import memory_claims
 from arachnec.verification.device_limits import TooManyPending, TooManyStreams, check_device_limits
@@ -32,7 +35,7 @@ from arachnec.verification.heads import GroupsComputedTwice, GroupsNotComputed, 
 from arachnec.verification.host_memory import HostOutOfMemory, host_peak
 from arachnec.verification.memory import OutOfMemory
 from benchmarks.trust.random_programs import random_program
-from tests.passes.plans import DIT, cluster, module_of, timed
+from tests.passes.plans import DIT, cluster, equal_clips, linear, module_of, timed
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "check"
 HELD = ("state", "memory", "workspace")
@@ -99,6 +102,39 @@ def test_what_a_cascade_claims_is_held_to_its_stage_too() -> None:
             claim = Quantity(quantity(cascade.attrs["memory"]) * share, "GiB")
             others = (*module.cascades[:at], cascade.with_attrs(memory=claim), *module.cascades[at + 1 :])
             assert set(map(type, find_problems(replace(module, cascades=others)))) == kinds
+
+
+def test_a_large_claim_may_be_short_by_a_millionth_and_by_what_printing_takes_and_no_more() -> None:
+    """Of a cascade and of its forward, which holds 20 GiB."""
+    forward = timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))
+    module = module_of(cluster(), equal_clips(), [forward])
+    saved = replace(DIT, attrs=DIT.attrs.updated(saved=linear(0.02, "GiB")))
+    module = replace(module, stages=(saved,))
+    right = CostModel(module).memory(forward, 1)
+    assert right == 20.0
+    least = right * (1 - memory_claims.RELATIVE) - memory_claims.ROUNDING_GIB
+    for claimed, short in ((right, False), (least, False), (math.nextafter(least, 0.0), True)):
+        claim = Quantity(claimed, "GiB")
+        one = lower(replace(module, cascades=(forward.with_attrs(memory=claim),)))
+        assert [type(p) for p in told(one)] == [memory_claims.CascadeMemoryTooLow, memory_claims.MemoryTooLow] * short
+        assert [type(p) for p in told(with_attribute(one, 0, 0, "memory", Quantity(right, "GiB")))] == [
+            memory_claims.CascadeMemoryTooLow
+        ] * short
+
+
+def told(module: Module) -> list[object]:
+    values, cost = Values(module), CostModel(module)
+    return list(memory_claims.check_memory_claims(values, cost, memory_claims.handed_sizes(values, cost)))
+
+
+def test_only_stages_that_run_and_have_no_formula_of_their_memory_are_believed() -> None:
+    module = module_of(cluster(), equal_clips(), [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))])
+    (dit,) = module.stages
+    other = replace(dit, name="other")
+    assert memory_claims.only_claimed(replace(module, stages=(dit, other))) == ("dit",)
+    for name in ("saved", "workspace"):
+        known = replace(dit, attrs=dit.attrs.updated(**{name: linear(0.02, "GiB")}))
+        assert memory_claims.only_claimed(replace(module, stages=(known, other))) == ()
 
 
 def test_a_device_may_be_full_to_the_last_byte() -> None:

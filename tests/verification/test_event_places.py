@@ -6,16 +6,18 @@ import random
 from collections import defaultdict
 from typing import TypeAlias
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.receive_prefetch import Prefetched, in_place, prefetched_receives
-from arachnec.analysis.uses import Values
+from arachnec.analysis.uses import Values, overlapped_reduces
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.lowering.programs import lower
-from arachnec.verification.deadlock import _connections, _handoff_events, _posted_places
+from arachnec.verification.deadlock import _connections, _handoff_events, _ordered, _posted_places
 from arachnec.verification.handoffs import Handoff, match_handoffs
+from tests.lowering.test_reduce_overlap import split
 from tests.passes.plans import placed_modules
 
 Event: TypeAlias = tuple[str, int, int, int]  # a connection of two ranks, or the n-th handoff from one to another
@@ -99,3 +101,22 @@ def test_what_is_posted_in_place_stands_at_its_instruction_and_leaves_room_for_a
         assert dict(event.places) == places
     posted = _posted_places(values, {program.rank: in_place(program) for program in values.module.programs})
     assert posted == {(one.target, one.receive): (one.receive, -2, one.receive) for one in handoffs}
+
+
+@pytest.mark.parametrize("case", ["zb-h1", "planned", "cells"])
+def test_a_backward_stands_before_and_behind_every_reduce_that_starts_inside_it(case: str) -> None:
+    """In the order of their places, too; the first part where the instruction itself would stand."""
+    for program in split(case, [9, 4, 6, 3, 5, 2]).programs:
+        places = [place for place, _, _ in _ordered(program)]
+        assert places == sorted(places) and len({*places}) == len(places)
+        inside = overlapped_reduces(program)
+        right: list[tuple[Instruction, Instruction | None]] = []
+        for index, step in enumerate(program.instructions):
+            reduces = [program.instructions[number] for number in inside.get(index, ())]
+            for reduce in reduces:
+                right += [(step, reduce), (reduce, None)]
+            if not any(index in numbers for numbers in inside.values()):
+                right.append((step, None))
+                assert (index, 2 * len(reduces), index) in places
+        assert inside
+        assert [(step, reduce) for _, step, reduce in _ordered(program)] == right

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from arachnec.analysis.uses import Values
+from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Module, Program, Quantity, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.passes.check import find_problems
-from arachnec.verification.times import StartsTooLate, TimeTooLong
+from arachnec.verification.times import StartsTooLate, TimeTooLong, check_times
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROGRAMS = {
@@ -68,6 +70,28 @@ def test_nothing_starts_when_all_work_in_turn_would_have_ended(name: str) -> Non
     for ms, refused in ((told.most - 1e-6, False), (told.most + 1e-6, True)):
         problems = find_problems(with_claim(module, rank, at, "start", ms))
         assert (StartsTooLate in map(type, problems)) == refused
+
+
+def test_nothing_runs_before_the_last_request_has_come_so_that_is_waited_for() -> None:
+    """The latest arrival of all requests counts, whichever it is."""
+    module = valid("sampling")
+    rank, at = next((p.rank, n) for p in module.programs for n, s in enumerate(p.instructions) if "start" in s.attrs)
+
+    def total(arrivals: list[float]) -> float:
+        coming = zip(module.clips, arrivals, strict=True)
+        clips = tuple(replace(clip, attrs=clip.attrs.updated(arrival=Quantity(ms, "ms"))) for clip, ms in coming)
+        problems = find_problems(with_claim(replace(module, clips=clips), rank, at, "start", 1e9))
+        return next(problem for problem in problems if isinstance(problem, StartsTooLate)).total
+
+    count = len(module.clips)
+    assert count > 1
+    at_once = total([0.0] * count)
+    for last in range(count):
+        arrivals = [100.0 + 10 * (number == last) for number in range(count)]
+        assert total(arrivals) == pytest.approx(at_once + 110)
+    nothing = with_claim(replace(module, clips=()), rank, at, "start", 1e9)
+    (told,) = [p for p in check_times(Values(nothing), CostModel(nothing)) if isinstance(p, StartsTooLate)]
+    assert told.total == at_once
 
 
 def test_where_a_stage_has_no_formula_nothing_is_compared() -> None:
