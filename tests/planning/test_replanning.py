@@ -22,6 +22,13 @@ from tests.planning.test_sampling_plan import SHAPES, request, requests, traced
 
 PIPELINE = "segment{{length=2}},annotate,schedule-sampling{{policy={},steps=20}},place,rounds{{most=5,least=1us}},lower"
 LATE = random.Random(0)  # its first choice of two is the second
+TWICE = (  # a late segment is cut in two rounds, and by then an earlier one has a higher number
+    [
+        request(number, SHAPES[shape], steps=steps)
+        for number, (shape, steps) in enumerate(((2, 1), (1, 1), (2, 1), (1, 7), (2, 9)))
+    ],
+    [*[SwitchForecast(0, 0, 0)] * 3, SwitchForecast(0, 5, 0), SwitchForecast(2, 2, 2)],
+)
 
 
 def rounds_of(module: Module) -> int:
@@ -42,6 +49,7 @@ def known(module: Module, round: int, outcomes: dict[int, int]) -> dict[int, tup
 
 @given(requests(5), st.sampled_from(["search", "replica", "one-degree"]), st.integers(2, 4), st.randoms())
 @example(drawn=([request(0, SHAPES[0], steps=1)], [SwitchForecast(0, 1, 0)]), policy="replica", gpus=2, rng=LATE)
+@example(drawn=TWICE, policy="search", gpus=2, rng=LATE)
 @settings(max_examples=5, deadline=None)
 def test_a_program_planned_again_begins_as_before_and_is_proved(
     drawn: tuple[list[object], list[SwitchForecast]], policy: str, gpus: int, rng: random.Random

@@ -22,7 +22,8 @@ TOLERANCE_MS = 1e-3
 
 
 def in_rounds(module: Module, cascades: Sequence[Cascade], moment: float, round: int) -> list[Cascade]:
-    """Placed cascades of ``module``: those of ``round`` start before ``moment`` ms, the others are of the next.
+    """Placed cascades, some or all of ``module``: those of ``round`` start before ``moment`` ms, the others are of the
+    next.
 
     A request whose switch comes late takes all steps of the segments that its forecast leaves empty, and what stands
     behind them starts later by so much: what would then start behind the moment is not fixed, nor is what follows in
@@ -30,8 +31,8 @@ def in_rounds(module: Module, cascades: Sequence[Cascade], moment: float, round:
     """
     cut: list[Cascade] = []
     renamed: dict[str, str] = {}  # a segment that is cut, and its second part
-    numbers: dict[int, int] = {}  # of each chain its next segment's
-    for cascade in cascades:
+    numbers: dict[int, int] = {}  # of each chain its next segment's, behind those of earlier rounds
+    for cascade in (*module.cascades, *cascades):
         if cascade.phase is Phase.DENOISE:
             numbers[cascade.clips[0]] = max(numbers.get(cascade.clips[0], 0), number_of(cascade) + 1)
     for cascade in cascades:
