@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
@@ -97,6 +98,7 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     number, total = len(sizes), gradient_bytes(stage)
     if not total:
         return (number,)
+    below = [0, *accumulate(sizes)]  # bytes of the layers below each
     rate = (time(total) - time(total / 2)) / (total / 2)
     latency = time(total) - rate * total
     ready = [max(end - span * layer / number for end, span in ends) for layer in range(number)]
@@ -106,13 +108,13 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     for _ in range(MOST_BUCKETS):
         options.append(
             min(
-                (max(at, ready[0]) + rate * (total - sum(sizes[low:])), (*buckets, low))  # and a latency, as all have
+                (max(at, ready[0]) + rate * (total - below[-1] + below[low]), (*buckets, low))  # and a latency, as all have
                 for low, (at, buckets) in reached.items()
             )
         )
         reached = {
             low: min(
-                (max(at, ready[low]) + latency + rate * sum(sizes[low:high]), (*buckets, high - low))
+                (max(at, ready[low]) + latency + rate * (below[high] - below[low]), (*buckets, high - low))
                 for high, (at, buckets) in reached.items()
                 if high > low
             )
