@@ -108,7 +108,7 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     for _ in range(MOST_BUCKETS):
         options.append(
             min(
-                (max(at, ready[0]) + rate * (total - below[-1] + below[low]), (*buckets, low))  # and a latency, as all have
+                (max(at, ready[0]) + rate * (total - below[-1] + below[low]), (*buckets, low))  # all have a latency more
                 for low, (at, buckets) in reached.items()
             )
         )
