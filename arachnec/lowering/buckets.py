@@ -106,9 +106,10 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     reached: dict[int, tuple[float, tuple[int, ...]]] = {number: (0.0, ())}
     options: list[tuple[float, tuple[int, ...]]] = []
     for _ in range(MOST_BUCKETS):
+        # The last bucket takes what is of no layer, too. Its latency is left out: every option has it.
         options.append(
             min(
-                (max(at, ready[0]) + rate * (total - below[-1] + below[low]), (*buckets, low))  # all have a latency more
+                (max(at, ready[0]) + rate * (total - below[-1] + below[low]), (*buckets, low))
                 for low, (at, buckets) in reached.items()
             )
         )
