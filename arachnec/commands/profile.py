@@ -25,7 +25,10 @@ def command(model: Path, data: Path, cluster: str, output: Path, dtype: str) -> 
     from arachnec.ir.diagnostic import counted
     from arachnec.profiling.local import profile_here
 
-    profile = profile_here(model, data, cluster, output, samples=is_sampler(model), dtype=dtype)
+    samples = is_sampler(model)
+    if samples and dtype != "fp32":
+        raise click.UsageError("the models of a sampler file are timed as they are built: leave --dtype out")
+    profile = profile_here(model, data, cluster, output, samples=samples, dtype=dtype)
     table = plain_table("measured")
     for name in ("stage", "phase", "B", "S", "T", "ranks", "measured ms", "fitted ms"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")

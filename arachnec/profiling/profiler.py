@@ -233,8 +233,7 @@ class Profiler:
         links = measure_links(self.device) if world > 1 else None
         collectives = [row for moving in self._beside for row in moving.measurements(ends)]
         stages = [(*key, rows) for key, rows in measurements.items()]
-        precision = dtype_name(dtype_of(self.model))
-        return Measured(name, stages, links, [end], collectives, dtype=precision)
+        return Measured(name, stages, links, [end], collectives, dtype=dtype_name(dtype_of(self.model)))
 
     def _trace(self) -> list[int]:
         """S of every clip; traced on rank 0, since the ranks share the machine's cores."""

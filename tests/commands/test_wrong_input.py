@@ -375,6 +375,14 @@ def test_an_option_of_run_that_cannot_be(
     assert options[0] in said or options[-1].split("/")[0] in said
 
 
+def test_a_sampler_file_is_profiled_as_it_is_built(refused: Callable[..., str]) -> None:
+    Path("sampler.py").write_text("def models():\n    return {}\n\n\ndef scheduler():\n    return None\n")
+    said = refused(
+        "profile", "sampler.py", "--data", "clips.jsonl", "--cluster", "1:cpu", "-o", "p.json", "--dtype", "bf16"
+    )
+    assert "leave --dtype out" in said
+
+
 @pytest.mark.parametrize("devices", [0, 1])
 def test_gpus_to_profile_that_this_machine_does_not_have(
     devices: int, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from triton import next_power_of_2
 
 from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.group_mass import group_mass
@@ -29,15 +30,10 @@ def launch_mass(query: Tensor, key: Tensor, groups: Tensor, blocks: Tensor, size
 def mass_options(rank: int, group: int, block: int) -> dict[str, int]:
     """The constants of a launch; ``group`` and ``block`` are the most cells that one has."""
     _, queries, keys, stages = next((tile for tile in TILES if rank <= tile[0]), TILES[-1])
-    rows, cells = min(queries, _power(group)), min(keys, _power(block))
+    rows, cells = (min(most, next_power_of_2(number)) for most, number in ((queries, group), (keys, block)))
     return {
-        "R": rank, "WIDE": max(16, _power(rank)),
+        "R": rank, "WIDE": max(16, next_power_of_2(rank)),
         "GROUPS": queries // rows, "ROWS": rows, "PARTS": -(-group // rows),
         "BLOCKS": keys // cells, "CELLS": cells, "SPLITS": -(-block // cells),
         "num_warps": 4, "num_stages": stages,
     }  # fmt: skip
-
-
-def _power(number: int) -> int:
-    """The least power of 2 that is not smaller."""
-    return 1 << (number - 1).bit_length()
