@@ -29,14 +29,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Annotated, ClassVar, TypeVar
+from typing import Annotated, ClassVar
 
 import msgspec
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.long_manifest import LongManifest
+from arachnec.executable.part_files import NotExecutable, json_part, read_part, text_of
 from arachnec.executable.training_options import Training, verified
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, writing
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
@@ -47,7 +48,6 @@ from arachnec.version import __version__
 
 FORMAT = 1
 MOST_LOADED = 32  # files that add passes
-LIMIT_BYTES = 256 * 2**20
 PROGRAM, TRACED, MODEL_IR, HEADER = "program.cascade", "traced.cascade", "model.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
 VALIDATION = "validation.jsonl"  # where there is a validation manifest; fingerprinted, too
@@ -69,24 +69,6 @@ FILE_OPTION = re.compile(
     rf"(?:{_OF_SPARSIFY}\b(?P<file>file)|\b(?P<option>profile|orders|layers))\s*=\s*(?P<value>{_QUOTED}|[^,{{}}]+)"
 )
 LIBRARIES = ("torch", "diffusers", "transformers")
-Read = TypeVar("Read")
-
-
-@dataclass(frozen=True)
-class NotExecutable(Diagnostic):
-    title: ClassVar[str] = "{folder} is not an executable: {reason}"
-    help: ClassVar[str] = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
-    folder: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class CutShort(Diagnostic):
-    title: ClassVar[str] = "{folder}/{name} is cut short or damaged: {reason}"
-    help: ClassVar[str] = "copy the folder again, or compile it again"
-    folder: str
-    name: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -427,35 +409,6 @@ def unquoted(value: str) -> str:
 def _is_inside(name: str, main: str) -> bool:
     parts = PurePosixPath(name).parts
     return name.endswith(".py") and bool(parts) and not name.startswith("/") and ".." not in parts and name != main
-
-
-def read_part(folder: Path, name: str) -> bytes:
-    path = folder / name
-    if not path.is_file():
-        raise UserError(NotExecutable(None, str(folder), f"it has no {name}"))
-    if path.stat().st_size > LIMIT_BYTES:
-        raise UserError(NotExecutable(None, str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB"))
-    with writing(path):
-        return path.read_bytes()
-
-
-def json_part(folder: Path, name: str, data: bytes, kind: type[Read]) -> Read:
-    """What a file of the folder says. Raises ``UserError`` where it is no JSON, or not of that form."""
-    try:
-        msgspec.json.decode(data, type=msgspec.Raw)  # before its fields: those of a file cut short may be others
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(CutShort(None, str(folder), name, str(error))) from None
-    try:
-        return msgspec.json.decode(data, type=kind)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(NotExecutable(None, str(folder), f"{name}: {error}")) from None
-
-
-def text_of(folder: Path, name: str, data: bytes) -> str:
-    try:
-        return data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(NotExecutable(None, str(folder), f"{name} is not UTF-8 text: {error.reason}")) from None
 
 
 def read_clips(folder: Path) -> tuple[VideoClip, ...]:

@@ -29,17 +29,14 @@ from arachnec.executable.folder import (
     PROGRAM,
     TRACED,
     Changed,
-    NotExecutable,
     demand_inside,
     digest_of,
-    json_part,
     modules_of,
     own_profiles,
-    read_part,
-    text_of,
     versions,
     write_parts,
 )
+from arachnec.executable.part_files import NotExecutable, json_part, read_part, text_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module

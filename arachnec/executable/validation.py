@@ -14,7 +14,8 @@ import msgspec
 
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Drawn, Mark
-from arachnec.executable.folder import VALIDATION, ClipRow, Executable, NotExecutable, clip_of, row_of
+from arachnec.executable.folder import VALIDATION, ClipRow, Executable, clip_of, row_of
+from arachnec.executable.part_files import NotExecutable
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip

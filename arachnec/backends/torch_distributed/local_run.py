@@ -17,7 +17,8 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.reporting.display import Display
 from arachnec.cluster.resize import cluster_for
 from arachnec.cluster.topology import has_gpus
-from arachnec.executable.folder import MODEL, Executable, demand_folder, read_executable, read_part
+from arachnec.executable.folder import MODEL, Executable, demand_folder, read_executable
+from arachnec.executable.part_files import read_part
 from arachnec.executable.train_file import located
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import demand_same_manifests

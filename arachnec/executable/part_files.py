@@ -1,0 +1,60 @@
+"""The files of an executable's folder: read whole, within a limit, and told apart where they are damaged."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import msgspec
+
+from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+
+LIMIT_BYTES = 256 * 2**20
+Read = TypeVar("Read")
+
+
+@dataclass(frozen=True)
+class NotExecutable(Diagnostic):
+    title: ClassVar[str] = "{folder} is not an executable: {reason}"
+    help: ClassVar[str] = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
+    folder: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class CutShort(Diagnostic):
+    title: ClassVar[str] = "{folder}/{name} is cut short or damaged: {reason}"
+    help: ClassVar[str] = "copy the folder again, or compile it again"
+    folder: str
+    name: str
+    reason: str
+
+
+def read_part(folder: Path, name: str) -> bytes:
+    path = folder / name
+    if not path.is_file():
+        raise UserError(NotExecutable(None, str(folder), f"it has no {name}"))
+    if path.stat().st_size > LIMIT_BYTES:
+        raise UserError(NotExecutable(None, str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB"))
+    with writing(path):
+        return path.read_bytes()
+
+
+def json_part(folder: Path, name: str, data: bytes, kind: type[Read]) -> Read:
+    """What a file of the folder says. Raises ``UserError`` where it is no JSON, or not of that form."""
+    try:
+        msgspec.json.decode(data, type=msgspec.Raw)  # before its fields: those of a file cut short may be others
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(CutShort(None, str(folder), name, str(error))) from None
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise UserError(NotExecutable(None, str(folder), f"{name}: {error}")) from None
+
+
+def text_of(folder: Path, name: str, data: bytes) -> str:
+    try:
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(NotExecutable(None, str(folder), f"{name} is not UTF-8 text: {error.reason}")) from None
