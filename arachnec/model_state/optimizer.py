@@ -27,6 +27,7 @@ from arachnec.runtime.host_optimizer import HostMasters
 
 UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
 WHOLE = 2**63  # bytes of a piece, which a layer never has
+WIDENED = 2**17  # numbers of a gradient that are widened at one time, in a cache
 
 
 class Optimizer:
@@ -232,9 +233,24 @@ def global_norm(gradients: Mapping[str, Tensor], device: torch.device | None = N
     of_dtype: dict[torch.dtype, list[Tensor]] = {}
     for value in gradients.values():
         of_dtype.setdefault(torch.promote_types(value.dtype, torch.float32), []).append(value)
-    norms = [norm for dtype, values in of_dtype.items() for norm in torch._foreach_norm(values, 2, dtype)]
+    norms = [norm for dtype, values in of_dtype.items() for norm in _norms(values, dtype)]
     here: Tensor = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros((), device=device)
     return here
+
+
+def _norms(values: list[Tensor], dtype: torch.dtype) -> Iterable[Tensor]:
+    """The 2-norm of each in ``dtype``. torch's own of bf16 on a processor takes seven times as long as widening it."""
+    if values[0].device.type != "cpu" or all(value.dtype == dtype for value in values):
+        return torch._foreach_norm(values, 2, dtype)
+    return [_widened_norm(value, dtype) for value in values]
+
+
+def _widened_norm(value: Tensor, dtype: torch.dtype) -> Tensor:
+    room = torch.empty(min(value.numel(), WIDENED), dtype=dtype)
+    pieces = torch.split(value.reshape(-1), WIDENED)
+    norms = [torch.linalg.vector_norm(room[: piece.numel()].copy_(piece)) for piece in pieces]
+    whole: Tensor = torch.linalg.vector_norm(torch.stack(norms))
+    return whole
 
 
 @torch.no_grad()

@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from arachnec.backends.cascade_step import (
     batch_loss,
     batch_of,
-    cascade_loss,
     encode,
     in_training_precision,
     trained_parameters,
@@ -32,7 +31,7 @@ from arachnec.backends.cascade_step import (
 from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.weights.shared_weights import shared_encoders, shared_model
 from arachnec.cost.communication import encoder_volumes, volumes
-from arachnec.cost.profile import BATCH, LinkProfile, Measurement, Synchronisation
+from arachnec.cost.profile import BATCH, Measurement, Synchronisation
 from arachnec.cost.sparse_profile import AttentionTime
 from arachnec.cost.strategy import Attention
 from arachnec.data.clip import VideoClip
@@ -55,8 +54,10 @@ from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import Optimizer
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
+from arachnec.profiling.clock import now
 from arachnec.profiling.handoff_times import HandoffTimes
 from arachnec.profiling.layer_collectives import Call, LayerCollectives, largest_block
+from arachnec.profiling.links import measure_links
 from arachnec.profiling.local import Measured
 from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
@@ -75,7 +76,6 @@ SHARED_SHAPES = 4  # clip shapes measured on several ranks
 DIVIDED_SHAPES = 2  # of an encoder
 ROUNDS = (5, 15)
 BUDGET_S = 40.0  # for all rounds; ROUNDS[0] are always done
-MESSAGES = (4 << 10, 32 << 20)  # bytes; the large one as pieces of gradients are, the links at their full rate
 
 
 @dataclass(frozen=True)
@@ -348,10 +348,13 @@ class Profiler:
     def _train(
         self, point: Point, shard: SequenceShard | None, sequence: SequenceModel | None = None
     ) -> tuple[float, ...]:
-        encoded = self._encoded(point)
+        encoded, on_cpu = self._encoded(point), self.device.type == "cpu"
         with sequence.use(shard) if sequence else nullcontext():
             started = now(self.device)
-            loss = cascade_loss(self.model, self.model_file, point.clips, encoded, TRAINING, 0, self.device)
+            batch = batch_of(self.model_file, point.clips, encoded, TRAINING, 0, self.device)
+            if not on_cpu:  # a thread beside makes it, which takes no time of the device's
+                started = now(self.device)
+            loss = batch_loss(self.model, self.model_file, *batch)
             middle = now(self.device)
             loss.backward()  # type: ignore[no-untyped-call]
             return (middle - started) * 1e3, (now(self.device) - middle) * 1e3
@@ -431,57 +434,10 @@ def _layers(stage: Stage) -> tuple[tuple[str, str], ...]:
     return tuple((path, of_class[kind]) for (path, _), kind in zip(layers_of(stage), classes, strict=True))
 
 
-def measure_links(device: torch.device) -> LinkProfile:
-    """Latency and bandwidth of messages between devices, and bandwidth between the hosts' memories."""
-    host = fit_links(MESSAGES, _ring_times(torch.device("cpu")))
-    links = host if device.type == "cpu" else fit_links(MESSAGES, _ring_times(device))
-    return msgspec.structs.replace(links, host=host.intra * dist.get_world_size())
-
-
-def _ring_times(device: torch.device) -> list[float]:
-    """ms of a message of each size while every rank sends one to the next: time = latency + bytes / bandwidth."""
-    times = []
-    for size in MESSAGES:
-        outgoing = torch.zeros(size, dtype=torch.uint8, device=device)
-        incoming = torch.empty_like(outgoing)
-        rows = []
-        for _ in range(ROUNDS[0] + 1):
-            dist.barrier()
-            rows.append(_timed_exchange(outgoing, incoming, device))
-        times.append(torch.stack(gather(torch.tensor(rows[1:]).median())).mean().item())
-    return times
-
-
-def fit_links(sizes: Sequence[int], times: Sequence[float]) -> LinkProfile:
-    """Latency from the smallest message, bandwidth from the largest less the latency. Sizes in bytes, times in ms."""
-    latency = min(times)
-    beyond = max(times[-1] - latency, 1e-6)
-    return LinkProfile(latency=latency * 1e3, intra=(sizes[-1] - sizes[0]) / beyond / 1e6)
-
-
 def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tuple[float, ...]:
     started = now(device)
     encode(encoder, point.clips, device)
     return ((now(device) - started) * 1e3,)
-
-
-def _timed_exchange(outgoing: Tensor, incoming: Tensor, device: torch.device) -> float:
-    """ms to send to the next rank of the ring and receive from the one before."""
-    world, rank = dist.get_world_size(), dist.get_rank()
-    started = now(device)
-    operations = [
-        dist.P2POp(dist.isend, outgoing, (rank + 1) % world),
-        dist.P2POp(dist.irecv, incoming, (rank - 1) % world),
-    ]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return (now(device) - started) * 1e3
-
-
-def now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def main(model: str, data: str, planned_device: str, at_once: str, output: str, dtype: str) -> None:

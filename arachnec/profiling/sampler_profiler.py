@@ -34,6 +34,8 @@ from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.decoders import DECODER, FromLatents, latents_of
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
+from arachnec.profiling.clock import now
+from arachnec.profiling.links import measure_links
 from arachnec.profiling.local import Measured
 from arachnec.profiling.points import SHAPES, Point, deciding_sizes, sizes_of, spread
 from arachnec.profiling.profiler import (
@@ -42,8 +44,6 @@ from arachnec.profiling.profiler import (
     SHARED_SHAPES,
     TRAINED,
     Job,
-    measure_links,
-    now,
     shared_measurement,
 )
 from arachnec.runtime.agreement import gather, share_text
