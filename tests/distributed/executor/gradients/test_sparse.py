@@ -44,6 +44,7 @@ from tests.distributed.executor.runs.test_executor_ncclish import train_ncclish
 from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, losses, lowered, traced, train, train_on
 from tests.distributed.harness import run_ranks
 from tests.distributed.ncclish import Settings
+from tests.distributed.rank_device import ON_GPU
 
 CLIPS = (clip("long", 60), clip("short", 25), clip("dense", 2))
 LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
@@ -312,6 +313,7 @@ def test_between_machines_chosen_keys_change_no_loss_and_without_room_a_step_is_
         assert [a == b for a, b in pairwise(told["sparse_layers"][1]["history"])] == [True] * 6 + [False]
 
 
+@pytest.mark.skipif(ON_GPU, reason="gloo and the emulator of NCCL run on the processor")
 def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:
     """No sum of the predictors meets one of the model's out of order, and none connects a group in use."""
     here, gloo = executable(tmp_path / "here", 4), executable(tmp_path / "gloo", 4)
