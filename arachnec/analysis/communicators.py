@@ -34,7 +34,7 @@ def communicators(program: Program, model: ExecutionModel) -> frozenset[Communic
         if len(step.peers) < 2:
             if model.handoffs == "device" and step.op in ("send", "receive"):
                 names.add(handoff_channel(step, program.rank))
-        elif step.op in ("gather", "reduce"):
+        elif step.op in ("gather", "reduce", "learn"):
             names.add(_all_reduce(step.peers))
         elif step.op == "norm":
             names.add(norm_communicator(step.peers, cells))

@@ -32,8 +32,8 @@ BACKWARDS = ("backward", "weight")
 """Which make gradients of parameters."""
 
 
-READS_GRADIENTS = ("norm", "step")
-"""Of a stage, and after the all-reduces above them: they read whole gradients."""
+READS_GRADIENTS = ("norm", "step", "learn")
+"""Of a stage, and after the all-reduces above them: they read whole gradients, or stand behind what does."""
 
 
 @dataclass(frozen=True)

@@ -273,6 +273,10 @@ class CostModel:
         """ms of summing the norm of the gradients over these ranks."""
         return synchronisation.norm_time(self.cluster, ranks)
 
+    def learn_time(self, ranks: tuple[int, ...], size: float) -> float:
+        """ms of the all-reduce of so many bytes of predictors' gradients over these ranks."""
+        return synchronisation.learn_time(self.cluster, ranks, size)
+
     def step_time(self, stage: Stage) -> float:
         """ms of the optimizer's step."""
         return synchronisation.step_time(self.cluster, stage)

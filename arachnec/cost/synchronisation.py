@@ -45,6 +45,13 @@ def norm_time(cluster: Cluster, ranks: tuple[int, ...]) -> float:
     return 2 * collective_time(group_link(cluster, ranks), NORM_BYTES, len(ranks), 1, penalty(cluster, ranks))
 
 
+def learn_time(cluster: Cluster, ranks: tuple[int, ...], size: float) -> float:
+    """ms of the all-reduce of so many bytes of predictors' gradients over these ranks."""
+    if len(ranks) < 2:
+        return 0.0
+    return 2 * collective_time(group_link(cluster, ranks), size, len(ranks), 1, penalty(cluster, ranks))
+
+
 def ring_passes(stage: Stage) -> int:
     """How often a ring carries every byte of the gradients: reduce-scatter, and all-gather where all need them."""
     return 1 if "sharded" in stage.attrs and "cell" not in stage.attrs else 2

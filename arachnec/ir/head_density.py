@@ -96,6 +96,11 @@ def sparse_stages(module: Module) -> Mapping[int, Stage]:
     return stages
 
 
+def predictor_bytes(stages: Iterable[Stage]) -> int:
+    """Of the gradients of all predictors of these stages, which are in 32 bits."""
+    return sum(4 * (count_in(stage, "predictors") or 0) for stage in stages)
+
+
 def density_rows(layers: Mapping[int, LayerDensity]) -> tuple[Value, ...]:
     """The attribute: layers of equal density in one row, by their first; behind these the rows of classes of length."""
     alike: dict[tuple[float, Heads], list[int]] = {}

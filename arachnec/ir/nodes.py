@@ -272,7 +272,7 @@ class Instruction:
     span: Span | None = field(default=None, compare=False, repr=False)
 
 
-STAGE_OPS = ("gather", "reduce", "norm", "step", "replan")
+STAGE_OPS = ("gather", "reduce", "norm", "step", "learn", "replan")
 
 
 @dataclass(frozen=True)

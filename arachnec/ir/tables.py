@@ -356,6 +356,10 @@ INSTRUCTION = {
 """
         + _HOST
     ),
+    "learn": table("""
+    bytes     | int   | lowered | required | of the gradients of all predictors
+    time      | ms    | lowered | required | planned duration
+"""),
     "replan": table("""
     round     | int   | lowered | required | from here on what follows may be planned again: this round and later ones
 """),

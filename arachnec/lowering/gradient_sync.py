@@ -1,4 +1,5 @@
-"""The end of every list: all-reduces of gradients, one per stage or bucket, their norm, and the optimizer steps."""
+"""The end of every list: all-reduces of gradients, one per stage or bucket, their norm, the optimizer steps, and what
+sparse layers learn."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from arachnec.cost.host_copies import reduce_copies, step_copies
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
+from arachnec.ir.head_density import predictor_bytes, sparse_stages
 from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
@@ -74,7 +76,21 @@ def gradient_synchronisation(
             time = steps.get(stage.name, Attributes()).get("time", Quantity(cost.step_time(stage), "ms"))
             attrs = Attributes.of(time=time, **dict(step_copies(stage).pairs))
             items.append(Instruction("step", stage.name, (), attrs))
+    for learn in _learning(module, cost, cluster):
+        for items in ends.values():
+            items.append(learn)
     return ends
+
+
+def _learning(module: Module, cost: CostModel, cluster: Cluster) -> list[Instruction]:
+    """Behind the updates, on all ranks: the predictors of layers that may be sparse, by the first stage that has
+    some."""
+    learning, everyone = list(sparse_stages(module).values()), tuple(range(cluster.world))
+    if not learning:
+        return []
+    size = predictor_bytes(learning)
+    attrs = Attributes.of(bytes=size, time=Quantity(cost.learn_time(everyone, size), "ms"))
+    return [Instruction("learn", learning[0].name, everyone, attrs)]
 
 
 def _first(stage: Stage, trained: Sequence[Stage]) -> Stage:

@@ -5,9 +5,9 @@ Out: the sparse attention of every cascade, the state that a checkpoint keeps, a
 docs/sparse_attention.md.
 
 The predictors are none of what the model's optimizer updates, clips or sends: they have their own Adam and one
-all-reduce a step, behind the update. So no bit of the model's gradient depends on them. Where the model is cut into
-stages a layer's predictor, its gradients and its moments are on the ranks of its stage alone, and have an all-reduce of
-these; what is measured of a layer all ranks know.
+all-reduce a step, the instruction ``learn`` behind the update. So no bit of the model's gradient depends on them. Where
+the model is cut into stages a layer's predictor, its gradients and its moments are on the ranks of its stage alone, and
+have an all-reduce of these; what is measured of a layer all ranks know.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ class CanBeSparse(Protocol):
 
 
 Groups = Callable[[tuple[int, ...]], dist.ProcessGroup | None]
+Rows = Mapping[int, tuple[Tensor, list[Tensor]]]  # of every layer totals, and the gradients of its predictor
 
 
 @dataclass
@@ -293,31 +294,33 @@ class SparsePredictors:
         self._tokens.clear()
 
     def finish(
-        self, step: int, group: dist.ProcessGroup | None, groups: Groups | None = None, *, skipped: bool
+        self, step: int, group: dist.ProcessGroup | None, groups: Groups | None = None, norm: Tensor | None = None
     ) -> None:
         """Update the predictors, and what is known of every layer, from what all ranks measured. Collective over the
         group of all ranks, None for one rank; ``groups`` gives that of the ranks of a stage.
 
-        Waits for the device. A ``skipped`` step changes nothing. Raises ``UserError`` for scores that are not finite.
+        Waits for the device. Where the ``norm`` of the model's gradient is not finite on some rank, nothing changes.
+        Raises ``UserError`` for scores that are not finite.
         """
-        rows = self._everyone(group) if not self.places else self._of_stages(group, groups)
+        device = next(iter(self.layers.values())).projections.query.device
+        broken = torch.zeros((), device=device) if norm is None else (~norm.isfinite()).float().to(device)
+        broken, rows = self._everyone(group, broken) if not self.places else self._of_stages(group, groups, broken)
         self._totals.clear()
-        if not skipped:
+        if not bool(broken > 0):
             self._learn(rows, step)
         self.optimizer.zero_grad()
         self.history.add(step, {number: self._by_length(number, "sparsities") for number in self.layers})
 
-    def _everyone(self, group: dist.ProcessGroup | None) -> dict[int, tuple[Tensor, list[Tensor]]]:
-        """For every layer the totals and the predictors' gradients of all ranks, in one all-reduce."""
-        own: list[Tensor] = []
+    def _everyone(self, group: dist.ProcessGroup | None, broken: Tensor) -> tuple[Tensor, Rows]:
+        """How many ranks have a gradient that is ``broken``; for every layer the totals and the predictors' gradients
+        of all ranks. In one all-reduce."""
+        own = [broken]
         for number, state in self.layers.items():
             own += [self._total(number), *_gradients(state)]
         parts = iter(_all_reduced(own, group))
-        return {number: (next(parts), [next(parts), next(parts)]) for number in self.layers}
+        return next(parts), {number: (next(parts), [next(parts), next(parts)]) for number in self.layers}
 
-    def _of_stages(
-        self, group: dist.ProcessGroup | None, groups: Groups | None
-    ) -> dict[int, tuple[Tensor, list[Tensor]]]:
+    def _of_stages(self, group: dist.ProcessGroup | None, groups: Groups | None, broken: Tensor) -> tuple[Tensor, Rows]:
         """The same where layers are in stages: gradients of those here, all-reduced over the ranks of their stage.
         Totals of a layer whose gradients are not finite are not, so that all ranks know of it."""
         gradients: dict[int, list[Tensor]] = {number: list(_parameters(s)) for number, s in self.layers.items()}
@@ -331,13 +334,14 @@ class SparsePredictors:
                 gradients[number] = [next(parts), next(parts)]
                 broken = ~torch.stack([gradient.isfinite().all() for gradient in gradients[number]]).all()
                 totals[number] = totals[number].masked_fill(broken, torch.nan)
-        rows = zip(self.layers, _all_reduced(list(totals.values()), group), strict=True)
-        return {number: (total, gradients[number]) for number, total in rows}
+        broken, *summed = _all_reduced([broken, *totals.values()], group)
+        rows = zip(self.layers, summed, strict=True)
+        return broken, {number: (total, gradients[number]) for number, total in rows}
 
     def _total(self, number: int) -> Tensor:
         return self._totals[number] if number in self._totals else no_totals(self.layers[number])
 
-    def _learn(self, rows: Mapping[int, tuple[Tensor, list[Tensor]]], step: int) -> None:
+    def _learn(self, rows: Rows, step: int) -> None:
         known = {number: (totals.cpu(), gradients) for number, (totals, gradients) in rows.items()}
         seen = {number: row for number, row in known.items() if not bool((weights_of(row[0]) <= 0).any())}
         for number, (totals, gradients) in seen.items():

@@ -36,6 +36,7 @@ from arachnec.verification.heads import check_heads
 from arachnec.verification.host_copies import check_host_copies
 from arachnec.verification.host_memory import check_host_memory
 from arachnec.verification.inputs import check_inputs
+from arachnec.verification.learning import check_learning
 from arachnec.verification.listed_layers import check_listed_layers
 from arachnec.verification.memory import check_memory
 from arachnec.verification.memory_claims import check_memory_claims, handed_sizes
@@ -88,6 +89,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
     handed = handed_sizes(values, cost)
     yield from check_gradient(values)
     yield from check_sparse_paths(values)
+    yield from check_learning(values)
     yield from check_sampling(values)
     yield from check_deadlock(values, model, posted)
     yield from check_message_sizes(values, handed)

@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, integer, quantity
 from arachnec.ir.values import Quantity
 from arachnec.lowering.order import forward_share
 from arachnec.passes.annotate import Annotate
@@ -82,6 +82,8 @@ def _instructions(program: Program, cascades: Mapping[str, Cascade], cost: CostM
             yield _with(step, time=cost.gather_time(cost.stages[step.target], step.peers, layers))
         elif step.op == "norm":
             yield _with(step, time=cost.norm_time(step.peers))
+        elif step.op == "learn":
+            yield _with(step, time=cost.learn_time(step.peers, integer(step.attrs["bytes"])))
         elif step.op == "reduce":
             size = step.attrs.get("bytes")
             bucket_bytes = float(size) if isinstance(size, int) else None

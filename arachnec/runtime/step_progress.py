@@ -19,7 +19,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.launch.progress import Place, Position
 from arachnec.runtime.clock import Clock
 
-TOGETHER = ("encode", "forward", "backward", "weight", "norm", "denoise")  # all of the group are in it at once
+TOGETHER = ("encode", "forward", "backward", "weight", "norm", "learn", "denoise")  # all of the group are in it at once
 COMPUTES = ("forward", "backward", "weight", "denoise", "decode")
 NAMED = 4
 

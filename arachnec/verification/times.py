@@ -15,6 +15,7 @@ from arachnec.analysis.uses import COMPUTE, Values, gib, written
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.head_density import predictor_bytes
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage
 from arachnec.ir.sampling import arrival_of
 from arachnec.ir.stage_sizes import clip_time, times_of
@@ -91,6 +92,8 @@ def _between_steps(cost: CostModel, step: Instruction) -> float:
         return cost.reduce_time(_whole(stage), step.peers)
     if step.op == "gather":
         return cost.gather_time(stage, step.peers, range(len(layers_of(stage))))
+    if step.op == "learn":
+        return cost.learn_time(step.peers, predictor_bytes(cost.stages.values()))
     return {"norm": cost.norm_time(step.peers), "step": cost.step_time(stage)}.get(step.op, 0.0)
 
 

@@ -73,6 +73,9 @@ class _Host:
             case "norm":
                 yield from self._reduced(step)
                 yield from self._meet(step, "cell" if step.peers in self._cells else "all-reduce", step.peers)
+            case "learn":
+                yield from self._reduced(step)
+                yield from self._meet(step, "all-reduce", step.peers)
             case "step":
                 yield from self._reduced(step)
                 yield Launch(self._text(step))

@@ -27,6 +27,7 @@ from arachnec.backends.torch_distributed.executor.attention import attention_of,
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.encoding import Encoding
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
+from arachnec.backends.torch_distributed.executor.learning import learn
 from arachnec.backends.torch_distributed.executor.side_by_side import own_part
 from arachnec.backends.torch_distributed.executor.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
@@ -82,8 +83,6 @@ def run_iteration(
         progress.at(len(iteration.program.instructions))
     walk.end_step()
     handoffs.finish()
-    if context.predictors is not None:
-        context.predictors.collect(iteration.step)
     run.loss = float(sum(run.shares.values())) if run.shares else 0.0
     return run
 
@@ -170,7 +169,7 @@ class _Walk:
 
     def wait_for_inputs(self, instruction: Instruction, clock: Clock) -> None:
         """Wait for what the instruction reads and is still on its way; a time of its own, not the instruction's."""
-        if instruction.op in READS_GRADIENTS:
+        if instruction.op in READS_GRADIENTS and not self.stepped:
             self._prefer(None)
             self.run.left_out.tell()
             if self.iteration.share.ends:
@@ -401,6 +400,9 @@ class _Walk:
         for updated in self.context.updated.values():
             updated.outdate()
         self.gradients.drop()
+
+    def _learn(self, instruction: Instruction) -> None:
+        self.run.lacked_keys = learn(self.context, self.iteration.step, self.iteration.share, self.run.norm)
 
     def end_step(self) -> None:
         """A rank whose stages are frozen has no step, and may be the one that is to show all gradients."""

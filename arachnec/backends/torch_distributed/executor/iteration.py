@@ -82,6 +82,7 @@ class Run:
     shares: dict[str, Tensor] = field(default_factory=dict)  # of the objective, by cascade
     rows: dict[str, Tensor] = field(default_factory=dict)  # whether each clip of a cascade is finite
     left_out: LeftOut = field(default_factory=LeftOut)
+    lacked_keys: bool = False  # nothing was updated: more keys were chosen than there was room for
 
     def not_finite(self, iteration: Iteration, rank: int) -> list[str | int]:
         """The clips, by name, whose loss on this rank is not finite. Waits for the device."""

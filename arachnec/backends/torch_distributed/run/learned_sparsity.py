@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-import torch.distributed as dist
-
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.kept_plan import have_moved
 from arachnec.backends.torch_distributed.plans.step_plans import Plans
@@ -22,7 +20,6 @@ from arachnec.ir.diagnostic import counted
 from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Module
-from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.key_list_files import ListFiles
 from arachnec.model_state.sparse_predictors import SparsePredictors
 
@@ -51,27 +48,6 @@ def note_of_left(stored: Iterable[str], kept: Iterable[str]) -> str | None:
         return None
     layers = counted(len(left), "layer")
     return f"the checkpoint has predictors of {layers} that this program keeps dense: the next ones are without them"
-
-
-def lacks_keys(context: RankContext, step: int) -> bool:
-    """Whether a step is to be done again with all keys, as some that were chosen had no room: nothing was updated."""
-    predictors = context.predictors
-    if predictors is None or not predictors.fetches(step) or not predictors.lacked_keys(_everyone(context)):
-        return False
-    drop_gradients(context.parameters)
-    context.optimizer.done -= 1  # rates go by updates
-    return True
-
-
-def finish_step(context: RankContext, step: int, *, skipped: bool) -> None:
-    """Update the predictors behind an optimizer step."""
-    if context.predictors is not None:
-        context.predictors.finish(step, _everyone(context), context.gradient_groups.get, skipped=skipped)
-        context.predictors.all_keys = False
-
-
-def _everyone(context: RankContext) -> dist.ProcessGroup | None:
-    return context.gradient_groups.get(tuple(range(dist.get_world_size())))
 
 
 @dataclass

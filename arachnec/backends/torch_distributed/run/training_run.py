@@ -42,8 +42,6 @@ from arachnec.backends.torch_distributed.reporting.run_files import gradient_sav
 from arachnec.backends.torch_distributed.reporting.step_log import StepLog
 from arachnec.backends.torch_distributed.run.learned_sparsity import (
     FollowedDensities,
-    finish_step,
-    lacks_keys,
     note_of_left,
     with_predictors,
 )
@@ -297,16 +295,13 @@ class Trainer:
         self._enter_step(planned, progress)
         started = time.perf_counter()
         run = run_iteration(context, own, clock, gradient_saver(save_gradients), self._ahead, progress)
-        if lacks_keys(context, planned.step):
+        if run.lacked_keys:
             run = self._again(planned, share, clock, save_gradients, progress)
         self.intervals = clock.intervals()
         elapsed = (time.perf_counter() - started) * 1e3
         self._limits.took(planned, elapsed)
         measured = Measured(self.intervals, elapsed, exposed)
-        took = self._account.report(context, own, planned, run, measured)
-        if share.ends:
-            finish_step(context, planned.step, skipped=took.skipped)
-        return took
+        return self._account.report(context, own, planned, run, measured)
 
     def _again(
         self, planned: Planned, share: Share, clock: Clock, save_gradients: Path | None, progress: StepProgress
