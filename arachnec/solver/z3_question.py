@@ -33,6 +33,7 @@ class Question:
         self.stopped = False
         self.steps = 0
         self._context: z3.Context | None = None
+        self._interrupted: z3.Context | None = None
 
     def begin(self, effort: Effort, seed: int, make: Callable[..., z3.Solver] = z3.Solver) -> z3.Solver:
         """A solver in a context of its own. ``z3.Solver`` itself begins anew whenever it is asked again."""
@@ -91,21 +92,24 @@ class Question:
     def answered(self, ask: Callable[[], tuple[Answer, T | None]]) -> tuple[Answer, T | None]:
         """What ``ask`` answers; unknown where this was stopped, be it while constraints are made or a model is read.
 
-        An interrupt that comes behind the end of one answer cancels the next, which nobody stopped.
+        An interrupt that comes behind the end of one answer cancels the next, which nobody stopped. Where it meets Z3
+        as it makes a constraint, the error is that of whatever comes to use what was not made.
         """
         try:
             return ask()
         except z3.Z3Exception as error:
-            if self.stopped or "canceled" in str(error):
+            interrupted, self._interrupted = self._interrupted, None
+            if self.stopped or "canceled" in str(error) or (interrupted is not None and interrupted is self._context):
                 return Answer.UNKNOWN, None
             raise
 
     def stop(self) -> None:
         """From another thread: nobody waits for the answer any more."""
         self.stopped = True
-        if self._context is not None:
+        self._interrupted = context = self._context
+        if context is not None:
             with contextlib.suppress(z3.Z3Exception):  # it tells the error of the call that it interrupts, if any
-                self._context.interrupt()
+                context.interrupt()
 
 
 def _counted(solver: z3.Solver) -> int:

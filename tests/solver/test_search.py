@@ -171,6 +171,24 @@ def test_an_interrupt_that_comes_late_cancels_one_answer_and_no_later_one() -> N
         assert schedule is None or schedule.makespan(problem) <= horizon
 
 
+def test_what_an_interrupt_spoils_is_no_answer_and_what_nothing_interrupted_is_an_error() -> None:
+    question = Question()
+    question.begin(Effort(), 0)
+
+    def spoilt() -> tuple[Answer, None]:
+        raise z3.Z3Exception("Value cannot be converted into a Z3 Boolean value")
+
+    question.stop()
+    question.allow(Effort())  # the next answer begins while the interrupt is on its way
+    assert question.answered(spoilt) == (Answer.UNKNOWN, None)
+    with pytest.raises(z3.Z3Exception, match="Boolean"):
+        question.answered(spoilt)
+    question.stop()
+    question.begin(Effort(), 0)
+    with pytest.raises(z3.Z3Exception, match="Boolean"):
+        question.answered(spoilt)
+
+
 def test_equal_seeds_and_steps_give_equal_schedules() -> None:
     for problem in (four_tasks(8), many(20, 8)):
         runs = [solve(problem, Clock(0.0, 0.0, steps=60), seed=5) for _ in range(2)]
