@@ -1,11 +1,11 @@
 """Training with sparse attention beside dense attention, a window and random lists of equal density.
 
-    python benchmarks/sparse/training.py [--tasks twins,clips] [--ways dense,sparse,sparse-8,window,random]
+    python benchmarks/sparse/training.py [--tasks twins,clips,clips-16] [--ways dense,sparse,sparse-8,window,random]
         [--seeds N] [--first SEED] [--steps N] [--kept DIR] [--json FILE]
 
-Tasks are ``twins`` and ``clips`` (`training_tasks.py`). ``sparse`` begins dense, trains its predictors, and each layer
-turns sparse and dense again by its own measurements; its layers learn in every step. In ``sparse-N`` they learn in the
-steps in which a run's do (`learning_steps.py`), those that are sparse in every Nth. ``window`` and ``random`` attend to
+Tasks are ``twins``, ``clips`` and ``clips-16`` (`training_tasks.py`). ``sparse`` begins dense, trains its predictors,
+and each layer turns sparse and dense again by its own measurements; its layers learn in every step. In ``sparse-N``
+they learn in the steps in which a run's do (`learning_steps.py`), those that are sparse in every Nth. ``window`` and ``random`` attend to
 the nearest blocks and to drawn ones, in every step and layer as many as ``sparse`` kept there. All ways see the same
 clips. Loss is that of clips that none has trained on, every layer as it is then.
 
@@ -57,13 +57,14 @@ from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, after
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.record import ExampleCall
 
-WIDTH, HEADS = 64, 2
+WIDTH = 64
 WAYS = ("dense", "sparse", "window", "random")
 
 
 class Block(nn.Module):
-    def __init__(self, alike: bool) -> None:
+    def __init__(self, heads: int, alike: bool) -> None:
         super().__init__()
+        self.count = heads
         self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
@@ -73,7 +74,7 @@ class Block(nn.Module):
 
     def heads(self, x: Tensor) -> tuple[Tensor, ...]:
         b, s, c = x.shape
-        return tuple(self.qkv(self.norm1(x)).view(b, s, 3, HEADS, c // HEADS).permute(2, 0, 3, 1, 4))
+        return tuple(self.qkv(self.norm1(x)).view(b, s, 3, self.count, c // self.count).permute(2, 0, 3, 1, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.heads(x)
@@ -86,7 +87,7 @@ class Model(nn.Module):
     def __init__(self, task: Task) -> None:
         super().__init__()
         self.embed, self.head = nn.Linear(task.features[0], WIDTH), nn.Linear(WIDTH, task.features[1])
-        self.blocks = nn.ModuleList(Block(task.alike) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(task.heads, task.alike) for _ in range(2))
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embed(tokens)
@@ -213,7 +214,7 @@ def quality(task: Task, sequence: SequenceModel, cascade: SparseCascade) -> list
     for hook in hooks:
         hook.remove()
     cubes = cascade.cubes(task.cubes.video, None)
-    size = WIDTH // HEADS
+    size = WIDTH // task.heads
     rows: list[dict[str, object]] = []
     for (layer, lists), block, x in zip(cascade.lists.items(), blocks, entered, strict=True):
         state = cascade.layers[layer]
@@ -231,7 +232,7 @@ def quality(task: Task, sequence: SequenceModel, cascade: SparseCascade) -> list
             row["mass"] = _rounded((weights * seen).sum(-1).mean(-1))
             row["recall"] = _rounded((needed & seen).sum((1, 2)) / needed.sum((1, 2)))
             if task.critical is not None:
-                right = task.critical(0)[None, :, None].expand(HEADS, -1, 1)
+                right = task.critical(0)[None, :, None].expand(task.heads, -1, 1)
                 row["recall_of_twins"] = _rounded(seen.gather(2, right).float().mean((1, 2)))
                 row["mass_of_twins"] = _rounded(weights.gather(2, right).mean((1, 2)))
         rows.append(row)
@@ -245,13 +246,13 @@ def _rounded(values: Tensor) -> list[float]:
 def sources(task: Task, model: nn.Module, steps: int = 150) -> list[dict[str, object]]:
     """For each layer and source of a predictor that is trained on a model that stays as it is: loss, and the share of
     the best choice's attention that chosen blocks hold, on a clip that it has not seen, at one tenth of the keys."""
-    cubes = task.cubes
+    cubes, heads, size = task.cubes, task.heads, WIDTH // task.heads
     blocks = len(cubes.blocks) - 1
     rows = []
     for layer, block in enumerate(model.blocks):  # type: ignore[arg-type]
         for name in ("made of", "q and k"):
             rng = torch.Generator().manual_seed(0)
-            by = initial_projections(HEADS, WIDTH if name == "made of" else WIDTH // HEADS, WIDTH // HEADS, 16, rng)
+            by = initial_projections(heads, WIDTH if name == "made of" else size, size, 16, rng)
             leaves = (by.query.requires_grad_(), by.key.requires_grad_())
             optimizer = torch.optim.Adam(leaves, lr=1e-2)
             for step in range(steps + 1):
@@ -263,15 +264,15 @@ def sources(task: Task, model: nn.Module, steps: int = 150) -> list[dict[str, ob
                     source = block.norm1(x)[:, None] if name == "made of" else None
                     pair = (source, source) if source is not None else (query, key)
                 chosen = torch.randint(cubes.video, (64,), generator=rng)
-                true = true_scores(query[:, :, chosen], key, (WIDTH // HEADS) ** -0.5)
+                true = true_scores(query[:, :, chosen], key, size**-0.5)
                 loss = score_loss(predicted_scores(pair[0][:, :, chosen], pair[1], Projections(*leaves)), true).mean()
                 if step < steps:
                     optimizer.zero_grad()
                     loss.backward()
                     optimizer.step()
-            lists = predicted_lists(*pair, Projections(*(x.detach() for x in leaves)), cubes, [blocks // 10] * HEADS)
+            lists = predicted_lists(*pair, Projections(*(x.detach() for x in leaves)), cubes, [blocks // 10] * heads)
             table = chosen_blocks(lists, blocks)
-            scores = true_scores(query, key[:, :, cubes.order], (WIDTH // HEADS) ** -0.5)[:, :, cubes.order]
+            scores = true_scores(query, key[:, :, cubes.order], size**-0.5)[:, :, cubes.order]
             shares = [
                 held_mass(block_mass(part, cubes.blocks), table[:, :, group])
                 for group, part in enumerate(scores.split(cubes.groups.diff().tolist(), 2))
