@@ -5,9 +5,9 @@
 
 Tasks are ``twins``, ``clips`` and ``clips-16`` (`training_tasks.py`). ``sparse`` begins dense, trains its predictors,
 and each layer turns sparse and dense again by its own measurements; its layers learn in every step. In ``sparse-N``
-they learn in the steps in which a run's do (`learning_steps.py`), those that are sparse in every Nth. ``window`` and ``random`` attend to
-the nearest blocks and to drawn ones, in every step and layer as many as ``sparse`` kept there. All ways see the same
-clips. Loss is that of clips that none has trained on, every layer as it is then.
+they learn in the steps in which a run's do (`learning_steps.py`), those that are sparse in every Nth. ``window`` and
+``random`` attend to the nearest blocks and to drawn ones, in every step and layer as many as ``sparse`` kept there.
+All ways see the same clips. Loss is that of clips that none has trained on, every layer as it is then.
 
 Of one clip of these, as training goes on: the attention of its queries that the chosen blocks hold (``mass``), and
 ``recall``, the share of critical keys that they hold: the keys that are the fewest to hold 90 % of a query's attention,
