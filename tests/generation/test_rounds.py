@@ -62,7 +62,7 @@ def _run(folder: Path, text: str) -> tuple[list[Outcome], int, str]:
         programs.append(plan_again(programs[-1], Question(round, dict(windows))))
         return print_module(programs[-1]), round_seconds(programs[-1], round)
 
-    planner = RoundPlanner(prefixed(store, str(folder)), plan, open_windows(module), 0.0)
+    planner = RoundPlanner(prefixed(store, str(folder)), plan, open_windows(module), 0.0, patience_s=60.0)
     if rank.rank == 0:
         planner.start()
     rank.connect()
