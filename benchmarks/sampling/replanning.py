@@ -4,8 +4,8 @@
 
 Requests of six sizes, 50 steps with guidance, Wan2.1's 14B then 1.3B, on 8 H100. Each request's K is drawn, evenly from
 5 to 40 or early for one half and late for the other; the plan forecasts 22. ``fixed`` executes a program without rounds
-at the drawn K; ``again`` takes over a new one at each border, with what segments have told by then, less a quarter of the
-least round, in which it was planned; ``known`` is planned with all K from the start. All are simulated at the drawn K.
+at the drawn K; ``again`` takes over a new one at each border, with what segments have told by then, less a quarter of
+the least round, in which it was planned; ``known`` is planned with all K from the start. All are simulated at these K.
 """
 
 from __future__ import annotations
