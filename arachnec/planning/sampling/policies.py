@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import accumulate, islice
+from itertools import islice
 from operator import itemgetter
 
 from arachnec.solver.malleable import Chain, Piece, least_makespan, length, wrapped
@@ -92,13 +92,15 @@ def _coded(
     def code(number: int, runs: range) -> None:
         if not runs:
             return
-        ticks = [chains[number].runs[index].steps * chains[number].runs[index].at(1).ticks for index in runs]
-        now, gpu = min((_gap(spans, ready[number], sum(ticks)), gpu) for gpu, spans in taken.items())
-        insort(taken[gpu], (now, now + sum(ticks)))
-        for index, start in zip(runs, accumulate(ticks, initial=now), strict=False):
+        ticks = sum(chains[number].runs[index].steps * chains[number].runs[index].at(1).ticks for index in runs)
+        now, gpu = min((_gap(spans, ready[number], ticks), gpu) for gpu, spans in taken.items())
+        insort(taken[gpu], (now, now + ticks))
+        for index in runs:
             run = chains[number].runs[index]
-            timed.append(Piece(number, index, 0, run.steps, 1, gpu, start, start + run.steps * run.at(1).ticks))
-        ready[number] = now + sum(ticks)
+            until = now + run.steps * run.at(1).ticks
+            timed.append(Piece(number, index, 0, run.steps, 1, gpu, now, until))
+            now = until
+        ready[number] = now
 
     begins = {piece.chain: piece.start for piece in sorted(pieces, key=lambda piece: -piece.start)}
     for number in sorted(range(len(chains)), key=lambda n: begins[n]):
