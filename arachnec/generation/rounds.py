@@ -23,7 +23,7 @@ from arachnec.ir.sampling import outcomes_of
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 
 POLL_S = 0.02
-FIRST_S = 1.0  # that planning is expected to take, before it has
+FIRST = 0.25  # of a round, that planning is expected to take before it has
 KEPT = "-"  # in place of a program: the one that ranks have goes on
 PATIENCE = 0.2  # of a round, for which a rank that comes to its end waits for the next program
 
@@ -111,9 +111,9 @@ class RoundPlanner:
 
     def _run(self) -> None:
         length: float | None = self.length_s
-        round, took = 0, FIRST_S
+        round, took = 0, FIRST * self.length_s
         while length is not None and self._entered(round):
-            self._wait(round + 1, min(length / 2, max(0.0, length - 2 * took)))
+            self._wait(round + 1, max(0.0, length - 2 * took))
             started, text = time.monotonic(), KEPT
             answer = self._asked(round + 1, self._known())
             try:

@@ -15,7 +15,7 @@ from arachnec.planning.sampling.chains import Rates, request_chains
 from arachnec.planning.sampling.replan import rounds_until
 from arachnec.planning.sampling.rounds import in_rounds, placed_round_by_round, with_memory
 
-PLANNING = 30.0  # ms of a round for each step that a switch may end: four times what planning them again takes
+PLANNING = 30.0  # ms of a round for each step that a switch may end: two to four times what planning again takes
 LEAST = 4000.0  # ms of any round
 
 
