@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from arachnec.generation.rounds import RoundPlanner, Rounds, open_windows, prefixed, round_seconds
+from arachnec.generation.rounds import PATIENCE, RoundPlanner, Rounds, open_windows, prefixed, round_seconds
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_file
@@ -56,7 +56,7 @@ def planned_in_rounds(store: Any, rank: int, program: Path, module: Module) -> I
         yield rounds
         return
     plans = RoundPlans.of(program)
-    planner = RoundPlanner(prefixed(store), plans.plan, open_windows(module), seconds)
+    planner = RoundPlanner(prefixed(store), plans.plan, open_windows(module), seconds, PATIENCE * seconds)
     planner.start()
     try:
         yield rounds

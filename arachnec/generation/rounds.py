@@ -7,10 +7,12 @@ all lists are of one program, and that was proved before it was written.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, Protocol
@@ -21,8 +23,9 @@ from arachnec.ir.sampling import outcomes_of
 from arachnec.launch.timeouts import GROUP_TIMEOUT
 
 POLL_S = 0.02
-FIRST_S = 1.0  # that planning is expected to take, before it has
+FIRST = 0.25  # of a round, that planning is expected to take before it has
 KEPT = "-"  # in place of a program: the one that ranks have goes on
+PATIENCE = 0.2  # of a round, for which a rank that comes to its end waits for the next program
 
 
 @dataclass(frozen=True)
@@ -85,14 +88,15 @@ None where there is no next."""
 class RoundPlanner:
     """Rank 0's other side: a thread that has every next round planned while ranks execute the one before.
 
-    It asks as late as planning can be hidden, so that it knows most. A plan that fails is told on stderr, and the
-    program at hand goes on.
+    It asks as late as planning can be hidden, so that it knows most. Where a plan fails, or a rank would wait for it
+    for longer than ``patience_s``, that is told on stderr, and the program at hand goes on.
     """
 
     store: RoundStore
     plan: Plan
     windows: dict[int, tuple[int, int]]  # of the requests whose switch is open
     length_s: float
+    patience_s: float
     ended: threading.Event = field(default_factory=threading.Event)
 
     def start(self) -> None:
@@ -107,12 +111,17 @@ class RoundPlanner:
 
     def _run(self) -> None:
         length: float | None = self.length_s
-        round, took = 0, FIRST_S
+        round, took = 0, FIRST * self.length_s
         while length is not None and self._entered(round):
-            self._wait(round + 1, min(length / 2, max(0.0, length - 2 * took)))
+            self._wait(round + 1, max(0.0, length - 2 * took))
             started, text = time.monotonic(), KEPT
+            answer = self._asked(round + 1, self._known())
             try:
-                text, length = self.plan(round + 1, self._known())
+                if self._in_time(round + 1, answer):
+                    text, length = answer.result()
+                else:
+                    length = None
+                    print(f"round {round + 1} stays as planned: planning takes longer than it", file=sys.stderr)
             except UserError as error:
                 if self.ended.is_set():
                     return
@@ -121,6 +130,30 @@ class RoundPlanner:
             finally:
                 self.store.set(f"program/{round + 1}", text)
             round, took = round + 1, time.monotonic() - started
+
+    def _asked(self, round: int, known: dict[int, tuple[int, int]]) -> Future[tuple[str, float | None]]:
+        """The next plan, made beside this thread."""
+        answer: Future[tuple[str, float | None]] = Future()
+
+        def ask() -> None:
+            try:
+                answer.set_result(self.plan(round, known))
+            except Exception as error:
+                answer.set_exception(error)
+
+        threading.Thread(target=ask, name="round-plan", daemon=True).start()
+        return answer
+
+    def _in_time(self, round: int, answer: Future[tuple[str, float | None]]) -> bool:
+        """Whether it is there before a rank has waited for longer than it may."""
+        until = math.inf
+        while not answer.done():
+            if until == math.inf and self.store.check([f"comes/{round}"]):
+                until = time.monotonic() + self.patience_s
+            if time.monotonic() > until:
+                return False
+            time.sleep(POLL_S)
+        return True
 
     def _entered(self, round: int) -> bool:
         while not self.store.check([f"entered/{round}"]):

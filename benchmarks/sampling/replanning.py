@@ -3,9 +3,9 @@
     python -m benchmarks.sampling.replanning [FILE.json] [--seeds 2]
 
 Requests of six sizes, 50 steps with guidance, Wan2.1's 14B then 1.3B, on 8 H100. Each request's K is drawn, evenly from
-5 to 40 or early for one half and late for the other; the plan forecasts 22. ``fixed`` executes the first program at the
-drawn K; ``again`` takes over a new one at each border, with what segments have told by then, less two seconds in which
-it was planned; ``known`` is planned with all K from the start. All are simulated at the drawn K.
+5 to 40 or early for one half and late for the other; the plan forecasts 22. ``fixed`` executes a program without rounds
+at the drawn K; ``again`` takes over a new one at each border, with what segments have told by then, less a quarter of
+the least round, in which it was planned; ``known`` is planned with all K from the start. All are simulated at these K.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.sampling import models_of, outcomes_of, segment_of
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.passes.rounds import PLANNING
 from arachnec.planning.sampling.outcomes import Windows, at_outcomes
 from arachnec.planning.sampling.replan import replanned
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
@@ -34,8 +35,7 @@ from benchmarks.sampling.plans import requests_of
 
 GPUS, COUNTS = 8, (8, 12, 16, 32, 64)
 LEAST, MOST, FORECAST = 5, 40, 22
-PLANNING_MS = 2000.0
-IN_ROUNDS = "segment,annotate,schedule-sampling,place,rounds,lower,check"
+PLANNED_MS = PLANNING / 4  # each step that a switch may end takes to be planned again
 DRAWN = ("even", "halves")
 
 
@@ -77,7 +77,7 @@ def told_by(module: Module, simulation: Simulation, round: int, outcomes: Mappin
         ends[interval.target] = interval.end
         if cascades[interval.target].round < round:
             border[interval.rank] = max(border[interval.rank], interval.end)
-    now, first = min(border) - PLANNING_MS, models_of(module)[0]
+    now, first = min(border) - PLANNED_MS * (MOST - LEAST) * len(outcomes), models_of(module)[0]
     taken: dict[int, int] = {}
     for cascade in module.cascades:
         if cascade.phase is Phase.DENOISE and cascade.stage == first and ends[cascade.name] <= now:
@@ -94,8 +94,9 @@ def told_by(module: Module, simulation: Simulation, round: int, outcomes: Mappin
 def row_of(count: int, kind: str, seed: int) -> Row:
     requests, outcomes = requests_of(count, seed), drawn(count, kind, seed)
     open_switch = SwitchForecast(LEAST, MOST, FORECAST)
-    first = Pipeline.parse(IN_ROUNDS).run(module_of(requests, [open_switch] * count))
-    fixed = simulate(at_outcomes(first, outcomes)).makespan_ms
+    placed = Pipeline.parse("segment,annotate,schedule-sampling,place").run(module_of(requests, [open_switch] * count))
+    fixed = simulate(at_outcomes(Pipeline.parse("lower,check").run(placed), outcomes)).makespan_ms
+    first = Pipeline.parse("rounds,lower,check").run(placed)
     program, round, dearest = first, 1, 0.0
     simulation = simulate(at_outcomes(program, outcomes))
     while max(cascade.round for cascade in program.cascades) >= round:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -62,7 +63,7 @@ def _run(folder: Path, text: str) -> tuple[list[Outcome], int, str]:
         programs.append(plan_again(programs[-1], Question(round, dict(windows))))
         return print_module(programs[-1]), round_seconds(programs[-1], round)
 
-    planner = RoundPlanner(prefixed(store, str(folder)), plan, open_windows(module), 0.0)
+    planner = RoundPlanner(prefixed(store, str(folder)), plan, open_windows(module), 0.0, patience_s=60.0)
     if rank.rank == 0:
         planner.start()
     rank.connect()
@@ -113,3 +114,32 @@ def test_what_is_planned_again_attends_to_the_same_keys(tmp_path: Path) -> None:
         alone = Pipeline.parse(f"{sparse}{{steps=20}},place,lower,check").run(one)
         ((_, latents),) = cases.run(tmp_path, alone, rule, (request,)).values()
         torch.testing.assert_close(rounds[str(request.id)], latents, rtol=1e-4, atol=1e-5)
+
+
+class StoreOfOneProcess(dict[str, str]):
+    def set(self, key: str, value: str) -> None:
+        self[key] = value
+
+    def get(self, key: str) -> bytes:  # type: ignore[override]
+        return self[key].encode()
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_a_rank_does_not_wait_for_a_plan_that_takes_too_long(capsys: pytest.CaptureFixture[str]) -> None:
+    """It goes on with the program at hand, and nothing is planned again behind that."""
+    store, ended, asked = StoreOfOneProcess(), threading.Event(), []
+
+    def plan(round: int, windows: dict[int, tuple[int, int]]) -> tuple[str, float | None]:
+        asked.append(round)
+        ended.wait(60.0)
+        return "a program", 1.0
+
+    planner, rank = RoundPlanner(store, plan, {}, 0.0, patience_s=0.05), Rounds(0, store)
+    planner.start()
+    rank.enter(0)
+    assert rank.next_program(1) is None
+    planner.close(ended.set)
+    assert asked == [1] and rank.waited_s < 30.0
+    assert "round 1 stays as planned: planning takes longer than it" in capsys.readouterr().err

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arachnec.backends.simulator import simulate
+from arachnec.ir.latency import objective_of
 from arachnec.ir.nodes import Module, Phase, integer, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
@@ -15,6 +17,7 @@ from arachnec.ir.sampling import outcomes_of, segment_of
 from arachnec.lowering.continuation import begins_as
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.passes.rounds import LEAST, PLANNING
 from arachnec.planning.sampling.outcomes import at_outcomes
 from arachnec.planning.sampling.replan import replanned
 from arachnec.planning.sampling.requests import SwitchForecast
@@ -97,3 +100,35 @@ def test_ranks_that_early_switches_leave_idle_are_used() -> None:
         module, round = replanned(module, round, known(module, round, outcomes), length=2), round + 1
     assert integer(module.clips[0].attrs["steps"]) == 40
     assert simulate(at_outcomes(checked(module), outcomes)).makespan_ms < 0.75 * fixed
+
+
+def test_open_switches_are_planned_again_by_default_in_rounds_that_hide_it() -> None:
+    rows = [request(n, SHAPES[2], steps=40) for n in range(4)]
+    certain, uncertain = SwitchForecast.fixed(20), SwitchForecast(0, 40, 20)
+    module = Pipeline.parse("generate").run(traced(rows, [certain] + [uncertain] * 3, gpus=2))
+    assert quantity(module.attrs["round"]) >= max(LEAST, PLANNING * 3 * 40)
+    assert rounds_of(module) == 1
+    for named in ("replica", "one-degree", "two-pools", "large-only"):
+        assert "round" not in Pipeline.parse(named).run(traced(rows, [uncertain] * 4, gpus=2)).attrs
+    assert "round" not in Pipeline.parse("generate").run(traced(rows, [certain] * 4, gpus=2)).attrs
+
+
+def test_plans_of_a_latency_have_no_rounds() -> None:
+    """Planned again they would be judged by their makespan."""
+    rows = [request(n, SHAPES[2], steps=40) for n in range(4)]
+    passes = "segment,annotate,schedule-sampling{steps=20,objective=mean-latency},place,rounds{least=1us},lower,check"
+    module = Pipeline.parse(passes).run(traced(rows, [SwitchForecast(0, 40, 20)] * 4, gpus=2))
+    assert objective_of(module) == "mean-latency" and rounds_of(module) == 0
+
+
+def test_what_is_planned_again_comes_no_later_for_requests_that_arrive_later() -> None:
+    """Two long requests and two that arrive when these have switched at once: moments are counted from the round."""
+    rows = [replace(request(n, SHAPES[2], steps=40), arrival=2.0 * (n > 1)) for n in range(4)]
+    module = Pipeline.parse(PIPELINE.format("replica")).run(traced(rows, [SwitchForecast(0, 40, 20)] * 4, gpus=2))
+    outcomes = {0: 2, 1: 40, 2: 2, 3: 40}
+    fixed = simulate(at_outcomes(module, outcomes)).makespan_ms
+    round = 1
+    while round <= rounds_of(module):
+        module, round = checked(replanned(module, round, known(module, round, outcomes), length=2)), round + 1
+    assert all(cascade.start >= 2000.0 - 1e-3 for cascade in module.cascades if cascade.clips[0] > 1)
+    assert simulate(at_outcomes(module, outcomes)).makespan_ms <= 1.01 * fixed

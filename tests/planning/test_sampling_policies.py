@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -14,7 +16,7 @@ from arachnec.planning.sampling.policies import (
     side_by_side,
     wrap_arounds,
 )
-from arachnec.solver.malleable import Chain, Rate, Run, least_makespan, length
+from arachnec.solver.malleable import Chain, Piece, Rate, Run, least_makespan, length
 from tests.solver.test_malleable import chains, demand_schedule
 
 
@@ -39,19 +41,26 @@ def test_few_requests_share_the_ranks_by_their_work(works: tuple[int, ...], widt
     assert [piece.degree for piece in sorted(pieces, key=lambda piece: piece.chain)] == widths
 
 
-@given(chains, st.integers(1, 2), st.lists(st.integers(1, 40), min_size=2, max_size=2))
+@given(chains, st.integers(1, 2), st.lists(st.integers(1, 40), min_size=2, max_size=2), st.integers(0, 50))
 @settings(max_examples=30, deadline=None)
 def test_encoders_and_decoders_apart_leave_the_other_ranks_to_the_models(
-    of: list[Chain], share: int, ticks: list[int]
+    of: list[Chain], share: int, ticks: list[int], gap: int
 ) -> None:
-    """Every run once and in order, coding on ranks of its own, and the last latents decoded while models go on."""
+    """Every run once and in order, coding on ranks of its own, the last latents decoded while models go on, and nothing
+    before its request arrives."""
     first, last = (Run(1, (Rate(1, tick),)) for tick in ticks)
-    models = [Chain(chain.runs) for chain in of if all(run.rates[0].degree == 1 for run in chain.runs)]
-    coded = [Chain((first, *chain.runs, last)) for chain in models]
+    models = [chain for chain in of if all(run.rates[0].degree == 1 for run in chain.runs)]
+    coded = [Chain((first, *chain.runs, last), gap * n) for n, chain in enumerate(models)]
     parts = [(1, 1 + len(chain.runs)) for chain in models]
     bound = least_makespan(coded, 4 + share)
-    for pieces in coding_apart(coded, 4 + share, 4, bound, parts, share) if coded else ():
+
+    def in_turn(models: Sequence[Chain], left: int) -> Iterator[list[Piece]]:
+        assert [chain.release for chain in models] == [chain.release for chain in coded]
+        yield replica(models, left) or []
+
+    for pieces in coding_apart(coded, 4 + share, 4, bound, parts, share, in_turn) if coded else ():
         demand_schedule(coded, pieces, 4 + share)
         for piece in pieces:
+            assert piece.start >= coded[piece.chain].release
             coding = not parts[piece.chain][0] <= piece.run < parts[piece.chain][1]
             assert (piece.first >= 4) == coding

@@ -62,8 +62,8 @@ PIPELINES = {
 # Ways to sample requests. Each begins with a traced module of requests (docs/sampling_plans.md).
 _SAMPLED = "place,lower,check"
 SAMPLING_PIPELINES = {
-    # ours: degrees, borders, order and residency by search
-    "generate": f"segment,annotate,schedule-sampling,{_SAMPLED}",
+    # ours: degrees, borders, order and residency by search, again while it runs where switches are open
+    "generate": "segment,annotate,schedule-sampling,place,rounds,lower,check",
     # each rank a request, the next one when it is free: data-parallel serving
     "replica": f"segment,annotate,schedule-sampling{{policy=replica}},{_SAMPLED}",
     # all ranks one request after another: Diffusers and xDiT

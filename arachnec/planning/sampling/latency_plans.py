@@ -10,22 +10,21 @@ from collections.abc import Iterator, Sequence
 
 from arachnec.ir.latency import Objective
 from arachnec.planning.sampling.chains import RequestChain
-from arachnec.planning.sampling.objectives import MEASURED, measure
+from arachnec.planning.sampling.objectives import MEASURED
 from arachnec.solver.budget import Clock
 from arachnec.solver.insertion import Grid
-from arachnec.solver.insertion_search import improved, inserted_all
+from arachnec.solver.insertion_search import Measure, improved, inserted_all
 from arachnec.solver.latency_bound import Demand, shortest_remaining_first
-from arachnec.solver.malleable import Piece
+from arachnec.solver.malleable import Chain, Piece
 from arachnec.solver.widths import chains as nested_widths
 
 PRICES = (2.0, 1.0, 4.0)  # of a GPU tick, in ticks of the request's own end times all GPUs
 
 
 def insertion_plans(
-    requests: Sequence[RequestChain], gpus: int, node: int, objective: Objective, clock: Clock
+    chains: Sequence[Chain], gpus: int, node: int, objective: Objective, clock: Clock
 ) -> Iterator[list[Piece]]:
     """Every order at every price, the first ones whatever the clock says."""
-    chains = [request.chain for request in requests]
     grid = Grid(gpus, next(nested_widths(node, gpus)))
     wanted = [Demand(chain.release, ((1, chain),)) for chain in chains]
     ends = shortest_remaining_first(wanted, gpus)
@@ -45,11 +44,11 @@ def improved_pieces(
     pieces: Sequence[Piece],
     gpus: int,
     node: int,
-    objective: Objective,
+    wanted: Measure,
     clock: Clock,
     seed: int,
 ) -> list[Piece]:
-    """A plan that the objective prefers, or the same."""
+    """A plan that is preferred, or the same."""
     grid = Grid(gpus, next(nested_widths(node, gpus)))
     chains = [request.chain for request in requests]
-    return improved(chains, grid, pieces, measure(requests, objective), clock, seed)
+    return improved(chains, grid, pieces, wanted, clock, seed)

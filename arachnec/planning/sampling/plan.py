@@ -5,7 +5,7 @@ Ways are tried in the order of what they take, milliseconds first, and each is j
 1. Every rank holds all stages, where the memory allows it: wrap-around over aligned blocks (``solver.malleable``), one
    degree for all, and the portfolio of ``solver.search`` over whole segments, which proves small instances.
    Where requests arrive over time or latencies count, by insertion and a local search (``latency_plans``).
-2. Encoders and decoders on ranks of their own, beside the models.
+2. Encoders and decoders on ranks of their own, beside the models; so over time, too.
 3. Two pools, one for each model: every share and degree by enumeration. Where the memory does not hold both models this
    is all there is.
 """
@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Literal
+from itertools import islice
+from typing import Literal, TypeAlias
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.latency import Objective, objective_ms
@@ -43,6 +44,7 @@ from arachnec.planning.sampling.policies import (
 from arachnec.planning.sampling.rounds import moved, with_memory
 from arachnec.planning.sampling.segments import batched, demand_requests
 from arachnec.solver.budget import Clock
+from arachnec.solver.insertion_search import Measure
 from arachnec.solver.malleable import Chain, Piece, least_makespan
 from arachnec.solver.problem import TICKS, Choice, Job, Problem
 from arachnec.solver.search import solve
@@ -53,6 +55,7 @@ SAVED = 5e-3  # of the work of a request, from which on a batch is worth a try
 PLACINGS = 7  # what a schedule of the portfolio takes to be placed, in times of what one takes that has ranks
 PLACING = 1.0  # ms that a piece takes to be placed
 LATE = 5.0  # ms by which the portfolio ends late, and in which a plan is told
+Pieces: TypeAlias = Iterator[list[Piece]]
 Policy = Literal["search", "replica", "one-degree", "two-pools"]
 
 
@@ -85,10 +88,10 @@ def planned(
     fitting = [own for own, chains in zip(costs, alone, strict=True) if not isinstance(chains, Cascade)]
     fitting = fitting if sizes else [cost]
     plans = [plan for own in fitting for plan in _plans(own, bound, least, policy, objective)]
-    best = min(plans, key=lambda plan: plan.value(objective), default=None)
     if policy == "search" and (objective != "makespan" or any(arrivals.values())):
-        placed = _over_time(module, fitting, best, least, objective, clock, seed)
+        placed = _over_time(module, fitting, plans, Aim(objective, least), clock, seed)
     else:
+        best = min(plans, key=lambda plan: plan.value(objective), default=None)
         before = clock.spent()
         cost = cost if best is None else best.rates.cost
         placed = None if best is None else _placed(best)
@@ -163,6 +166,36 @@ def is_close(placed: Sequence[Cascade] | None, bound: int) -> bool:
 
 
 @dataclass(frozen=True)
+class Aim:
+    """What is preferred over time: the least of the objective. Of makespans close to the bound, ``least`` ticks, that
+    of least mean latency: where the last arrival decides about the makespan, it says nothing of the other requests."""
+
+    objective: Objective
+    least: float
+
+    def measure(self, requests: Sequence[RequestChain]) -> Measure:
+        """Of ends in ticks."""
+        of_ends = measure(requests, self.objective)
+        if self.objective != "makespan":
+            return of_ends
+
+        def preferred(ends: Sequence[int]) -> tuple[float, float]:
+            value, other = of_ends(ends)
+            return max(value, self.least * (1 + CLOSE)), other
+
+        return preferred
+
+    def of_plan(self, plan: Plan) -> tuple[float, float]:
+        return self.measure(plan.requests)(plan.ends())
+
+    def of_cascades(self, requests: Sequence[RequestChain], placed: Sequence[Cascade]) -> tuple[float, float]:
+        ends: dict[tuple[int, ...], float] = {}
+        for cascade in placed:
+            ends[cascade.clips] = max(ends.get(cascade.clips, 0.0), cascade.end)
+        return self.measure(requests)([round(ends[request.requests] * TICKS) for request in requests])
+
+
+@dataclass(frozen=True)
 class Plan:
     """Pieces of chains on ranks, not yet cascades."""
 
@@ -172,10 +205,14 @@ class Plan:
 
     def value(self, objective: Objective) -> float:
         """Ticks: the makespan, or a statistic of the requests' latencies."""
+        return measure(self.requests, objective)(self.ends())[0]
+
+    def ends(self) -> list[int]:
+        """Ticks at which each request ends."""
         ends = [0] * len(self.requests)
         for piece in self.pieces:
             ends[piece.chain] = max(ends[piece.chain], piece.end)
-        return measure(self.requests, objective)(ends)[0]
+        return ends
 
     def cascades(self) -> list[Cascade]:
         return with_pieces(self.rates.cost.module, self.requests, self.pieces, self.rates)
@@ -199,25 +236,26 @@ def _plans(
                 yield plan
                 if policy == "search" and plan.value(objective) <= least * (1 + CLOSE):
                     return
-    if policy == "search":
-        yield from _apart(module, cost, gpus, node, bound)
+    if policy == "search" and objective == "makespan" and not any(map(arrival_of, module.clips)):
+        yield from _apart(cost, bound, lambda models, left: iter(()))
     if policy in ("search", "two-pools"):
         yield from _pools(module, cost, gpus, node, models_only=policy == "two-pools" or fits_together)
 
 
-def _apart(module: Module, cost: CostModel, gpus: int, node: int, bound: int) -> Iterator[Plan]:
+def _apart(cost: CostModel, bound: int, others: Callable[[Sequence[Chain], int], Pieces]) -> Iterator[Plan]:
     """Encoders and decoders on ranks of their own: prompts are encoded and latents decoded beside the models."""
+    module, gpus, node = cost.module, cost.cluster.world, cost.cluster.gpus
     coding = frozenset(cascade.stage for cascade in module.cascades if cascade.phase in CODING)
     halves = Halves(cost, before=frozenset(models_of(module)), behind=coding)
     requests = request_chains(module, halves) if coding else []
-    if isinstance(requests, Cascade) or any(request.chain.release for request in requests):
+    if isinstance(requests, Cascade):
         return
     chains = [request.chain for request in requests]
     kinds = [[cascade.phase in CODING for cascade in request.cascades] for request in requests]
     parts = [(row.index(False), len(row) - row[::-1].index(False)) for row in kinds]
     for share in sorted({1, 2, gpus // 8}) if requests else ():
         if 0 < share < gpus:
-            for pieces in coding_apart(chains, gpus, node, bound, parts, share):
+            for pieces in coding_apart(chains, gpus, node, bound, parts, share, others):
                 yield Plan(requests, pieces, halves)
 
 
@@ -247,37 +285,40 @@ def _placed(plan: Plan) -> list[Cascade]:
 
 
 def _over_time(
-    module: Module,
-    costs: Sequence[CostModel],
-    best: Plan | None,
-    least: float,
-    objective: Objective,
-    clock: Clock,
-    seed: int,
+    module: Module, costs: Sequence[CostModel], plans: Sequence[Plan], aim: Aim, clock: Clock, seed: int
 ) -> list[Cascade] | None:
-    """The ``best`` plan, or what insertion and a local search make, whichever the objective prefers as placed."""
+    """The best of the ``plans``, or what insertion and a local search make, whichever is preferred as placed."""
     ways: list[Plan] = []
+    others = list(plans)
     for cost in costs:
+        gpus, node = cost.cluster.world, cost.cluster.gpus
         rates = _everywhere(cost.module, cost)
         requests = request_chains(cost.module, rates)
-        if isinstance(requests, Cascade) or (best is not None and best.value(objective) <= least * (1 + CLOSE)):
-            continue
-        plans = insertion_plans(requests, cost.cluster.world, cost.cluster.gpus, objective, clock)
-        ways += [Plan(requests, pieces, rates) for pieces in plans]
+        if not isinstance(requests, Cascade):
+            new = insertion_plans([request.chain for request in requests], gpus, node, aim.objective, clock)
+            ways += [Plan(requests, pieces, rates) for pieces in new]
+
+        most = 1 if ways else None  # with ranks that hold all stages a search goes on
+
+        def inserted(models: Sequence[Chain], left: int, node: int = node, most: int | None = most) -> Pieces:
+            return islice(insertion_plans(models, left, node, aim.objective, clock), most)
+
+        others += _apart(cost, 0, inserted)
+    best = min(others, key=aim.of_plan, default=None)
     if not ways:
         return None if best is None else _placed(best)
-    if best is not None and not isinstance(best.rates, Halves):
-        ways.append(best)
-    plan = min(ways, key=lambda plan: plan.value(objective))
+    ways += [plan for plan in others if not isinstance(plan.rates, Halves)]
+    plan = min(ways, key=aim.of_plan)
     cluster = plan.rates.cost.cluster
     ending = PLACING * len(plan.pieces) + LATE if clock.steps is None else 0.0
     within = clock.slice(clock.left() - ending)
-    pieces = improved_pieces(plan.requests, plan.pieces, cluster.world, cluster.gpus, objective, within, seed)
+    wanted = aim.measure(plan.requests)
+    pieces = improved_pieces(plan.requests, plan.pieces, cluster.world, cluster.gpus, wanted, within, seed)
     placed = _placed(replace(plan, pieces=pieces))
-    value = _value(module, placed, objective)
-    if best is None or value * TICKS <= best.value(objective):
+    if best is None or aim.of_cascades(plan.requests, placed) <= aim.of_plan(best):
         return placed
-    return min(placed, _placed(best), key=lambda cascades: _value(module, cascades, objective))
+    other = _placed(best)
+    return min((plan, placed), (best, other), key=lambda way: aim.of_cascades(way[0].requests, way[1]))[1]
 
 
 def _improved(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right, insort
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
+from operator import itemgetter
 
 from arachnec.solver.malleable import Chain, Piece, least_makespan, length, wrapped
 from arachnec.solver.pools import Pool, in_pools, johnson, two_pools
@@ -54,18 +55,28 @@ def shared_pools(chains: Sequence[Chain], gpus: int, node: int, borders: Sequenc
 
 
 def coding_apart(
-    chains: Sequence[Chain], gpus: int, node: int, bound: int, parts: Sequence[tuple[int, int]], share: int
+    chains: Sequence[Chain],
+    gpus: int,
+    node: int,
+    bound: int,
+    parts: Sequence[tuple[int, int]],
+    share: int,
+    others: Callable[[Sequence[Chain], int], Iterator[list[Piece]]],
 ) -> Iterator[list[Piece]]:
     """Encoders and decoders on the last ``share`` GPUs, one GPU each, and the models on all others.
 
-    ``parts`` are, one a chain, the first run of a model and the first run behind the models.
+    ``parts`` are, one a chain, the first run of a model and the first run behind the models. ``others`` gives further
+    plans of the models on so many GPUs.
     """
     left = gpus - share
-    models = [Chain(chain.runs[begin:end]) for chain, (begin, end) in zip(chains, parts, strict=True)]
-    least = max(bound, least_makespan(models, left))
-    apart = side_by_side(models, left, node, least)
-    plans = [*wrap_arounds(models, left, node, least), *in_order_of_length(models, left, node)]
-    for pieces in plans if apart is None else (*plans, apart):
+    models = [Chain(chain.runs[begin:end], chain.release) for chain, (begin, end) in zip(chains, parts, strict=True)]
+    plans = [*others(models, left), *in_order_of_length(models, left, node)]
+    if not any(chain.release for chain in chains):
+        least = max(bound, least_makespan(models, left))
+        plans += wrap_arounds(models, left, node, least)
+        apart = side_by_side(models, left, node, least)
+        plans += [] if apart is None else [apart]
+    for pieces in plans:
         yield _coded(chains, parts, pieces, range(left, gpus))
 
 
@@ -73,23 +84,23 @@ def _coded(
     chains: Sequence[Chain], parts: Sequence[tuple[int, int]], pieces: Sequence[Piece], coding: Sequence[int]
 ) -> list[Piece]:
     """The models' pieces as early as their captions are encoded; encoders in the order in which these are needed,
-    decoders as latents come."""
-    free = [(0, gpu) for gpu in coding]
-    ready, busy = [0] * len(chains), [0] * coding[0]
+    decoders as latents come, between encoders of requests that come later."""
+    taken: dict[int, list[tuple[int, int]]] = {gpu: [] for gpu in coding}
+    ready, busy = [chain.release for chain in chains], [0] * coding[0]
     timed: list[Piece] = []
 
     def code(number: int, runs: range) -> None:
         if not runs:
             return
-        moment, gpu = heapq.heappop(free)
-        now = max(moment, ready[number])
+        ticks = sum(chains[number].runs[index].steps * chains[number].runs[index].at(1).ticks for index in runs)
+        now, gpu = min((_gap(spans, ready[number], ticks), gpu) for gpu, spans in taken.items())
+        insort(taken[gpu], (now, now + ticks))
         for index in runs:
             run = chains[number].runs[index]
             until = now + run.steps * run.at(1).ticks
             timed.append(Piece(number, index, 0, run.steps, 1, gpu, now, until))
             now = until
         ready[number] = now
-        heapq.heappush(free, (now, gpu))
 
     begins = {piece.chain: piece.start for piece in sorted(pieces, key=lambda piece: -piece.start)}
     for number in sorted(range(len(chains)), key=lambda n: begins[n]):
@@ -104,6 +115,16 @@ def _coded(
     for number in sorted(range(len(chains)), key=lambda n: ready[n]):
         code(number, range(parts[number][1], len(chains[number].runs)))
     return timed
+
+
+def _gap(spans: Sequence[tuple[int, int]], ready: int, ticks: int) -> int:
+    """From when on so many ticks are free, between disjoint spans in order."""
+    now = ready
+    for start, end in spans[bisect_right(spans, ready, key=itemgetter(1)) :]:
+        if start - now >= ticks:
+            break
+        now = max(now, end)
+    return now
 
 
 def in_order_of_length(

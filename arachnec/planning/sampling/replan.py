@@ -153,9 +153,10 @@ def _pieces(fixed: _Fixed, chains: Sequence[RequestChain]) -> Iterator[list[Piec
     cluster = fixed.module.cluster
     assert cluster is not None
     busy = [math.ceil((ms - fixed.since) * TICKS) for ms in fixed.busy]
-    late = [math.ceil(max(0.0, fixed.ready(request.requests) - fixed.since) * TICKS) for request in chains]
+    since = math.ceil(fixed.since * TICKS)
+    late = [max(math.ceil(fixed.ready(one.requests) * TICKS), one.chain.release) - since for one in chains]
     plain = [Chain(request.chain.runs) for request in chains]
-    coming = [Chain(one.runs, max(r, c.chain.release)) for one, r, c in zip(plain, late, chains, strict=True)]
+    coming = [Chain(one.runs, max(0, ready)) for one, ready in zip(plain, late, strict=True)]
     yield from in_order_of_length(coming, cluster.world, cluster.gpus, busy)
     bound = least_makespan(plain, cluster.world)
     yield from wrap_arounds(plain, cluster.world, cluster.gpus, bound)
