@@ -5,7 +5,6 @@ from __future__ import annotations
 import codecs
 import contextlib
 import csv
-import difflib
 import functools
 import json
 import re
@@ -14,11 +13,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
 from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**28  # bytes
 MOST_ROWS = 2**18
+MOST_LINES = 2**21  # blank ones, and those of quoted texts, too
 LONGEST_ROW = 2**22  # characters
 
 ALIASES = {"num_frames": "frames", "text": "caption", "video": "path"}
@@ -172,6 +172,8 @@ class _Lines:
         if not line:
             raise StopIteration
         self.number, self.text = self.number + 1, line.rstrip("\r\n")
+        if self.number > MOST_LINES:
+            raise UserError(ManifestTooLarge(None, str(self.path), MOST_LINES, "lines"))
         if self.taken > LONGEST_ROW:
             reason = f"it has more than {LONGEST_ROW} characters"
             span = Span(str(self.path), self.number, 1, self.number, 2)
@@ -295,21 +297,37 @@ def _csv_value(name: str, field: str, keys: RowKeys) -> int | float | str | None
 
 def _parquet(path: Path, keys: RowKeys) -> Iterator[Row]:
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise UserError(NoPyArrow(None, str(path))) from None
-    try:
-        metadata = pyarrow.parquet.read_metadata(path)
-        _demand_listable(path, metadata)
+    with unpacking(path):
+        _demand_listable(path, pyarrow.parquet.read_metadata(path))
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(UnreadableManifest(None, str(path), str(error).splitlines()[0])) from None
-    for column, name in enumerate(table.column_names):
-        if name in table.column_names[:column]:
+        names, batches = table.column_names, table.to_batches()
+    for column, name in enumerate(names):
+        if name in names[:column]:
             raise UserError(RepeatedKey(Span(f"{path} (column {column + 1})", 1, 1, 1, 1), name))
-    for number, values in enumerate(values for batch in table.to_batches() for values in batch.to_pylist()):
-        yield parquet_row(path, number, values, keys)
+    number = 0
+    for batch in batches:
+        with unpacking(path):
+            listed = batch.to_pylist()
+        for values in listed:
+            yield parquet_row(path, number, values, keys)
+            number += 1
+
+
+@contextlib.contextmanager
+def unpacking(path: Path) -> Iterator[None]:
+    """What pyarrow says of a damaged file in here names the file. Raises ``UserError``."""
+    import pyarrow
+
+    try:
+        yield
+    except UnicodeDecodeError:  # names of columns, and texts
+        raise UserError(UnreadableManifest(None, str(path), "a text of it is not UTF-8")) from None
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = (str(error).splitlines() or ["it is damaged"])[0]
+        raise UserError(UnreadableManifest(None, str(path), reason)) from None
 
 
 def _demand_listable(path: Path, metadata: Any) -> None:
@@ -347,7 +365,7 @@ def canonical_key(key: str, span: Span, keys: RowKeys) -> str:
     """The key's canonical name. Raises ``UserError`` for an unknown key."""
     name = keys.aliases.get(key, key)
     if name not in keys.keys:
-        near = difflib.get_close_matches(key, (*keys.keys, *keys.aliases), n=1)
+        near = close_to(key, (*keys.keys, *keys.aliases))
         suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(keys.keys)}"
         raise UserError(UnknownKey(span, key, suggestion))
     return name

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +72,13 @@ def shown(value: object) -> object:
         return value
     short = value if len(value) <= LONGEST_FIELD else f"{value[: LONGEST_FIELD - 3]}..."
     return short if short.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in short)
+
+
+def close_to(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The known word that is most like a given one, which may be as long as its file; none below ``cutoff``."""
+    import difflib
+
+    return difflib.get_close_matches(word[:LONGEST_FIELD], known, 1, cutoff)
 
 
 def counted(number: int, noun: str) -> str:

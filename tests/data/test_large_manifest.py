@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.data import rows
+from arachnec.data.long_manifest import read_long_manifest
 from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
 from arachnec.ir.diagnostic import UserError, render_all
@@ -72,6 +73,31 @@ def test_a_short_parquet_file_that_unpacks_to_a_long_one_is_refused(
     path = parquet(tmp_path, 2)
     monkeypatch.setattr(rows, "LARGEST_FILE", 10)
     assert "MiB when it is unpacked" in message(path)
+
+
+@pytest.mark.parametrize("text", ["frames", "a fox", "text"])
+def test_texts_of_a_parquet_file_that_are_no_text_are_told(text: str, tmp_path: Path) -> None:
+    """In names of columns and in values, of a list and of a file too long for one."""
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "clips.parquet"
+    table = {**{key: [value] for key, value in ROW.items()}, "text": ["a fox"]}
+    pyarrow.parquet.write_table(pyarrow.table(table), path, store_schema=False, compression="none")
+    path.write_bytes(path.read_bytes().replace(text.encode(), b"\xb1" * len(text)))
+    assert "cannot be read: " in message(path)
+    with pytest.raises(UserError, match="cannot be read: "):
+        long, _ = read_long_manifest(path, 1)
+        list(long.drawn(None, stratified=False))
+
+
+def test_blank_lines_without_end_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows, "MOST_LINES", 30)
+    path = tmp_path / "clips.jsonl"
+    for blank in ("\n", " \n"):
+        path.write_text(json.dumps(ROW) + "\n" + blank * 29)
+        assert len(read_manifest(path).clips) == 1
+        path.write_text(json.dumps(ROW) + "\n" + blank * 30)
+        assert "it has more than 30 lines" in message(path)
 
 
 @pytest.mark.parametrize("text", ['{"caption": "' + "a" * 200, HEAD + '"' + "a\n" * 100, HEAD + '"9","a\na"' * 40])
