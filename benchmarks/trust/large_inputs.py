@@ -14,6 +14,7 @@ import re
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -71,11 +72,12 @@ def seed_of(name: str) -> bytes:
         return (Path(folder) / name).read_bytes()
 
 
-def told_of(name: str, shape: str, write: Callable[[], bytes], mib: int) -> dict[str, Any]:
+def told_of(name: str, shape: str, file: Path, mib: int) -> dict[str, Any]:
+    """What a reader makes of a file, by its own name for it."""
     read = READERS[name] if name in READERS else BINARY[name][1]
     with tempfile.TemporaryDirectory(prefix="arachnec-large-") as folder:
         path = Path(folder) / name
-        path.write_bytes(write())
+        path.hardlink_to(file)
         begun = time.monotonic()
         why = judged(lambda: _read(read, path))
     return {"reader": name, "shape": shape, "mib": mib, "wall_s": round(time.monotonic() - begun, 1), "why": why}
@@ -91,15 +93,17 @@ def main() -> None:
     names = options.readers.split(",") if options.readers else [*READERS, *BINARY]
     told: list[dict[str, Any]] = []
     for mib in sizes:
+        inputs = [(shape, names, partial(repeated, piece, mib * MIB)) for shape, piece in PLAIN.items()]
         for name in names:
-            shapes: dict[str, Callable[[], bytes]] = {
-                shape: lambda piece=piece, size=mib * MIB: repeated(piece, size)  # type: ignore[misc]
-                for shape, piece in PLAIN.items()
-            }
-            for shape, write in (shapes | sound_but_for_one(seed_of(name), mib * MIB)).items():
-                told.append(told_of(name, shape, write, mib))
-                if told[-1]["why"]:
-                    print(json.dumps(told[-1]), flush=True)
+            inputs += [(shape, [name], write) for shape, write in sound_but_for_one(seed_of(name), mib * MIB).items()]
+        for shape, readers, write in inputs:
+            with tempfile.NamedTemporaryFile(prefix="arachnec-large-") as file:
+                file.write(write())
+                file.flush()
+                for name in readers:
+                    told.append(told_of(name, shape, Path(file.name), mib))
+                    if told[-1]["why"]:
+                        print(json.dumps(told[-1]), flush=True)
         wrong = [one for one in told if one["why"]]
         slowest = max((one["wall_s"] for one in told if one["mib"] == mib), default=0)
         print(json.dumps({"mib": mib, "inputs": len(told), "wrong": len(wrong), "slowest_s": slowest}), flush=True)
