@@ -12,11 +12,10 @@ import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.parser import parse_module
+from arachnec.ir.parser import LARGEST_TEXT, parse_module
 from arachnec.ir.printer import print_module
+from arachnec.ir.syntax_errors import TextTooLarge
 from arachnec.passes.infra.instruments import pipeline_of
-
-LARGEST_TEXT = 256 * 2**20  # bytes
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,7 @@ def read_text(path: Path) -> str:
         with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
             data = file.read(LARGEST_TEXT + 1)
         if len(data) > LARGEST_TEXT:
-            raise UserError(UnreadableFile(None, str(path), f"it is larger than {LARGEST_TEXT >> 20} MiB"))
+            raise UserError(TextTooLarge(None, str(path), LARGEST_TEXT >> 20))
         return data.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

@@ -16,7 +16,7 @@ import msgspec
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import clips_of_row
 from arachnec.data.parquet_clips import WINDOW, ParquetClips
-from arachnec.data.rows import ALIASES, parquet_row
+from arachnec.data.rows import ALIASES, parquet_row, unpacking
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 LISTED = 100_000  # rows up to which a manifest is read as a list
@@ -81,9 +81,14 @@ def is_long(path: Path) -> bool:
 
 def read_long_manifest(path: Path, batch: int | None) -> tuple[LongManifest, list[VideoClip]]:
     """The manifest without tokens, and a clip of every shape, the shortest first. Raises ``UserError``."""
+    rows = ParquetClips(path).rows  # which holds the columns' names to what is known
+    with unpacking(path):
+        return _read(path, rows, batch)
+
+
+def _read(path: Path, rows: int, batch: int | None) -> tuple[LongManifest, list[VideoClip]]:
     import pyarrow.parquet
 
-    rows = ParquetClips(path).rows  # which holds the columns' names to what is known
     file = pyarrow.parquet.ParquetFile(path, memory_map=True)
     names = {ALIASES.get(name, name): name for name in file.schema_arrow.names}
     _demand_listable(path, rows, names, batch)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -44,20 +44,21 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
     a row with a ``path`` leaves out are read from the video's header. Raises ``UserError`` with file and line.
     """
     path = Path(path)
-    rows = list(read_rows(path))
-    if not rows:
-        raise UserError(EmptyManifest(None, str(path)))
     groups: dict[object, list[VideoClip]] = {}
     seen: dict[str, int] = {}
-    grouped = "iteration" in rows[0].values
-    _refuse_many(rows)
-    for row in rows:
+    grouped: bool | None = None
+    copies = 0
+    for row in read_rows(path):
+        grouped = "iteration" in row.values if grouped is None else grouped
+        copies = _few_copies(row, copies)
         group = _iteration(row, grouped)
         for clip in clips_of_row(row):
             if str(clip.id) in seen:
                 raise UserError(SameId(row.span("id"), CLIP, clip.id, seen[str(clip.id)] + 1, SEEDS))
             seen[str(clip.id)] = row.number
             groups.setdefault(group, []).append(clip)
+    if grouped is None:
+        raise UserError(EmptyManifest(None, str(path)))
     if grouped:
         return Manifest(tuple(map(tuple, groups.values())), path)
     (clips,) = groups.values()
@@ -65,12 +66,12 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
     return Manifest(tuple(tuple(clips[i : i + size]) for i in range(0, len(clips), size)), path)
 
 
-def _refuse_many(rows: Sequence[Row]) -> None:
-    copies = 0
-    for row in rows:
-        copies += integer(row, "clips") or 0
-        if copies > MOST_COPIES:
-            raise UserError(bad_value(row, "clips", f"at most {MOST_COPIES} in all rows together", "list fewer clips"))
+def _few_copies(row: Row, before: int) -> int:
+    """With those of the rows before. Raises ``UserError`` where they are too many, before there is any."""
+    copies = before + (integer(row, "clips") or 0)
+    if copies > MOST_COPIES:
+        raise UserError(bad_value(row, "clips", f"at most {MOST_COPIES} in all rows together", "list fewer clips"))
+    return copies
 
 
 def _iteration(row: Row, grouped: bool) -> object:

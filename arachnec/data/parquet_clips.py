@@ -16,9 +16,9 @@ from arachnec.data.rows import (
     NoManifest,
     NoPyArrow,
     Row,
-    UnreadableManifest,
     canonical_key,
     parquet_row,
+    unpacking,
 )
 from arachnec.data.stratified import stratified
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -50,15 +50,13 @@ class ParquetClips:
         if not self.path.is_file():
             raise UserError(NoManifest(None, str(path)))
         try:
-            import pyarrow
             import pyarrow.parquet
         except ImportError:
             raise UserError(NoPyArrow(None, str(path))) from None
-        try:
+        with unpacking(self.path):
             self._file = pyarrow.parquet.ParquetFile(self.path, memory_map=True)
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(UnreadableManifest(None, str(path), str(error).splitlines()[0])) from None
-        for column, name in enumerate(self._file.schema_arrow.names):
+            names = self._file.schema_arrow.names
+        for column, name in enumerate(names):
             canonical_key(name, Span(f"{path} (column {column + 1})", 1, 1, 1, 1), CLIP_KEYS)
         self._seed = 0 if seed is None and stratified is not None else seed
         self._stratified = stratified
@@ -106,12 +104,17 @@ class ParquetClips:
                 skipped -= sizes[group]
                 continue
             start = first[group]
-            for batch in self._file.iter_batches(batch_size=WINDOW, row_groups=[group]):
+            for batch in self._windows(group):
                 for place in self._order(batch, start)[skipped:]:
-                    (values,) = batch.slice(place, 1).to_pylist()
+                    with unpacking(self.path):
+                        (values,) = batch.slice(place, 1).to_pylist()
                     yield parquet_row(self.path, start + place, values)
                 skipped = max(0, skipped - len(batch))
                 start += len(batch)
+
+    def _windows(self, group: int) -> Iterator[Any]:
+        with unpacking(self.path):
+            yield from self._file.iter_batches(batch_size=WINDOW, row_groups=[group])
 
     @property
     def _order_name(self) -> str:

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import csv
-import difflib
 import functools
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TextIO
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
 from arachnec.ir.nodes import Span
+
+LARGEST_FILE = 2**28  # bytes
+MOST_ROWS = 2**18
+MOST_LINES = 2**21  # blank ones, and those of quoted texts, too
+LONGEST_ROW = 2**22  # characters
 
 ALIASES = {"num_frames": "frames", "text": "caption", "video": "path"}
 KEYS = (
@@ -65,6 +70,15 @@ class UnreadableManifest(Diagnostic):
     help: ClassVar[str] = "write the manifest again as UTF-8 .jsonl, .csv or .parquet"
     path: str
     reason: str
+
+
+@dataclass(frozen=True)
+class ManifestTooLarge(Diagnostic):
+    title: ClassVar[str] = "`{path}` is too large to list: it has more than {most} {what}"
+    help: ClassVar[str] = "give fewer rows, or write clips as .parquet, of which a run reads the rows that it draws"
+    path: str
+    most: int
+    what: str
 
 
 @dataclass(frozen=True)
@@ -136,37 +150,96 @@ def read_rows(path: Path, keys: RowKeys = CLIP_KEYS) -> Iterator[Row]:
     return reader(path, keys)
 
 
-def _text(path: Path) -> str:
+class _Lines:
+    """A file's lines with their ends, one after the other: no more of it is in memory. Raises ``UserError``."""
+
+    def __init__(self, path: Path, file: TextIO) -> None:
+        self.path, self.file = path, file
+        self.number, self.text = 0, ""  # of the newest line
+        self.taken = 0  # characters since a row ended
+
+    def __iter__(self) -> _Lines:
+        return self
+
+    def __next__(self) -> str:
+        try:
+            line = self.file.readline(LONGEST_ROW + 1)
+        except UnicodeDecodeError:
+            raise UserError(
+                UnreadableManifest(None, str(self.path), f"not UTF-8 at byte {_wrong_byte(self.path)}")
+            ) from None
+        self.taken += len(line)
+        if not line:
+            raise StopIteration
+        self.number, self.text = self.number + 1, line.rstrip("\r\n")
+        if self.number > MOST_LINES:
+            raise UserError(ManifestTooLarge(None, str(self.path), MOST_LINES, "lines"))
+        if self.taken > LONGEST_ROW:
+            reason = f"it has more than {LONGEST_ROW} characters"
+            span = Span(str(self.path), self.number, 1, self.number, 2)
+            raise UserError(BadRow(span, "a row", reason, "end every row with a line's end, and close every quote"))
+        return line
+
+    def row_ends(self, rows: int) -> None:
+        self.taken = 0
+        if rows > MOST_ROWS:
+            raise UserError(ManifestTooLarge(None, str(self.path), MOST_ROWS, "rows"))
+
+
+@contextlib.contextmanager
+def _lines(path: Path) -> Iterator[_Lines]:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        if path.stat().st_size > LARGEST_FILE:
+            raise UserError(ManifestTooLarge(None, str(path), LARGEST_FILE >> 20, "MiB"))
+        with path.open(encoding="utf-8-sig") as file:
+            yield _Lines(path, file)
     except OSError as error:
         raise UserError(UnreadableManifest(None, str(path), str(error.strerror))) from None
-    except UnicodeDecodeError as error:
-        raise UserError(UnreadableManifest(None, str(path), f"not UTF-8 at byte {error.start}")) from None
+
+
+def _wrong_byte(path: Path) -> int:
+    """Where a file's first byte that is no UTF-8 stands."""
+    decoder, before = codecs.getincrementaldecoder("utf-8")(), 0
+    with path.open("rb") as file:
+        for data in iter(functools.partial(file.read, 2**20), b""):
+            left = len(decoder.getstate()[0])
+            try:
+                decoder.decode(data)
+            except UnicodeDecodeError as error:
+                return before - left + error.start
+            before += len(data)
+    return before - len(decoder.getstate()[0])
 
 
 def _jsonl(path: Path, keys: RowKeys) -> Iterator[Row]:
     number = 0
-    for line, raw in enumerate(_text(path).split("\n"), start=1):
-        text = raw.rstrip("\r")
-        if not text.strip():
-            continue
-        remedy = "a manifest line is one complete JSON object"
-        try:
-            values = json.loads(text, object_pairs_hook=functools.partial(_object, path, line, text))
-        except json.JSONDecodeError as error:
-            span = Span(str(path), line, error.colno, line, error.colno + 1)
-            raise UserError(BadRow(span, "JSON", error.msg[0].lower() + error.msg[1:], remedy)) from None
-        except (ValueError, RecursionError):  # a number of thousands of digits, brackets in brackets without end
-            span = Span(str(path), line, 1, line, 2)
-            raise UserError(BadRow(span, "JSON", "a number or a nesting without end", remedy)) from None
-        if not isinstance(values, dict):
-            span = Span(str(path), line, 1, line, len(text) + 1)
-            raise UserError(
-                BadRow(span, "a JSON object", f"a {type(values).__name__}", "write one object of keys and values")
-            )
-        yield normalised(Row(number, values, path, line, text), keys)
-        number += 1
+    with _lines(path) as lines:
+        for raw in lines:
+            if raw.isspace():
+                lines.row_ends(number)
+                continue
+            values = _json_row(path, lines.number, lines.text)
+            yield normalised(Row(number, values, path, lines.number, lines.text), keys)
+            number += 1
+            lines.row_ends(number)
+
+
+def _json_row(path: Path, line: int, text: str) -> dict[str, Any]:
+    remedy = "a manifest line is one complete JSON object"
+    try:
+        values = json.loads(text, object_pairs_hook=functools.partial(_object, path, line, text))
+    except json.JSONDecodeError as error:
+        span = Span(str(path), line, error.colno, line, error.colno + 1)
+        raise UserError(BadRow(span, "JSON", error.msg[0].lower() + error.msg[1:], remedy)) from None
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets in brackets without end
+        span = Span(str(path), line, 1, line, 2)
+        raise UserError(BadRow(span, "JSON", "a number or a nesting without end", remedy)) from None
+    if not isinstance(values, dict):
+        span = Span(str(path), line, 1, line, len(text) + 1)
+        raise UserError(
+            BadRow(span, "a JSON object", f"a {type(values).__name__}", "write one object of keys and values")
+        )
+    return values
 
 
 def _object(path: Path, line: int, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
@@ -182,27 +255,31 @@ def _object(path: Path, line: int, text: str, pairs: Sequence[tuple[str, Any]]) 
 
 
 def _csv(path: Path, keys: RowKeys) -> Iterator[Row]:
-    text = _text(path)
-    lines = text.splitlines()
-    reader = csv.reader(text.splitlines(keepends=True), strict=True)
-    try:
-        names = [name.strip() for name in next(reader, [])]
-        for column, name in enumerate(names):
-            canonical_key(name, _named_span(path, lines[0], name), keys)
-            if name in names[:column]:
-                raise UserError(RepeatedKey(_named_span(path, lines[0], name, names[:column].count(name)), name))
-        for number, fields in enumerate(row for row in reader if row):
-            line = reader.line_num
-            span = Span(str(path), line, 1, line, len(lines[line - 1]) + 1)
-            if len(fields) != len(names):
-                reason = f"{len(fields)} fields under {len(names)} names"
-                raise UserError(BadRow(span, "complete", reason, "give every row as many fields as the first line"))
-            values = {name: _csv_value(name, field, keys) for name, field in zip(names, fields, strict=True)}
-            yield normalised(Row(number, values, path, line, lines[line - 1]), keys)
-    except csv.Error as error:
-        line = reader.line_num
-        span = Span(str(path), line, 1, line, 2)
-        raise UserError(BadRow(span, "CSV", str(error), "quote fields that hold commas or quotes")) from None
+    with _lines(path) as lines:
+        reader = csv.reader(lines, strict=True)
+        try:
+            names = [name.strip() for name in next(reader, [])]
+            for column, name in enumerate(names):
+                canonical_key(name, _named_span(path, lines.text, name), keys)
+                if name in names[:column]:
+                    raise UserError(RepeatedKey(_named_span(path, lines.text, name, names[:column].count(name)), name))
+            number = 0
+            for fields in reader:
+                if fields:
+                    yield _csv_row(Row(number, {}, path, lines.number, lines.text), names, fields, keys)
+                    number += 1
+                lines.row_ends(number)
+        except csv.Error as error:
+            span = Span(str(path), lines.number, 1, lines.number, 2)
+            raise UserError(BadRow(span, "CSV", str(error), "quote fields that hold commas or quotes")) from None
+
+
+def _csv_row(row: Row, names: Sequence[str], fields: Sequence[str], keys: RowKeys) -> Row:
+    if len(fields) != len(names):
+        reason = f"{len(fields)} fields under {len(names)} names"
+        raise UserError(BadRow(row.span(), "complete", reason, "give every row as many fields as the first line"))
+    values = {name: _csv_value(name, field, keys) for name, field in zip(names, fields, strict=True)}
+    return normalised(replace(row, values=values), keys)
 
 
 def _csv_value(name: str, field: str, keys: RowKeys) -> int | float | str | None:
@@ -220,19 +297,45 @@ def _csv_value(name: str, field: str, keys: RowKeys) -> int | float | str | None
 
 def _parquet(path: Path, keys: RowKeys) -> Iterator[Row]:
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise UserError(NoPyArrow(None, str(path))) from None
-    try:
+    with unpacking(path):
+        _demand_listable(path, pyarrow.parquet.read_metadata(path))
         table = pyarrow.parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as error:
-        raise UserError(UnreadableManifest(None, str(path), str(error).splitlines()[0])) from None
-    for column, name in enumerate(table.column_names):
-        if name in table.column_names[:column]:
+        names, batches = table.column_names, table.to_batches()
+    for column, name in enumerate(names):
+        if name in names[:column]:
             raise UserError(RepeatedKey(Span(f"{path} (column {column + 1})", 1, 1, 1, 1), name))
-    for number, values in enumerate(table.to_pylist()):
-        yield parquet_row(path, number, values, keys)
+    number = 0
+    for batch in batches:
+        with unpacking(path):
+            listed = batch.to_pylist()
+        for values in listed:
+            yield parquet_row(path, number, values, keys)
+            number += 1
+
+
+@contextlib.contextmanager
+def unpacking(path: Path) -> Iterator[None]:
+    """What pyarrow says of a damaged file in here names the file. Raises ``UserError``."""
+    import pyarrow
+
+    try:
+        yield
+    except UnicodeDecodeError:  # names of columns, and texts
+        raise UserError(UnreadableManifest(None, str(path), "a text of it is not UTF-8")) from None
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = (str(error).splitlines() or ["it is damaged"])[0]
+        raise UserError(UnreadableManifest(None, str(path), reason)) from None
+
+
+def _demand_listable(path: Path, metadata: Any) -> None:
+    """Raises ``UserError`` where a list of all rows would be too large: a short file may unpack to a long one."""
+    if metadata.num_rows > MOST_ROWS:
+        raise UserError(ManifestTooLarge(None, str(path), MOST_ROWS, "rows"))
+    if sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)) > LARGEST_FILE:
+        raise UserError(ManifestTooLarge(None, str(path), LARGEST_FILE >> 20, "MiB when it is unpacked"))
 
 
 def parquet_row(path: Path, number: int, values: Mapping[str, Any], keys: RowKeys = CLIP_KEYS) -> Row:
@@ -262,7 +365,7 @@ def canonical_key(key: str, span: Span, keys: RowKeys) -> str:
     """The key's canonical name. Raises ``UserError`` for an unknown key."""
     name = keys.aliases.get(key, key)
     if name not in keys.keys:
-        near = difflib.get_close_matches(key, (*keys.keys, *keys.aliases), n=1)
+        near = close_to(key, (*keys.keys, *keys.aliases))
         suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(keys.keys)}"
         raise UserError(UnknownKey(span, key, suggestion))
     return name

@@ -19,6 +19,7 @@ Nothing in it is a pickle. Every file is checked against a schema and a size lim
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import platform
 import re
@@ -35,7 +36,7 @@ import msgspec
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.long_manifest import LongManifest
-from arachnec.executable.part_files import NotExecutable, json_part, read_part, text_of
+from arachnec.executable.part_files import NotExecutable, demand_readable, json_part, read_part, text_of
 from arachnec.executable.training_options import Training, verified
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
@@ -50,6 +51,7 @@ FORMAT = 1
 MOST_LOADED = 32  # files that add passes
 PROGRAM, TRACED, MODEL_IR, HEADER = "program.cascade", "traced.cascade", "model.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
+MOST_CLIPS = 2**19  # more than a module's text holds
 VALIDATION = "validation.jsonl"  # where there is a validation manifest; fingerprinted, too
 REPORT = "report.json"  # for people; nothing is proved by it
 FINGERPRINTED = (MODEL, CLIPS, TRACED, MODEL_IR)  # the program may be edited: it is proved again
@@ -249,7 +251,9 @@ def demand_folder(folder: Path) -> None:
 
 
 def write_parts(folder: Path, texts: Mapping[str, str]) -> None:
-    """All of the files or none: what was there stays until the new ones are complete."""
+    """All of the files or none: what was there stays until the new ones are complete. Raises ``UserError`` for one that
+    is too large to be read."""
+    demand_readable(folder, texts)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".new-") as draft:
         for name, text in texts.items():
@@ -417,8 +421,10 @@ def read_clips(folder: Path) -> tuple[VideoClip, ...]:
 
 
 def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
-    clips = []
-    for number, line in enumerate(data.splitlines(), start=1):
+    clips: list[VideoClip] = []
+    for number, line in enumerate(io.BytesIO(data), start=1):  # one at a time
+        if number > MOST_CLIPS:
+            raise UserError(NotExecutable(None, str(folder), f"{CLIPS} lists more than {MOST_CLIPS} clips"))
         try:
             row = msgspec.json.decode(line, type=ClipRow)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

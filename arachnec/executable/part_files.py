@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -9,8 +10,11 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+from arachnec.ir.syntax_errors import TextTooLarge
 
 LIMIT_BYTES = 256 * 2**20
+LARGEST_TEXT = 64 * 2**20  # bytes of a module: 650,000 instructions. Reading that takes minutes, as it did to plan it
+MODULE = ".cascade"
 Read = TypeVar("Read")
 
 
@@ -35,7 +39,10 @@ def read_part(folder: Path, name: str) -> bytes:
     path = folder / name
     if not path.is_file():
         raise UserError(NotExecutable(None, str(folder), f"it has no {name}"))
-    if path.stat().st_size > LIMIT_BYTES:
+    size = path.stat().st_size
+    if name.endswith(MODULE) and size > LARGEST_TEXT:
+        raise UserError(TextTooLarge(None, str(path), LARGEST_TEXT >> 20))
+    if size > LIMIT_BYTES:
         raise UserError(NotExecutable(None, str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB"))
     with writing(path):
         return path.read_bytes()
@@ -58,3 +65,10 @@ def text_of(folder: Path, name: str, data: bytes) -> str:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UserError(NotExecutable(None, str(folder), f"{name} is not UTF-8 text: {error.reason}")) from None
+
+
+def demand_readable(folder: Path, texts: Mapping[str, str]) -> None:
+    """Raises ``UserError`` for a module that nothing would read back."""
+    for name, text in texts.items():
+        if name.endswith(MODULE) and len(text) * 4 > LARGEST_TEXT and len(text.encode()) > LARGEST_TEXT:
+            raise UserError(TextTooLarge(None, str(folder / name), LARGEST_TEXT >> 20))

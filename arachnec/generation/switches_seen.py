@@ -10,7 +10,7 @@ import msgspec
 from arachnec.sampling.loop import Sampling
 
 SWITCHES = "switches.jsonl"
-MOST = 10_000  # of the newest lines, that are read
+MOST, NEWEST = 10_000, 4 * 2**20  # of the newest lines, and bytes, that are read
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -31,7 +31,10 @@ def read_seen(folder: Path) -> tuple[Seen, ...]:
     path, seen = folder / SWITCHES, []
     if not path.is_file():
         return ()
-    for line in path.read_bytes().splitlines()[-MOST:]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - NEWEST))
+        lines = file.read(NEWEST).splitlines()
+    for line in lines[-MOST:]:
         try:
             seen.append(msgspec.json.decode(line, type=Seen))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from arachnec.ir.span import Span
 WIDEST = 240  # characters of a row that are shown
 LONGEST_FIELD = 600  # characters of a field that are shown: more is no name that anybody gave
 LARGEST_SHOWN = 10**30
+PIECE, LONGEST_LINE = 2**20, 2**20  # characters of a file that are read at once to show a line
 MOST_SHOWN, LONGEST_SHOWN = 20, 10_000  # errors, and characters of them, that are shown at once
 
 
@@ -71,6 +72,13 @@ def shown(value: object) -> object:
         return value
     short = value if len(value) <= LONGEST_FIELD else f"{value[: LONGEST_FIELD - 3]}..."
     return short if short.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in short)
+
+
+def close_to(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """The known word that is most like a given one, which may be as long as its file; none below ``cutoff``."""
+    import difflib
+
+    return difflib.get_close_matches(word[:LONGEST_FIELD], known, 1, cutoff)
 
 
 def counted(number: int, noun: str) -> str:
@@ -123,23 +131,55 @@ def render_all(diagnostics: Sequence[Diagnostic]) -> str:
 
 def _excerpt(span: Span, source: str | None, label: str) -> list[str]:
     source = span.source if source is None else source
-    if source is None:
-        path = Path(span.file)
-        if not path.is_file():
-            return [f"   = {label}"] if label else []
-        source = path.read_text(encoding="utf-8", errors="replace")
-    rows = source.splitlines()
-    if not 1 <= span.line <= len(rows):
-        return [f"   = {label}"] if label else []
-    row = "".join(letter if letter.isprintable() or letter == "\t" else "?" for letter in rows[span.line - 1])
+    if source is not None:
+        row = _line_of(source, span.line)
+    elif (path := Path(span.file)).is_file():
+        row = _line_of_file(path, span.line)
+    elif label:
+        return [f"   = {label}"]
+    else:
+        return []
+    if row is None:
+        return [f"   = {label}"]
     end = min(span.end_column if span.end_line == span.line else len(row) + 1, span.column + WIDEST)
     before = max(0, span.column - 1 - WIDEST // 2) if len(row) > WIDEST else 0  # left out at the row's beginning
     row = row[before : before + WIDEST]
+    row = "".join(letter if letter.isprintable() or letter == "\t" else "?" for letter in row)
     carets = "^" * max(1, min(end - span.column, len(row) - (span.column - 1 - before)))
     gutter = str(span.line)
     pad = " " * len(gutter)
     return [
         f" {pad} |",
         f" {gutter} | {row}",
-        f" {pad} | {' ' * (span.column - 1 - before)}{carets} {label}".rstrip(),
+        f" {pad} | {' ' * min(span.column - 1 - before, WIDEST)}{carets} {label}".rstrip(),
     ]
+
+
+def _line_of(source: str, line: int) -> str | None:
+    """A line of a text, counted from 1, without its end."""
+    at, before = 0, 1
+    while before < line and at < len(source):  # whole pieces first: one may be a million short lines
+        ends = source.count("\n", at, at + PIECE)
+        if before + ends >= line:
+            break
+        at, before = at + PIECE, before + ends
+    for _ in range(line - before):
+        at = source.find("\n", at) + 1
+        if not at:
+            return None
+    if not 0 <= at < len(source) or line < 1:
+        return None
+    end = source.find("\n", at)
+    return source[at : end if end >= 0 else None].rstrip("\r")
+
+
+def _line_of_file(path: Path, line: int) -> str | None:
+    """The same of a file, of which no more than a piece is in memory."""
+    before = 1
+    with path.open(encoding="utf-8", errors="replace") as file:
+        while text := file.read(PIECE):
+            ends = text.count("\n")
+            if before + ends >= line:
+                return _line_of(text + file.readline(LONGEST_LINE), line - before + 1)
+            before += ends
+    return None

@@ -5,12 +5,11 @@ In: a ``ModuleIndex``. Out: a diagnostic per mistake.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from arachnec.ir import errors
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, close_to
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import (
     MOST_GPUS,
@@ -124,7 +123,7 @@ def _unknown(
     node: Module | Stage | Cascade | Reduce | Step, what: str, name: str, known: Iterable[str], attribute: str = ""
 ) -> Diagnostic:
     names = list(known)
-    close = difflib.get_close_matches(name, names, 1, 0.5)
+    close = close_to(name, names, 0.5)
     mark = what.partition("`")[2][:1]
     shown = ", ".join(f"{mark}{item}" for item in names[:8]) + (", ..." if len(names) > 8 else "")
     remedy = f"did you mean `{mark}{close[0]}`?" if close else f"the module has {shown or 'none'}"
@@ -189,7 +188,7 @@ def fused_regions_are_apart(index: ModuleIndex) -> Problems:
             names.add(region.name)
             for name in region.ops:
                 if name not in ops:
-                    close = difflib.get_close_matches(name, sorted(ops), 1)
+                    close = close_to(name, sorted(ops))
                     remedy = f"did you mean `{percent(close[0])}`?" if close else f"name operations of {label(graph)}"
                     yield errors.UnknownFusedOp(region.span, label(region), name, remedy)
                 elif name in owner:
@@ -223,7 +222,7 @@ def _waits_for_itself(graph: Graph, owner: dict[str, str]) -> str | None:
 
 
 def _operand(node: str, span: Span | None, operand: str, defined: set[str]) -> Diagnostic:
-    close = difflib.get_close_matches(operand, sorted(defined), 1)
+    close = close_to(operand, sorted(defined))
     remedy = f"did you mean `{percent(close[0])}`?" if close else "make it an input of the graph, or move its op above"
     return errors.UnknownOperand(span, node, operand, remedy)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from copy import copy
 from dataclasses import replace
@@ -12,7 +11,7 @@ from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, close_to
 from arachnec.ir.nodes import Phase
 from arachnec.ir.span import Span
 from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
@@ -107,7 +106,7 @@ def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Dia
             unexpected = unexpected.split(maxsplit=1)[0]
             span = replace(span, end_line=span.line, end_column=span.column + len(unexpected))
     bare = [word.strip("`") for word in words if word.startswith("`")]
-    close = difflib.get_close_matches(unexpected, bare, 1)
+    close = close_to(unexpected, bare)
     line = unexpected.splitlines()[0] if unexpected else unexpected
     shown = "the end of the line" if unexpected == "\n" else f"`{line}`"
     if close:

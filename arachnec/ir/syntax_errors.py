@@ -39,6 +39,14 @@ BEGINNING = 'a module begins with `module @name attributes {{ level = "traced" }
 
 
 @dataclass(frozen=True)
+class TextTooLarge(Diagnostic):
+    title: ClassVar[str] = "{file} is larger than {most} MiB, and no module is read that is"
+    help: ClassVar[str] = "plan fewer clips in a step, or on fewer ranks: an instruction takes some 100 bytes"
+    file: str
+    most: int
+
+
+@dataclass(frozen=True)
 class NoModule(Diagnostic):
     title: ClassVar[str] = "there is no module in {file}"
     help: ClassVar[str] = BEGINNING

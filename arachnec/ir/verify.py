@@ -5,13 +5,12 @@ Attributes are held to ``arachnec.ir.tables``; the structure to ``name_rules`` a
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterator, Mapping
 from typing import TypeAlias
 
 from arachnec.ir import errors, kinds, tables
 from arachnec.ir.bounds import out_of_bounds
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
 from arachnec.ir.module_index import index_of, label
 from arachnec.ir.name_rules import NAME_RULES
 from arachnec.ir.nodes import (
@@ -121,7 +120,7 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
 
 
 def _close(name: str, table: Mapping[str, tables.Row], level: Level) -> list[str]:
-    return difflib.get_close_matches(name, [row.name for row in table.values() if row.since <= level], 1)
+    return close_to(name, [row.name for row in table.values() if row.since <= level])
 
 
 def _unknown(

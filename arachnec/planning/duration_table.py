@@ -11,7 +11,6 @@ the key of the times. Schedules count in microseconds, and a stage that took 0 c
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -21,7 +20,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from arachnec.ir.bounds import LARGEST
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
@@ -225,7 +224,7 @@ class _Reader:
             raise self._bad(where, value, "an object", near)
         for key in value:
             if key not in known:
-                suggestion = difflib.get_close_matches(key, known, 1, 0.0)[0]
+                suggestion = close_to(key, known, 0.0)[0]
                 raise UserError(UnknownTableKey(self._span(key), key, where, suggestion, ", ".join(known)))
         return value
 

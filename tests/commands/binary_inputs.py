@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 
 import pyarrow
@@ -15,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from arachnec.checkpoint.files import stored_runs
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import TENSOR, read_encoded
+from arachnec.data.long_manifest import read_long_manifest
 from arachnec.data.manifest import read_manifest
 from arachnec.kernels.sparse.cube_sides import VERSION
 from arachnec.model_state.key_list_files import RULE, read_lists
@@ -51,9 +53,16 @@ def _weights(path: Path) -> object:
     return [known.read(name) for name in known.tensors]
 
 
+def _read_long(path: Path) -> object:
+    """As one that is too long for a list."""
+    long, _ = read_long_manifest(path, 1)
+    return list(islice(long.drawn(1, stratified=True), 1000))
+
+
 # name: what writes it, what reads it
 BINARY: dict[str, tuple[Callable[[Path], None], Callable[[Path], object]]] = {
     "clips.parquet": (lambda path: pyarrow.parquet.write_table(pyarrow.table(ROWS), path), read_manifest),
+    "long.parquet": (lambda path: pyarrow.parquet.write_table(pyarrow.table(ROWS), path), _read_long),
     "rank-00000.safetensors": (_tensors, lambda path: stored_runs(path.parent, [path.name])),
     "lists.safetensors": (_lists, _read_lists),
     "vae.safetensors": (lambda path: save_file({TENSOR: torch.zeros(1, 2, 3)}, path), _encoded),

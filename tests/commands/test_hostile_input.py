@@ -18,6 +18,7 @@ from arachnec.backends.simulator import simulate
 from arachnec.checkpoint.folder import read_commit
 from arachnec.cli import run
 from arachnec.cluster.file import parse_cluster
+from arachnec.commands.opt import read_text
 from arachnec.cost.profile import read_profile
 from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
@@ -51,7 +52,7 @@ ROW = {"frames": 9, "height": 32, "width": 48, "text_tokens": 8}
 
 
 def read_ir(path: Path) -> object:
-    module = parse_module(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    module = parse_module(read_text(path), str(path))
     check_module(module)
     return module
 
@@ -145,7 +146,7 @@ SEEDS |= {
     "mix.toml": 'seed = 3\n[mix]\nbatch = 2\n[[mix.manifests]]\ndata = "clips.jsonl"\nweight = 2\n',
     "commit.json": json.dumps(
         {
-            "format": 1,
+            "format": 2,
             "position": {"steps": 4, "seed": 0, "model": "m", "clips": 12, "data": "d"},
             "files": [{"name": "rank-00000.safetensors", "bytes": 10, "sha256": "0" * 64}],
         }

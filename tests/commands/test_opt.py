@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.cli import COMMANDS, run
+from arachnec.commands import opt
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 
@@ -100,6 +101,17 @@ def test_a_users_mistake_is_one_message_and_exit_code_2(
     assert says in captured.err
     assert captured.out == ""
     assert "Traceback" not in captured.err
+
+
+@pytest.mark.parametrize("command", [["opt", "--passes", "rename", "--load", "mine.py"], ["check"], ["bisect"]])
+def test_a_text_that_is_too_large_is_refused_before_it_is_read_whole(
+    command: list[str], load: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(opt, "LARGEST_TEXT", len(PLACED.read_bytes()) - 1)
+    assert run([*command, str(PLACED)]) == 2
+    said = capsys.readouterr().err
+    assert "is larger than 0 MiB, and no module is read that is" in said
+    assert "plan fewer clips in a step" in said
 
 
 def test_opt_shows_the_module_after_passes_and_their_times(load: str, capsys: pytest.CaptureFixture[str]) -> None:

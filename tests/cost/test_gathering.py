@@ -37,6 +37,15 @@ def test_long_compute_leaves_the_ends_of_each_pass() -> None:
     assert model.exposed(CASCADE, 1e6, 1e6) == pytest.approx(ends)
 
 
+def test_a_layer_without_parameters_that_train_scatters_none_and_takes_no_time_for_it() -> None:
+    """Not a latency either: nothing is sent."""
+    frozen = replace(stage(8), attrs=stage(8).attrs.updated(layers=tuple((name, 0) for name, _ in LAYERS)))
+    frozen = replace(frozen, attrs=frozen.attrs.updated(trained=0))
+    times = gathering(8).layer_times(frozen)
+    assert times.gather > 0
+    assert times.scatter == times.last_scatter == 0
+
+
 def test_without_compute_two_gathers_and_a_scatter_of_every_layer_show() -> None:
     model = gathering(8)
     times = model.layer_times(stage(8))

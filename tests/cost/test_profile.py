@@ -20,6 +20,7 @@ from arachnec.cost.profile import (
     Synchronisation,
     exponent_of,
     find_clip_time,
+    find_steps,
     find_undivided,
     fit,
     fit_collective,
@@ -96,6 +97,20 @@ def test_an_encoders_formula_has_no_terms_of_what_it_is_not_given() -> None:
     assert caption.exponent is None
     padded = fit([encoded(3, 12, 15), encoded(3.2, 420, 70)])
     assert set(padded.coefficients) <= {"B", "1"}
+
+
+def test_one_clip_whose_time_depends_on_its_pixels_gives_an_encoder_terms_of_its_tokens() -> None:
+    mixed = fit([encoded(12, 12, 15, text=15), encoded(60, 60, 20, frames=17), encoded(420, 420, 70, frames=81)])
+    assert mixed.coefficients["B*S"] == pytest.approx(1.0)
+
+
+def test_the_steps_of_a_stage_are_its_own_forwards() -> None:
+    other = [Measurement(1, 10, 0, 1, 7.0)]
+    rows = [("large", "forward", ALONE), ("large", "backward", other), ("small", "forward", other)]
+    fitted = fit_profile(rows, machine="m", device="cpu")
+    assert find_steps(fitted, "large") == tuple(ALONE)
+    assert find_steps(fitted, "small") == tuple(other)
+    assert find_steps(fitted, "none") == ()
 
 
 def test_a_clip_takes_what_was_measured_of_clips_equal_in_all_that_decides() -> None:

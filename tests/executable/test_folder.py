@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from arachnec.executable import folder as executable_folder
+from arachnec.executable import part_files
 from arachnec.executable.folder import FINGERPRINTED, HEADER, own_profiles, read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
@@ -48,6 +50,30 @@ def test_no_file_of_an_executable_is_binary(folder: Path) -> None:
         text = path.read_text(encoding="utf-8")
         assert text.endswith("\n"), path
         assert not [letter for letter in text if not letter.isprintable() and letter not in "\n\t"], path
+
+
+@pytest.mark.parametrize("name", ["program.cascade", "traced.cascade", "model.cascade"])
+def test_a_module_that_is_too_large_is_refused_before_it_is_read_and_before_it_is_written(
+    name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / name).write_bytes((folder / name).read_bytes().ljust(20_000, b"\xff"))
+    monkeypatch.setattr(part_files, "LARGEST_TEXT", 20_000 - 1)
+    with pytest.raises(UserError, match=rf"{name} is larger than 0 MiB, and no module is read that is"):
+        read_executable(folder)
+    monkeypatch.setattr(part_files, "LARGEST_TEXT", 100)
+    with pytest.raises(UserError, match=r"program\.cascade is larger than 0 MiB"):
+        executable(tmp_path / "large", [CLIPS], WORKS, 2)
+    assert not (tmp_path / "large" / HEADER).exists()
+
+
+def test_more_clips_than_a_module_lists_are_refused_before_they_are_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executable_folder, "MOST_CLIPS", 2)
+    assert len(read_executable(folder).clips) == 2
+    monkeypatch.setattr(executable_folder, "MOST_CLIPS", 1)
+    with pytest.raises(UserError, match=r"clips\.jsonl lists more than 1 clips"):
+        read_executable(folder)
 
 
 @pytest.mark.parametrize("name", ["model.py", "clips.jsonl", "traced.cascade"])

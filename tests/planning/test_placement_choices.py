@@ -18,7 +18,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module, Phase, Reduce
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.planning import family_placement, placement
-from arachnec.planning.family_placement import _free_together, family_placements
+from arachnec.planning.family_placement import _free_together, family_placements, placed_on_few_groups
 from arachnec.planning.handoff_memory import Overflow, ValuesFitNowhere
 from arachnec.planning.placement import _free_cells, cell_placements, end_of, in_order, on_ranks
 from arachnec.planning.rank_choice import TOLERANCE
@@ -258,11 +258,15 @@ def test_a_cascade_goes_anywhere_where_it_ends_so_much_earlier() -> None:
     assert (same.ranks, other.ranks) == (patient[4].ranks, hasty[4].ranks)
 
 
+ENOUGH = 100.0 * (1 + NEGLIGIBLE) + TOLERANCE  # ms that are as long as 100 ms
+
+
 @pytest.mark.parametrize(
     ("looks", "candidates", "tried", "taken"),
     [
         (99, [(150.0, 1.0), (100.1, 1.0), (99.0, 1.0)], 2, 1),  # as long as scheduled, but for a part in a thousand
-        (99, [(150.0, 1.0), (100.100002, 1.0), (100.2, 1.0)], 3, 1),
+        (99, [(150.0, 1.0), (ENOUGH, 1.0), (99.0, 1.0)], 2, 1),
+        (99, [(150.0, 1.0), (math.nextafter(ENOUGH, 200.0), 1.0), (100.2, 1.0)], 3, 1),
         (99, [(100.0, 1.5), (120.0, 1.0), (130.0, 1.0)], 3, 1),  # a group outside the family has its price
         (99, [(120.0, 1.0), (120.0, 1.0)], 2, 0),
         (4, [(150.0, 1.0), (140.0, 1.0), (130.0, 1.0)], 2, 1),  # as many as there are looks for
@@ -454,3 +458,19 @@ def test_a_module_is_a_pipeline_where_a_trained_stage_has_cascades_of_its_own() 
     frozen = tuple(replace(stage, trained=False) for stage in costed.stages)
     assert not is_pipeline(replace(costed, stages=frozen))
     assert not is_pipeline(module("1x4:h100-80g", [900], encoders=1))
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_fewer_groups_are_taken_where_memory_lets_them_end_by_the_price_of_one_and_not_after_it(
+    later: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costed = module("1x4:h100-80g", [900], encoders=0)
+    latest = 100.0 * (1 + family_placement.PRICE) + TOLERANCE
+    end = math.nextafter(latest, 200.0) if later else latest
+    best, fewer, fitted = (
+        [cascade.with_attrs(end=Quantity(ms, "ms")) for cascade in costed.cascades] for ms in (100.0, 99.0, end)
+    )
+    monkeypatch.setattr(family_placement, "priced_placement", lambda *_: best)
+    monkeypatch.setattr(family_placement, "moved", lambda *_: fewer)
+    monkeypatch.setattr(family_placement, "within_memory", lambda *_: fitted)
+    assert placed_on_few_groups(costed.cascades, CostModel(costed)) is (best if later else fitted)
