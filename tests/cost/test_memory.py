@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Module, Phase
+from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Formula, Term
 from tests.distributed.executor_cases import Work, clip, lowered, traced
 
@@ -47,3 +49,16 @@ def test_a_batch_is_held_in_use_and_the_next_ones_is_made_while_one_runs() -> No
         ahead = [usage.values for usage in usages(values, program)][1:]
         forwards = [ahead[i] for i, step in enumerate(program.instructions) if step.op == "forward"]
         assert forwards == pytest.approx([BATCH * tokens for tokens in expected])
+
+
+def test_each_side_gets_its_own_of_what_an_earlier_stage_hands_on() -> None:
+    place = Path(__file__).parents[1] / "golden" / "place" / "pipeline_1f1b.expect"
+    pipeline = parse_module(place.read_text(encoding="utf-8"))
+    named = {cascade.name: cascade for cascade in pipeline.cascades}
+    later = next(
+        cascade
+        for cascade in pipeline.cascades
+        if cascade.phase is Phase.FORWARD and any(named[name].phase is Phase.FORWARD for name in cascade.inputs)
+    )
+    memory = CostModel(pipeline)._memory
+    assert 0 < memory.received(later, 2) == pytest.approx(memory.received(later) / 2)

@@ -68,6 +68,10 @@ def of_cascade(cost: CostModel, cascade: Cascade) -> Iterator[Value]:
             yield "moved", sent.moved
             for group in (ranks, last):
                 yield "communication", cost.communication(cascade, split, group, blocks)
+        for side in cost.sides(cascade, degree):
+            yield "time side by side", cost.time(cascade, degree, side=side)
+            yield "memory side by side", cost.memory(cascade, degree, 0, side)
+            yield "kept side by side", cost.kept(cascade, degree, 0, side)
         if cascade.phase in (Phase.ENCODE, Phase.DECODE) and degree > 1:
             volumes = encoder_volumes(cascade, stage, Attention(degree, 1))
             yield "encoder", volumes.moved + volumes.messages
