@@ -277,8 +277,8 @@ class SparsePredictors:
     def collect(self, step: int) -> None:
         """Add up what this rank measured in one iteration, by head, each cascade with its weight; write its lists."""
         trained = [(self._clips[name], c) for name, c in self._cascades.items() if c.weight is not None]
-        if self.files.save is not None and (trained or self._dense):
-            write_lists(self.files.save, step, dist.get_rank(), trained, self._dense)
+        if self.files.save is not None and step >= 0:  # no step of training is before: only losses are measured
+            write_lists(self.files.save, step, dist.get_rank(), dist.get_world_size(), trained, self._dense)
         self._clips.clear()
         self._dense.clear()
         for label, cascade in self._cascades.items():
