@@ -64,9 +64,9 @@ def write_lists(
     cascades: Iterable[tuple[Sequence[str], SparseCascade]],
     dense: Iterable[tuple[str, Layer]] = (),
 ) -> None:
-    """The lists of cascades, each with its clips' ids; and clips and layers that are ``dense`` in other cascades. Of the
-    same step nothing stays that an earlier run of it has written, on more than these ``ranks`` or by another plan.
-    Waits for the device."""
+    """The lists of cascades, each with its clips' ids; and clips and layers that are ``dense`` in other cascades.
+    Nothing stays that an earlier run has written of this step, on more than these ``ranks`` or by another plan. Waits
+    for the device."""
     empty = torch.empty(0, dtype=torch.int32)
     tensors: dict[str, Tensor] = {f"{clip}|{layer_key(layer)}|{DENSE}": empty for clip, layer in dense}
     for clips, cascade in cascades:

@@ -159,11 +159,12 @@ class SparsePredictors:
         step: int,
         weight: float | None,
         *,
+        kept: Sequence[int] | None = None,
         trains: bool = True,
     ) -> SparseCascade | None:
         """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
-        With a ``weight`` its layers learn and are measured, those whose turn it is. One that ``trains`` may be done
-        again."""
+        With a ``weight`` its layers learn and are measured, those whose turn it is, from the clips that are ``kept``:
+        None are all. One that ``trains`` may be done again."""
         if weight is not None:
             self._keep_dense(cascade, clips, step)
         if not sparse_layers(cascade):
@@ -190,6 +191,7 @@ class SparsePredictors:
                 groups=integer(cascade.attrs.get("groups", 0)),
                 room=self._room(resting, cascade.tokens) if trains and self.fetches(step) else {},
                 resting=frozenset(self.names[number] for number in resting),
+                aside=frozenset() if kept is None else frozenset(range(len(own))) - set(kept),
             )
         return self._cascades[cascade.name]
 
