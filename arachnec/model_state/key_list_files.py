@@ -60,10 +60,12 @@ def write_lists(
     folder: Path,
     step: int,
     rank: int,
+    ranks: int,
     cascades: Iterable[tuple[Sequence[str], SparseCascade]],
     dense: Iterable[tuple[str, Layer]] = (),
 ) -> None:
-    """The lists of cascades, each with its clips' ids; and clips and layers that are ``dense`` in other cascades. Waits
+    """The lists of cascades, each with its clips' ids; and clips and layers that are ``dense`` in other cascades.
+    Nothing stays that an earlier run has written of this step, on more than these ``ranks`` or by another plan. Waits
     for the device."""
     empty = torch.empty(0, dtype=torch.int32)
     tensors: dict[str, Tensor] = {f"{clip}|{layer_key(layer)}|{DENSE}": empty for clip, layer in dense}
@@ -80,8 +82,14 @@ def write_lists(
                 parts = (indices.cpu(), counts.cpu(), torch.tensor(rows, dtype=torch.int32))  # none shares memory
                 tensors |= {f"{clip}|{layer_key(layer)}|{n}": x.contiguous() for n, x in zip(PARTS, parts, strict=True)}
     place = folder / f"step-{step}"
-    place.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, place / f"rank-{rank}.safetensors", metadata={RULE: str(VERSION)})
+    own = place / f"rank-{rank}.safetensors"
+    others = {place / f"rank-{number}.safetensors" for number in range(ranks)}
+    for file in place.glob("rank-*.safetensors"):
+        if file == own or (rank == 0 and file not in others):
+            file.unlink()
+    if tensors:
+        place.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, own, metadata={RULE: str(VERSION)})
 
 
 def read_lists(folder: Path, step: int) -> dict[Key, KeyLists | None]:

@@ -159,11 +159,12 @@ class SparsePredictors:
         step: int,
         weight: float | None,
         *,
+        kept: Sequence[int] | None = None,
         trains: bool = True,
     ) -> SparseCascade | None:
         """The sparse attention of a cascade, the same in its forward and its backward; None for one that is dense.
-        With a ``weight`` its layers learn and are measured, those whose turn it is. One that ``trains`` may be done
-        again."""
+        With a ``weight`` its layers learn and are measured, those whose turn it is, from the clips that are ``kept``:
+        None are all. One that ``trains`` may be done again."""
         if weight is not None:
             self._keep_dense(cascade, clips, step)
         if not sparse_layers(cascade):
@@ -190,6 +191,7 @@ class SparsePredictors:
                 groups=integer(cascade.attrs.get("groups", 0)),
                 room=self._room(resting, cascade.tokens) if trains and self.fetches(step) else {},
                 resting=frozenset(self.names[number] for number in resting),
+                aside=frozenset() if kept is None else frozenset(range(len(own))) - set(kept),
             )
         return self._cascades[cascade.name]
 
@@ -277,8 +279,8 @@ class SparsePredictors:
     def collect(self, step: int) -> None:
         """Add up what this rank measured in one iteration, by head, each cascade with its weight; write its lists."""
         trained = [(self._clips[name], c) for name, c in self._cascades.items() if c.weight is not None]
-        if self.files.save is not None and (trained or self._dense):
-            write_lists(self.files.save, step, dist.get_rank(), trained, self._dense)
+        if self.files.save is not None and step >= 0:  # no step of training is before: only losses are measured
+            write_lists(self.files.save, step, dist.get_rank(), dist.get_world_size(), trained, self._dense)
         self._clips.clear()
         self._dense.clear()
         for label, cascade in self._cascades.items():

@@ -25,6 +25,7 @@ from arachnec.sparsity.density_file import read_densities
 from arachnec.sparsity.kernel_speeds import KernelSpeeds, kernel_speeds
 
 DENSITY = 0.1  # that is taken before a run has measured
+LEARNS = "predictors of the device are taken to learn"
 RANK = 16  # features of a predictor, of heads that have as many
 
 
@@ -177,7 +178,13 @@ class Sparsify(Pass):
                 "of a layer's choice, for any clip",
             ),
             *(
-                (name, x, SMALLEST <= x <= LARGEST, f"{SMALLEST:g} to {LARGEST:g}", "1 for as fast as dense")
+                (
+                    name,
+                    x,
+                    SMALLEST <= x <= LARGEST,
+                    f"{SMALLEST:g} to {LARGEST:g}",
+                    "1 for as fast as " + (LEARNS if name == "learning_speed" else "dense"),
+                )
                 for name, x in of_kernels
                 if x is not None
             ),

@@ -92,7 +92,8 @@ class SparseCascade:
     clip computes which of so many ``groups`` of which head, of layers that run sparse; heads of others, and of a
     sequence that is cut into another number of groups, go by number. Sparse layers with ``room`` get only the keys that
     they chose, and must be among the ``resting``, as they do not see the others; ``overflowed`` says for each whether a
-    key had no room. Layers that are ``resting`` measure and learn nothing."""
+    key had no room. Layers that are ``resting`` measure and learn nothing, and of clips that are set
+    ``aside``, by their places in the micro-batch, none does."""
 
     layers: Mapping[Layer, LayerState]
     grid: Grid
@@ -105,6 +106,7 @@ class SparseCascade:
     groups: int = 0
     room: Mapping[Layer, Room] = field(default_factory=dict)
     resting: Set[Layer] = frozenset()
+    aside: Set[int] = frozenset()
     overflowed: list[Tensor] = field(default_factory=list)
     lists: dict[Layer, KeyLists | None] = field(default_factory=dict)
     shares: dict[Layer, Shares] = field(default_factory=dict)  # whose lists these are
@@ -259,8 +261,10 @@ class OfBlock:
         rows, groups = map(torch.stack, zip(*(draws[n % len(draws)] for n in range(query.shape[0])), strict=True))
         here = [torch.ones_like(rows) if s.rows is None else torch.isin(rows, s.rows) for s in heads]
         drawn_in = [torch.ones_like(groups) if s.end is None else (groups >= s.first) & (groups < s.end) for s in heads]
-        tables = (torch.stack(here, 1).bool(), torch.stack(drawn_in, 1).bool(), groups, rows)
-        own, counted, group, rows = (on_device(table, query.device) for table in tables)
+        used = torch.tensor([n % len(draws) not in self.cascade.aside for n in range(query.shape[0])])
+        own_rows = torch.stack(here, 1).bool() & used[:, None, None]
+        tables = (own_rows, torch.stack(drawn_in, 1).bool() & used[:, None], groups, rows, used)
+        own, counted, group, rows, teaches = (on_device(table, query.device) for table in tables)
         of_group, weights = (on_device(table, query.device) for table in _of_groups(cubes, groups))
         order = order_on(cubes, query.device)[: cubes.video]
         with torch.no_grad():
@@ -269,10 +273,10 @@ class OfBlock:
                 lists = self._chosen(state, by, query, key, cubes, heads)
             video = len(cubes.blocks) - 1 - cubes.captions
             table = chosen_blocks(lists, video + cubes.captions)[..., :video]
-            taken = table.any(2).float().mean((0, 2))
+            taken = (table.any(2) & teaches[:, None, None]).float().mean((0, 2))
             spans = self._kept(state, cubes, heads)[1]
             by_itself = [independent(state.densities[s.head], b - a) for s, (a, b) in zip(heads, spans, strict=True)]
-            alone = on_device(torch.tensor(by_itself), taken.device)
+            alone = on_device(torch.tensor(by_itself) * used.float().mean(), taken.device)
         scores = query.shape[0] * cubes.video * max(rows.shape[1], of_group.shape[1])
         drawn_rows = DrawnRows(rows, of_group, weights, order, cubes.blocks[: video + 1], scale, self.cascade.mass)
         clip = torch.arange(query.shape[0], device=query.device)

@@ -35,6 +35,8 @@ def check_learning(values: Values) -> Iterator[Diagnostic]:
     remedy = "no layer of this module has a `density`: take `learn` out"
     if learning:
         remedy = f"behind its last `step` every rank has one `learn @{learning[0].name}` on {rank_list(everyone)}"
+        if not any(step.op == "learn" for program in values.module.programs for step in program.instructions):
+            remedy += ". An older version wrote programs without it: compile again"
     for program in values.module.programs:
         at = [index for index, step in enumerate(program.instructions) if step.op == "learn"]
         if len(at) != bool(learning):

@@ -7,7 +7,7 @@ links would come to. What replanning would make of a change is ``arachnec.views.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -135,12 +135,20 @@ def _synchronisation(timeline: Timeline, makespan: float) -> str:
     after = timeline.end - makespan
     if after <= NOTHING * timeline.end:
         return "and next to nothing after them"
-    steps = [sum(i.end - i.start for i in lane if i.op in READS_GRADIENTS) for lane in timeline.lanes.values()]
-    step = max(steps, default=0.0)
-    exposed = max(0.0, after - step)
+    steps = _longest(timeline, READS_GRADIENTS)
+    exposed, learning = max(0.0, after - steps), _longest(timeline, ("learn",))
+    parts = [f"{ms(steps - learning)} of optimizer"]
+    if learning > NOTHING * timeline.end:
+        parts.append(f"{ms(learning)} in which ranks add up what sparse layers learn")
     if exposed <= NOTHING * timeline.end:
-        return f"then {ms(step)} of optimizer; the gradient all-reduces are hidden behind the last backwards"
-    return f"then {ms(exposed)} of exposed gradient all-reduces and {ms(step)} of optimizer"
+        return f"then {_listed(parts)}; the gradient all-reduces are hidden behind the last backwards"
+    return f"then {_listed([f'{ms(exposed)} of exposed gradient all-reduces', *parts])}"
+
+
+def _longest(timeline: Timeline, ops: Container[str]) -> float:
+    """ms of these on the rank that has most of them."""
+    lanes = timeline.lanes.values()
+    return max((sum(i.end - i.start for i in lane if i.op in ops) for lane in lanes), default=0.0)
 
 
 def _idle(timeline: Timeline) -> list[str]:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from arachnec.ir.nodes import quantity
 from arachnec.ir.parser import parse_module
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sparse_summary import sparse_summaries
 from arachnec.report import plan_report
 from arachnec.views.explain import explain
 from arachnec.views.explain_sparse import of_stage
+from arachnec.views.format import ms
 
 CASE = Path(__file__).parents[1] / "golden" / "lower" / "sparse_heads.cascade"
 
@@ -46,3 +48,12 @@ def test_a_dense_plan_says_nothing_of_it() -> None:
     planned = Pipeline.parse(text.splitlines()[0].split("--passes ")[1]).run(parse_module(text))
     assert not [section for section in explain(planned) if section.title == "Sparse attention"]
     assert plan_report(planned, 0.0)["sparse"] == []
+
+
+def test_what_layers_learn_is_no_part_of_the_optimizer() -> None:
+    text = CASE.read_text()
+    planned = Pipeline.parse(text.splitlines()[0].split("--passes ")[1]).run(parse_module(text))
+    (plan,) = (section.sentences for section in explain(planned) if section.title == "The plan")
+    ends = {i.op: quantity(i.attrs["time"]) for program in planned.programs for i in program.instructions[-3:]}
+    told = f"{ms(ends['step'])} of optimizer and {ms(ends['learn'])} in which ranks add up what sparse layers learn."
+    assert plan[0].endswith(told), plan[0]

@@ -466,18 +466,19 @@ class _Walk:
         self.preferred = family
 
     def _sparse(self, cascade: Cascade) -> SparseCascade | None:
-        """Its attention to chosen keys. Its layers learn where it trains, and all of its clips can be used."""
+        """Its attention to chosen keys. Its layers learn where it trains, from the clips that can be used."""
         share, predictors, clips = self.iteration.share, self.context.predictors, len(cascade.clips)
         if predictors is None:
             return None
-        learns = not share.measures and len(self.kept[cascade.name]) == clips
-        weight = share.part * clips / len(self.iteration.module.clips) if learns else None
+        kept = self.kept[cascade.name]
+        weight = share.part * clips / len(self.iteration.module.clips) if kept and not share.measures else None
         return predictors.cascade(
             cascade,
             self.iteration.clips,
             self.context.training.seed,
             self.iteration.step,
             weight,
+            kept=kept,
             trains=not share.measures,
         )
 
