@@ -239,3 +239,13 @@ def test_a_byte_order_mark_is_no_part_of_the_first_layer(tmp_path: Path) -> None
     path = tmp_path / "profile.txt"
     path.write_text(line("node1", "a", 1, 2, 3, 4) + "\n", encoding="utf-8-sig")
     assert len(read_profile_file(path).layers) == 1
+
+
+@pytest.mark.parametrize("times", [(1, 1, 1, 3), (3, 1, 1, 1), (1, 2, 2, 1), (2, 2, 3, 1, 1, 1)])
+def test_pipedreams_partition_balances_what_takes_far_less_than_a_millisecond(times: tuple[int, ...]) -> None:
+    """Nothing comes into the first stage from another."""
+    layers = tuple(Layer(str(number), 0.01 * time, 0.02 * time, 0.0, 1e9) for number, time in enumerate(times))
+    instance = Instance(LayerProfile(layers, (0.0,) * (len(times) - 1)), Machines(2, 1), 4, 1, 1)
+    stages = pipedream_plan(instance).stages
+    halves = [sum(times[stage.first : stage.last]) for stage in stages]
+    assert max(halves) == min(max(sum(times[:cut]), sum(times[cut:])) for cut in range(1, len(times)))
