@@ -1,9 +1,9 @@
 """Find a hybrid plan: DAPPLE's dynamic program, ours, and PipeDream's partition.
 
 The state is how many layers are placed, and how many devices of every machine are taken; the three placement policies
-say which devices the next stage may get. On few devices our program looks at every placement. DAPPLE's program keeps the plan with the smallest block for each state. Ours
-keeps every plan that another does not beat in block, transfers and exposed all-reduce together, so that what is left at
-the end is the plan of least latency.
+say which devices the next stage may get; on few devices our program looks at every placement. DAPPLE's program keeps
+the plan with the smallest block for each state. Ours keeps every plan that another does not beat in block, transfers
+and exposed all-reduce together, so that what is left at the end is the plan of least latency.
 """
 
 from __future__ import annotations
