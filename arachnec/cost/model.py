@@ -183,9 +183,9 @@ class CostModel:
         """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""
         return self._memory.host_inputs(cascade, ranks, recompute, side)
 
-    def received(self, cascade: Cascade) -> float:
-        """GiB of what its inputs hand off to each of its ranks."""
-        return self._memory.received(cascade)
+    def received(self, cascade: Cascade, side: int = 1) -> float:
+        """GiB of what its inputs hand off to each of its ranks, with ``side`` clips side by side."""
+        return self._memory.received(cascade, side)
 
     def output(self, cascade: Cascade) -> float:
         """GiB of what a stage hands off to each rank of a consumer."""

@@ -94,6 +94,7 @@ def _form(module: Module, parts: Sequence[Stage], named: Sequence[tuple[str, str
         trains=tuple(count > 0 for _, _, count in named),
         shared=tuple(frozenset(first[parts[number].name] for number in numbers) for numbers in sets),
         ends_train=sum(trained) > sum(count for _, _, count in named),
+        first_trains=parts[0].trained,
         heads=1 + max([1, *(integer(step.attrs.get("ulysses", 1)) for step in steps)]),
         encoders=tuple(stage.name for stage in module.stages if stage.name in used),
     )

@@ -31,6 +31,7 @@ class Form:
     trains: tuple[bool, ...]
     shared: tuple[frozenset[int], ...] = ()
     ends_train: bool = True  # what lies outside the layers
+    first_trains: bool = True  # the stage of the embeddings: one without a backward trains nothing
     heads: int = 2
     encoders: tuple[str, ...] = ()
 
@@ -69,7 +70,8 @@ class StandIn(nn.Module):
         self.to(NUMBER)
         for name, parameter in self.named_parameters():
             root, layer, *_ = f"{name}.".split(".")
-            parameter.requires_grad_(form.trains[int(layer)] if root == "blocks" else form.ends_train)
+            ends_train = form.ends_train and (root == "head" or form.first_trains)
+            parameter.requires_grad_(form.trains[int(layer)] if root == "blocks" else ends_train)
 
     def forward(self, x: Tensor, time: Tensor) -> Tensor:
         scale = self.time(time[:, None])

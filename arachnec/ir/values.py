@@ -143,3 +143,10 @@ def formula_sum(parts: Iterable[tuple[float, Formula]], unit: str) -> Formula:
         for term in formula.terms:
             total[term.powers] = total.get(term.powers, 0.0) + count * term.coefficient
     return Formula(tuple(Term(value, powers) for powers, value in total.items() if value), unit)
+
+
+def no_gain(formula: Formula) -> Formula:
+    """The formula, or its positive terms alone where it falls below zero for a clip of few or many tokens."""
+    if all(formula(B=1, S=tokens, T=text) >= 0 for tokens in (1, 2**17) for text in (0, 512)):
+        return formula
+    return Formula(tuple(term for term in formula.terms if term.coefficient > 0), formula.unit)

@@ -1,9 +1,9 @@
 """Find a hybrid plan: DAPPLE's dynamic program, ours, and PipeDream's partition.
 
 The state is how many layers are placed, and how many devices of every machine are taken; the three placement policies
-say which devices the next stage may get. DAPPLE's program keeps the plan with the smallest block for each state. Ours
-keeps every plan that another does not beat in block, transfers and exposed all-reduce together, so that what is left at
-the end is the plan of least latency.
+say which devices the next stage may get; on few devices our program looks at every placement. DAPPLE's program keeps
+the plan with the smallest block for each state. Ours keeps every plan that another does not beat in block, transfers
+and exposed all-reduce together, so that what is left at the end is the plan of least latency.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from itertools import pairwise
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.errors import FitsNowhere
 from arachnec.pipelining.hybrid_plan import Allocation, HybridPlan, Instance, Stage, hybrid_plan
-from arachnec.pipelining.placement_policies import allocations
+from arachnec.pipelining.placement_policies import allocations, every_allocation
 
 SLACK = 1e-9  # relative: what rounding may do to a comparison
 EXACT = 20_000  # partial plans looked at (1 s) before a gain must be worth its search
+SMALL = 8  # devices of a cluster of which every placement is looked at, not those of the policies alone
 GAIN = 0.01  # of the latency: from then on, a plan that gains less is not looked for
 
 
@@ -59,7 +60,7 @@ def dapple_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPl
 
 
 def best_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPlan:
-    """The least latency over all cuts, replicas, placements by policy and ``pipelines``."""
+    """The least latency over all cuts, replicas and ``pipelines``, placed by policy, on few devices in any way."""
     every = list(_copies(instance, pipelines))
     known = [hybrid_plan(instance, stages, c.pipelines, c.apart) for c in every for stages in _even(instance, c)]
     if 1 in pipelines:
@@ -152,7 +153,7 @@ def _smallest_block(instance: Instance, copies: _Copies) -> tuple[Stage, ...]:
         bound = instance.total / (copies.machines * copies.devices * copies.pipelines)
     for placed, partials in enumerate(states):
         for partial in partials.values():
-            for longer in _next(instance, copies, partial, placed, bound):
+            for longer in _next(instance, copies, partial, placed, bound, every=False):
                 stage = longer.stages[-1]
                 if stage.last == instance.layers:
                     if longer.longest < bound:
@@ -171,6 +172,7 @@ def _least_latency(instance: Instance, copies: _Copies, best: HybridPlan) -> Hyb
     assert m is not None, "copies are of whole micro-batches"
     way = instance.total / (copies.pipelines * m)
     deep = _deep(instance, copies, m)
+    every = copies.machines * copies.devices <= SMALL
     none: Allocation = (0,) * copies.machines
     states: list[dict[tuple[Allocation, Allocation], list[_Partial]]] = [{} for _ in range(instance.layers)]
     states[0][none, none] = [_Partial((), none, 0.0, 0.0, ())]
@@ -188,7 +190,7 @@ def _least_latency(instance: Instance, copies: _Copies, best: HybridPlan) -> Hyb
     for placed in range(instance.layers):
         for partials in states[placed].values():
             for partial in partials:
-                for longer in _next(instance, copies, partial, placed, most_block()):
+                for longer in _next(instance, copies, partial, placed, most_block(), every=every):
                     looked_at += 1
                     stage = longer.stages[-1]
                     if stage.last == instance.layers:
@@ -226,12 +228,17 @@ def _deep(instance: Instance, copies: _Copies, m: int) -> bool:
     return count > m and reduce > instance.total / (count * copies.pipelines)
 
 
-def _next(instance: Instance, copies: _Copies, partial: _Partial, placed: int, most: float) -> Iterator[_Partial]:
-    """One stage more, of any length, on any number of devices by every policy, no stage longer than ``most``."""
+def _next(
+    instance: Instance, copies: _Copies, partial: _Partial, placed: int, most: float, *, every: bool
+) -> Iterator[_Partial]:
+    """One stage more, of any length, no longer than ``most``, on any number of devices: by every policy, or ``every``
+    placement."""
+    before = partial.stages[-1].devices if partial.stages else partial.used
     free = copies.machines * copies.devices - sum(partial.used)
     for replicas in range(1, free + 1):
         shared = replicas * copies.pipelines
-        for devices in allocations(partial.used, copies.devices, replicas):
+        placements = every_allocation(partial.used, before, copies.devices, replicas) if every else ()
+        for devices in placements or allocations(partial.used, copies.devices, replicas):
             sent = instance.send(placed - 1, partial.stages[-1].devices, devices) if partial.stages else 0.0
             if 2 * sent > most:
                 continue

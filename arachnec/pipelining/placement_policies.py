@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
+from itertools import groupby, product
 
 from arachnec.pipelining.hybrid_plan import Allocation
 
@@ -36,6 +37,29 @@ def allocate(policy: str, used: Allocation, devices: int, count: int) -> Allocat
 def allocations(used: Allocation, devices: int, count: int) -> tuple[Allocation, ...]:
     """What the policies say, each once."""
     return tuple(dict.fromkeys(allocate(policy, used, devices, count) for policy in POLICIES))
+
+
+@lru_cache(maxsize=1 << 16)
+def every_allocation(used: Allocation, before: Allocation, devices: int, count: int) -> tuple[Allocation, ...]:
+    """Every way to take ``count`` devices, behind a stage on ``before``.
+
+    Of machines that are equally full and have equally much of the stage before, the first ones give most: which of
+    them does makes no difference to any time.
+    """
+    alike = sorted(range(len(used)), key=lambda k: (used[k], before[k]))
+    groups = [list(group) for _, group in groupby(alike, key=lambda k: (used[k], before[k]))]
+
+    def falling(group: list[int]) -> Iterator[tuple[tuple[int, int], ...]]:
+        for taken in product(range(devices - used[group[0]] + 1), repeat=len(group)):
+            if sum(taken) <= count and list(taken) == sorted(taken, reverse=True):
+                yield tuple(zip(group, taken, strict=True))
+
+    ways = []
+    for parts in product(*map(falling, groups)):
+        taken = dict(pair for part in parts for pair in part)
+        if sum(taken.values()) == count:
+            ways.append(tuple(taken[k] for k in range(len(used))))
+    return tuple(ways)
 
 
 def _one_by_one(machines: list[int], free: list[int]) -> Iterator[int]:

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
-from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value, no_gain
 from arachnec.tracing.captured import CapturedModel, chained_inputs
 from arachnec.tracing.dims import B, S, T, counts_captions
 from arachnec.tracing.flops import AttentionCost, block_flops, token_attentions
@@ -141,7 +141,10 @@ def _memory(counts: Sequence[int], memories: Sequence[BlockMemory]) -> tuple[sym
 def _spared(
     captured: CapturedModel, memories: Sequence[BlockMemory], numbers: dict[sympy.Symbol, int]
 ) -> tuple[Value, ...] | None:
-    """Runs of layers, in the order of the forward, and what recomputing each saves; None where all save the same."""
+    """Runs of layers, in the order of the forward, and what recomputing each saves; None where all save the same.
+
+    Nothing where a layer keeps no more than its input: no gradient passes it, or it is a frozen one.
+    """
     layers: dict[str, sympy.Expr] = {}
     for call in captured.calls:
         saves = memories[call.block].saved - memories[call.block].chained
@@ -149,7 +152,7 @@ def _spared(
     runs = [(len(list(run)), saves) for saves, run in groupby(layers.values())]
     if len(runs) < 2:
         return None
-    return tuple((count, polynomial(saves.subs(numbers), "GiB", GIB)) for count, saves in runs)
+    return tuple((count, no_gain(polynomial(saves.subs(numbers), "GiB", GIB))) for count, saves in runs)
 
 
 def _largest(expressions: Sequence[sympy.Expr]) -> sympy.Expr:

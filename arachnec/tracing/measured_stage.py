@@ -7,8 +7,7 @@ counted: exact at these sizes, and between them as good as the polynomial.
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,21 +15,21 @@ import sympy
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Attributes, Formula, Quantity
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.cost import batch_bytes, dtype_of, layers_in_order, optimizer_bytes, resident_bytes
+from arachnec.tracing.counted_attention import CountedAttention
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.errors import RandomOperation, WritesState
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.graph import dtype_name
-from arachnec.tracing.memory import Flash, closest
+from arachnec.tracing.memory import closest
 from arachnec.tracing.record import ExampleCall, flatten_call, is_meta, training_mode
 from arachnec.tracing.shell import PeakBytes
 from arachnec.tracing.total_flops import TotalFlops
@@ -128,10 +127,10 @@ class _Counter:
 
         before = len(self.tokens)
         alive = PeakBytes()
-        with _running(self.model), torch.no_grad(), alive, _Attentions(is_meta(self.model)):
+        with _running(self.model), torch.no_grad(), alive, CountedAttention(is_meta(self.model)):
             self.model(**call.arguments)
         blocks = _Blocks([c.path for c in self.captured.calls], seen)
-        flops, attentions = TotalFlops(), _Attentions(is_meta(self.model))
+        flops, attentions = TotalFlops(), CountedAttention(is_meta(self.model))
         own = {tensor.untyped_storage()._cdata for tensor in [*self.model.parameters(), *self.model.buffers()]}
         kept: dict[int, tuple[int, Tensor]] = {}
 
@@ -200,37 +199,6 @@ class _Blocks:
     def _leave(self, block: nn.Module, args: Any, output: Any) -> None:
         self.current = -1
         self._made += [x for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
-
-
-@dataclass
-class _Attentions(TorchFunctionMode):
-    """Counts attention by its formula; a ``stub`` of it computes nothing, and keeps what a fused one keeps."""
-
-    stub: bool
-    flops: int = 0
-    seen: list[tuple[int, int]] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        super().__init__()
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not torch.nn.functional.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        given: Mapping[str, Any] = dict(zip(("query", "key", "value", "attn_mask"), args, strict=False)) | kwargs
-        q, k, v = given["query"], given["key"], given["value"]
-        output: Tensor
-        if self.stub:
-            with torch._C.DisableTorchFunction():
-                output = Flash.apply(q, k, v, given.get("attn_mask"))  # type: ignore[no-untyped-call]
-        else:
-            with _disable_current_modes():  # counted here, whatever kernel it is
-                output = func(*args, **kwargs)
-        self.flops += 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
-        size = sum(x.numel() * x.element_size() for x in (q, k, v, output))
-        if q.shape[-2] == k.shape[-2]:  # as long as its queries: no attention over the caption
-            self.seen.append((int(q.shape[-3]) if q.ndim > 3 else 1, size))
-        return output
 
 
 def refuse_state_and_chance(model: nn.Module, paths: Sequence[str], call: ExampleCall) -> None:

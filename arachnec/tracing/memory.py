@@ -30,6 +30,8 @@ BASES = (
     (B * S, B * T, B, ONE),
     (B * S, B * T, B, S, T, ONE),
     (B * S, B * T, B, B * T**2, ONE),
+    (B * S, B * T, B, B * S**2, ONE),  # of layers between blocks there are few examples
+    (B * S, B * T, B * S**2, B * S * T, B * T**2),
     (B * S, B * T, B, S, T, ONE, B * S**2, B * S * T, B * T**2),
 )
 Point = dict[sympy.Symbol, int]

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from arachnec.data.clip import VideoClip
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.tracing.captured import CapturedModel
+from arachnec.tracing.counted_attention import CountedAttention
 from arachnec.tracing.dataflow import units_of
-from arachnec.tracing.record import ExampleCall, computed, training_mode
+from arachnec.tracing.record import ExampleCall, computed, is_meta, training_mode
 from arachnec.tracing.total_flops import TotalFlops
 
 
@@ -55,12 +56,12 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
     def bytes_kept() -> int:
         return sum(t.untyped_storage().nbytes() for key, t in kept.items() if key not in own)
 
-    counter, alive = TotalFlops(), PeakBytes()
+    counter, alive, attentions = TotalFlops(), PeakBytes(), CountedAttention(is_meta(model))
     reached: list[tuple[int, int]] = []  # at every block
     done: list[tuple[int, int]] = []  # at the end of the last unit behind it
 
     def now() -> tuple[int, int]:
-        return counter.get_total_flops(), bytes_kept()
+        return counter.get_total_flops() + attentions.flops, bytes_kept()
 
     def reach() -> None:
         reached.append(now())
@@ -82,6 +83,7 @@ def measure_shell(model: nn.Module, captured: CapturedModel, call: ExampleCall) 
         stack.enter_context(saved_tensors_hooks(pack, lambda tensor: tensor))
         stack.enter_context(alive)
         stack.enter_context(counter)
+        stack.enter_context(attentions)
         output = model(**call.arguments)
     assert output is not None
     flops, saved = now()

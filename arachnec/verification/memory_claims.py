@@ -127,14 +127,16 @@ def _need(cost: CostModel, op: str, cascade: Cascade) -> _Need:
     most = cost.memory(cascade, cascade.even_width, blocks, cascade.side) - gathered_gib(stage)
     if cascade.phase is Phase.ENCODE:
         return _Need(cost.output(cascade), most)
-    most -= cost.received(cascade)
+    received = cost.received(cascade, cascade.side)
+    most -= received
     if cascade.phase in (Phase.DENOISE, Phase.DECODE):
         return _Need(cost.output(cascade), most)
     if op == "backward":
         return _Need(0.0, most)
     if cascade.phase is Phase.TRAIN:
         return _Need(most, most)
-    return _Need(cost.kept(cascade, cascade.width, blocks) - cost.received(cascade) - gathered_gib(stage), most)
+    kept = cost.kept(cascade, cascade.width, blocks, cascade.side)
+    return _Need(kept - received - gathered_gib(stage), most)
 
 
 def _too_low(rank: int, step: Instruction, cascade: Cascade, need: _Need) -> Iterator[Diagnostic]:

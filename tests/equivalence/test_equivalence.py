@@ -9,14 +9,19 @@ from pathlib import Path
 import pytest
 
 from arachnec.commands.program_file import read_program
+from arachnec.driver import plan_iteration, plan_model
 from arachnec.equivalence import execution
 from arachnec.equivalence.compare import DidNotRun, NotEquivalent, demand_equivalent
 from arachnec.equivalence.small_program import small
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Instruction, Module, Program
+from arachnec.ir.nodes import Instruction, Module, Program, integer
 from arachnec.ir.parser import parse_module
+from arachnec.ir.values import Attributes
 from arachnec.ir.verify import verify
 from arachnec.passes.check import checked, find_problems
+from arachnec.passes.infra.pipeline import Pipeline
+from tests.distributed.executor_cases import clip
+from tests.distributed.pipeline_cases import partly_trained, pipeline_of, traced
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "check"
 Change = Callable[[Sequence[Instruction]], Sequence[Instruction]]
@@ -182,3 +187,16 @@ def seen_not_to_run(module: Module) -> None:
     with pytest.raises(UserError) as seen:
         demand_equivalent(module, seconds=5.0)
     assert isinstance(seen.value.diagnostics[0], NotEquivalent | DidNotRun), seen.value
+
+
+@pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb-h1"])
+def test_a_frozen_first_stage_has_frozen_embeddings_though_the_head_trains(schedule: str) -> None:
+    whole = traced(2, [[clip("a", 2), clip("b", 3), clip("c", 4)]])
+    dit = partly_trained(whole.stages[0], ["second"])
+    ends = Attributes.of(end_params=((84, 0), (24, 24)), trained=24 + integer(dit.attrs["trained"]))
+    dit = replace(dit, attrs=dit.attrs.updated(**dict(ends)))
+    pipeline = Pipeline.parse(pipeline_of("p=2", schedule))
+    model, _ = plan_model(replace(whole, stages=(dit,)), pipeline)
+    module, _ = plan_iteration(model, pipeline, 0)
+    assert [stage.trained for stage in module.stages] == [False, True]
+    assert demand_equivalent(module).worst < 1e-7

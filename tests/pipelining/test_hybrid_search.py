@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import combinations, product
 from math import inf
 from pathlib import Path
@@ -95,7 +95,22 @@ def all_plans(instance: Instance) -> Iterator[HybridPlan]:
             yield from plans_of_one(instance, pipelines, False, machines, devices // pipelines)
 
 
-def plans_of_one(instance: Instance, pipelines: int, apart: bool, machines: int, devices: int) -> Iterator[HybridPlan]:
+Placements = Callable[[tuple[int, ...], int, int], Iterable[tuple[int, ...]]]
+
+
+def by_policy(used: tuple[int, ...], devices: int, count: int) -> set[tuple[int, ...]]:
+    return {allocate(policy, used, devices, count) for policy in POLICIES}
+
+
+def in_any_way(used: tuple[int, ...], devices: int, count: int) -> Iterator[tuple[int, ...]]:
+    for taken in product(*(range(devices - there + 1) for there in used)):
+        if sum(taken) == count:
+            yield taken
+
+
+def plans_of_one(
+    instance: Instance, pipelines: int, apart: bool, machines: int, devices: int, placements: Placements = by_policy
+) -> Iterator[HybridPlan]:
     def placed(cuts: tuple[int, ...], stages: tuple[Stage, ...], used: tuple[int, ...]) -> Iterator[tuple[Stage, ...]]:
         if len(stages) == len(cuts):
             yield stages
@@ -103,7 +118,7 @@ def plans_of_one(instance: Instance, pipelines: int, apart: bool, machines: int,
         first = stages[-1].last if stages else 0
         left = machines * devices - sum(used) - (len(cuts) - len(stages) - 1)
         for count in range(1, left + 1):
-            for devices_of in {allocate(policy, used, devices, count) for policy in POLICIES}:
+            for devices_of in placements(used, devices, count):
                 total = tuple(a + b for a, b in zip(used, devices_of, strict=True))
                 yield from placed(cuts, (*stages, Stage(first, cuts[len(stages)], devices_of)), total)
 
@@ -126,6 +141,23 @@ def test_no_plan_has_a_smaller_latency_or_block(instance: Instance) -> None:
     same = [plan for plan in plans if (plan.pipelines, plan.apart) == (published.pipelines, published.apart)]
     assert published.block == pytest.approx(min(plan.block for plan in same), rel=1e-9)
     assert pipedream_plan(instance).latency >= ours.latency
+
+
+@settings(max_examples=25)
+@given(instances(5))
+def test_on_few_devices_no_placement_is_better_whatever_the_policies_say(instance: Instance) -> None:
+    machines = instance.machines
+    plans = plans_of_one(instance, 1, False, machines.count, machines.devices, in_any_way)
+    assert best_plan(instance).latency <= min(plan.latency for plan in plans) * (1 + 1e-9)
+
+
+def test_a_plan_that_no_policy_comes_to() -> None:
+    """One stage alone in the first machine, and the two that send much to each other in the second."""
+    layers = tuple(Layer(f"l{k}", 4.0, 8.0, 0.0, 1e9) for k in range(3))
+    instance = Instance(LayerProfile(layers, (0.0, 1e6)), Machines(2, 2, send=1e6, inside=1e9), 8, 1, 8)
+    apart = hybrid_plan(instance, (Stage(0, 1, (1, 0)), Stage(1, 2, (0, 1)), Stage(2, 3, (0, 1))))
+    policies = min(plan.latency for plan in plans_of_one(instance, 1, False, 2, 2))
+    assert best_plan(instance).latency == apart.latency < policies
 
 
 def test_eight_layers_on_six_devices_by_brute_force() -> None:

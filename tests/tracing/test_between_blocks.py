@@ -167,3 +167,29 @@ def test_a_model_that_calls_a_block_twice_is_refused_by_the_name_of_the_block() 
     stage = trace_model(source, CLIPS).stages[-1]
     with pytest.raises(UserError, match=r"stage @dit cannot be cut: block `blocks.1` is called 2 times in a forward"):
         demand_cuttable(stage)
+
+
+class Middle(Hourglass):
+    """A block stands alone between the others, as in a U-ViT."""
+
+    def __init__(self) -> None:
+        super().__init__({}, {})
+        self.alone = Block()
+
+    def forward(self, video: Tensor, text: Tensor) -> Tensor:
+        x, text = self.embed(video).flatten(2).transpose(1, 2), self.text(text)
+        for number, block in enumerate(self.blocks):
+            x = block(x, text)
+            x = self.alone(x, text) if number == 2 else x
+        return self.head(x)
+
+
+def test_a_block_that_stands_alone_between_the_others_costs_what_each_of_them_does() -> None:
+    """Its attention keeps no scores, and its work grows with the square of the tokens."""
+    source = SimpleNamespace(build=Middle, sample=sample, encoders=None, loss=None)
+    attrs = trace_model(source, CLIPS).stages[-1].attrs
+    for alone, of_block in (("between_flops", "block_flops"), ("between_saved", "block_saved")):
+        ((layer, own),) = attrs[alone]
+        assert layer == 2
+        for tokens, text in ((64, 8), (32760, 512)):
+            assert own(B=2, S=tokens, T=text) == pytest.approx(attrs[of_block][0](B=2, S=tokens, T=text), rel=0.03)

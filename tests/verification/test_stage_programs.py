@@ -159,6 +159,18 @@ def test_what_lower_makes_is_right(name: str) -> None:
     assert not problem_kinds(program(name))
 
 
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+def test_clips_side_by_side_keep_what_lies_outside_the_blocks_of_their_own_alone(schedule: str) -> None:
+    """A rank has one of the clips, whole: not the whole sequences of both."""
+    passes = pipeline_of("p=2", f"schedule={schedule}", policy="dual", cell=2)
+    module = planned(4, [clip(name, 12) for name in "abcdefghijklmnop"], passes)
+    shell = module.stages[0].attrs["shell"]
+    wide = [c for c in module.cascades if c.phase is Phase.FORWARD and c.side == 2]
+    assert wide
+    assert all(shell(B=c.batch, S=c.tokens) > 1e-5 for c in wide)  # what was counted twice is no rounding
+    assert not problem_kinds(module)
+
+
 @settings(max_examples=12)
 @given(name=st.sampled_from(sorted(PROGRAMS)), data=st.data())
 def test_a_layer_left_out_of_a_list_is_found(name: str, data: st.DataObject) -> None:
