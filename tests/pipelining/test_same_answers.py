@@ -135,8 +135,8 @@ def hybrid(rng: random.Random) -> Row:
     looked_at = [0]
     plain = hybrid_search._next
 
-    def counted(*arguments: object) -> object:
-        for partial in plain(*arguments):  # type: ignore[arg-type]
+    def counted(*arguments: object, every: bool) -> object:
+        for partial in plain(*arguments, every=every):  # type: ignore[arg-type]
             looked_at[0] += 1
             yield partial
 
