@@ -14,6 +14,7 @@ from typing import TypeAlias
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.group_family import ALWAYS, family, heads_of
+from arachnec.analysis.residency import learning_ranks
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Cluster, Instruction, Program, Stage, integer, integers
 from arachnec.ir.parameter_cells import side_by_side
@@ -68,6 +69,8 @@ def resident(values: Values, program: Program, model: ExecutionModel) -> frozens
     kept = family_of_ranks(module.cluster, heads_of(module.stages))[program.rank]
     synchronised = not values.trained or any(name[0] == "all-reduce" for name in used)
     everyone = _all_reduce(tuple(range(module.cluster.world)))
+    learning = (ranks for ranks in learning_ranks(module, module.cluster) if len(ranks) > 1 and program.rank in ranks)
+    used |= set(map(_all_reduce, learning))
     return used | kept | {("world", everyone[1])} | (set() if synchronised else {everyone})
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.nodes import Cluster, Module, Phase, Stage, integers
 from arachnec.ir.sampling import is_sampling
 
@@ -20,3 +21,10 @@ def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[
     if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own) and not is_sampling(module):
         return frozenset(range(cluster.world))
     return frozenset(rank for cascade in own for rank in cascade.ranks)
+
+
+def learning_ranks(module: Module, cluster: Cluster) -> list[tuple[int, ...]]:
+    """The groups of the all-reduces of ``learn``: of every stage with predictors the ranks that hold it, then all."""
+    stages = sparse_stages(module).values()
+    everyone = [tuple(range(cluster.world))] if stages else []
+    return list(dict.fromkeys([*(tuple(sorted(resident_ranks(module, cluster, s))) for s in stages), *everyone]))

@@ -273,9 +273,9 @@ class CostModel:
         """ms of summing the norm of the gradients over these ranks."""
         return synchronisation.norm_time(self.cluster, ranks)
 
-    def learn_time(self, ranks: tuple[int, ...], size: float) -> float:
-        """ms of the all-reduce of so many bytes of predictors' gradients over these ranks."""
-        return synchronisation.learn_time(self.cluster, ranks, size)
+    def all_reduce_time(self, ranks: tuple[int, ...], size: float) -> float:
+        """ms of an all-reduce of so many bytes over these ranks, such as that of predictors' gradients."""
+        return synchronisation.all_reduce_time(self.cluster, ranks, size)
 
     def step_time(self, stage: Stage) -> float:
         """ms of the optimizer's step."""

@@ -40,13 +40,11 @@ def reduce_time(cluster: Cluster, stage: Stage, ranks: tuple[int, ...], size: fl
 
 def norm_time(cluster: Cluster, ranks: tuple[int, ...]) -> float:
     """ms of summing one number over these ranks: the squared norm of their gradients."""
-    if len(ranks) < 2:
-        return 0.0
-    return 2 * collective_time(group_link(cluster, ranks), NORM_BYTES, len(ranks), 1, penalty(cluster, ranks))
+    return all_reduce_time(cluster, ranks, NORM_BYTES)
 
 
-def learn_time(cluster: Cluster, ranks: tuple[int, ...], size: float) -> float:
-    """ms of the all-reduce of so many bytes of predictors' gradients over these ranks."""
+def all_reduce_time(cluster: Cluster, ranks: tuple[int, ...], size: float) -> float:
+    """ms of an all-reduce of so many bytes over these ranks, on plain links."""
     if len(ranks) < 2:
         return 0.0
     return 2 * collective_time(group_link(cluster, ranks), size, len(ranks), 1, penalty(cluster, ranks))

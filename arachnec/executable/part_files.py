@@ -13,7 +13,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, writing
 from arachnec.ir.syntax_errors import TextTooLarge
 
 LIMIT_BYTES = 256 * 2**20
-LARGEST_TEXT = 64 * 2**20  # bytes of a module: 650,000 instructions. Reading that takes minutes, as it did to plan it
+LARGEST_TEXT = 64 * 2**20  # bytes of a module: some 650,000 instructions
 MODULE = ".cascade"
 Read = TypeVar("Read")
 

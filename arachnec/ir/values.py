@@ -145,7 +145,7 @@ def formula_sum(parts: Iterable[tuple[float, Formula]], unit: str) -> Formula:
     return Formula(tuple(Term(value, powers) for powers, value in total.items() if value), unit)
 
 
-def no_gain(formula: Formula) -> Formula:
+def non_negative(formula: Formula) -> Formula:
     """The formula, or its positive terms alone where it falls below zero for a clip of few or many tokens."""
     if all(formula(B=1, S=tokens, T=text) >= 0 for tokens in (1, 2**17) for text in (0, 512)):
         return formula

@@ -89,7 +89,7 @@ def _learning(module: Module, cost: CostModel, cluster: Cluster) -> list[Instruc
     if not learning:
         return []
     size = predictor_bytes(learning)
-    attrs = Attributes.of(bytes=size, time=Quantity(cost.learn_time(everyone, size), "ms"))
+    attrs = Attributes.of(bytes=size, time=Quantity(cost.all_reduce_time(everyone, size), "ms"))
     return [Instruction("learn", learning[0].name, everyone, attrs)]
 
 

@@ -83,7 +83,7 @@ def _instructions(program: Program, cascades: Mapping[str, Cascade], cost: CostM
         elif step.op == "norm":
             yield _with(step, time=cost.norm_time(step.peers))
         elif step.op == "learn":
-            yield _with(step, time=cost.learn_time(step.peers, integer(step.attrs["bytes"])))
+            yield _with(step, time=cost.all_reduce_time(step.peers, integer(step.attrs["bytes"])))
         elif step.op == "reduce":
             size = step.attrs.get("bytes")
             bucket_bytes = float(size) if isinstance(size, int) else None

@@ -19,7 +19,7 @@ from arachnec.ir.head_density import density_rows, layer_densities, part_densiti
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
 from arachnec.ir.stage_sizes import squared, tied_sets
 from arachnec.ir.tables import BETWEEN, CHOICE, FIGURES, TIED, TOKEN_CUTS, UNCUT
-from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum, no_gain
+from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum, non_negative
 from arachnec.planning.sparse_stages import predictor_gib
 
 
@@ -294,7 +294,7 @@ def _tied(stage: Stage, cuts: Sequence[int], number: int) -> tuple[Value, ...]:
 def _spared(stage: Stage, classes: Sequence[int]) -> tuple[Value, ...] | None:
     """Runs of layers of these classes, and what recomputing each saves; None where all save the same."""
     pairs = zip(_formulas(stage, "block_saved"), _formulas(stage, "block_inputs"), strict=True)
-    saves = [no_gain(formula_sum([(1, saved), (-1, inputs)], "GiB")) for saved, inputs in pairs]
+    saves = [non_negative(formula_sum([(1, saved), (-1, inputs)], "GiB")) for saved, inputs in pairs]
     runs = [(len(list(run)), saves[kind]) for kind, run in groupby(classes)]
     return tuple(runs) if len(runs) > 1 else None
 

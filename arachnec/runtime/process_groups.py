@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from arachnec.analysis.communicators import cascade_groups
 from arachnec.analysis.group_family import family, heads_of
-from arachnec.analysis.residency import resident_ranks
-from arachnec.ir.head_density import sparse_stages
+from arachnec.analysis.residency import learning_ranks
 from arachnec.ir.nodes import Module, integers
 
 
@@ -27,9 +26,6 @@ def wanted_gradient_groups(module: Module) -> list[tuple[int, ...]]:
     steps = [step for program in module.programs for step in program.instructions]
     cells = {integers(step.attrs["cell"]) for step in steps if "cell" in step.attrs}
     norms = [step.peers for step in steps if step.op == "norm" and step.peers not in cells]
-    learning = sparse_stages(module).values()
-    everyone = [tuple(range(len(module.programs)))] if learning else []
-    cluster = module.cluster
-    places = [] if cluster is None else [tuple(sorted(resident_ranks(module, cluster, stage))) for stage in learning]
+    learning = [] if module.cluster is None else learning_ranks(module, module.cluster)
     reduced = (step.peers for step in steps if step.op in ("gather", "reduce"))
-    return list(dict.fromkeys([*reduced, *norms, *everyone, *places]))
+    return list(dict.fromkeys([*reduced, *norms, *learning]))

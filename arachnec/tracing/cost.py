@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
-from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value, no_gain
+from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value, non_negative
 from arachnec.tracing.captured import CapturedModel, chained_inputs
 from arachnec.tracing.dims import B, S, T, counts_captions
 from arachnec.tracing.flops import AttentionCost, block_flops, token_attentions
@@ -152,7 +152,7 @@ def _spared(
     runs = [(len(list(run)), saves) for saves, run in groupby(layers.values())]
     if len(runs) < 2:
         return None
-    return tuple((count, no_gain(polynomial(saves.subs(numbers), "GiB", GIB))) for count, saves in runs)
+    return tuple((count, non_negative(polynomial(saves.subs(numbers), "GiB", GIB))) for count, saves in runs)
 
 
 def _largest(expressions: Sequence[sympy.Expr]) -> sympy.Expr:

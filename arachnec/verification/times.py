@@ -93,7 +93,7 @@ def _between_steps(cost: CostModel, step: Instruction) -> float:
     if step.op == "gather":
         return cost.gather_time(stage, step.peers, range(len(layers_of(stage))))
     if step.op == "learn":
-        return cost.learn_time(step.peers, predictor_bytes(cost.stages.values()))
+        return cost.all_reduce_time(step.peers, predictor_bytes(cost.stages.values()))
     return {"norm": cost.norm_time(step.peers), "step": cost.step_time(stage)}.get(step.op, 0.0)
 
 

@@ -89,7 +89,7 @@ def of_stage(cost: CostModel, stage: Stage) -> Iterator[Value]:
         yield "reduce", cost.reduce_time(stage, ranks)
         yield "bucket", cost.reduce_time(stage, ranks, 1e7)
         yield "norm", cost.norm_time(ranks)
-        yield "learn", cost.learn_time(ranks, 12345)
+        yield "learn", cost.all_reduce_time(ranks, 12345)
         if layers:
             yield "gather", cost.gather_time(stage, ranks, range(layers))
     if layers and "cell" in stage.attrs:

@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from arachnec.analysis.receive_prefetch import Prefetched
+from arachnec.analysis.residency import learning_ranks
 from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Instruction, Program, integer, integers
 from tests.emulator.machine import COMPUTE, Action, Await, Connect, Fence, Launch, Post, Send
@@ -75,7 +76,10 @@ class _Host:
                 yield from self._meet(step, "cell" if step.peers in self._cells else "all-reduce", step.peers)
             case "learn":
                 yield from self._reduced(step)
-                yield from self._meet(step, "all-reduce", step.peers)
+                assert self.values.module.cluster is not None
+                for ranks in learning_ranks(self.values.module, self.values.module.cluster):
+                    if self.rank in ranks:
+                        yield from self._meet(step, "all-reduce", ranks)
             case "step":
                 yield from self._reduced(step)
                 yield Launch(self._text(step))
