@@ -1,9 +1,11 @@
 """One-token changes of proofs, lowering, placement, cost, pipelines and cells: do the tests of that part notice?
 
-Drawn by seed: operators, comparisons, numbers, booleans, ``min`` for ``max``, ``and`` for ``or``. Each is made in a
-copy of the repository, and the tests of its part run there until the first that fails: those that name the changed
-file first. They run in a fork of this process, which has imported the libraries and nothing of ours. A survivor is
-shown with its line. What is in the output file already is not judged again.
+Operators, comparisons, numbers, booleans, ``min`` for ``max``, ``and`` for ``or``: all of them, or a sample drawn by
+seed. What stands in a function is judged by ``mutated_functions``: by the tests that enter the function, in seconds.
+The rest, and what only ranks that are processes of their own run, is made in a copy of the repository, and the tests of
+its part run there until the first that fails, those that name the changed file first; they run in a fork of this
+process, which has imported the libraries and nothing of ours. A survivor is shown with its line. What is in the output
+file already is not judged again.
 
     python -m benchmarks.trust.source_mutations --sample 60 --seed 1 -o benchmarks/results/source_mutations.json
 """
@@ -26,12 +28,14 @@ import time
 import tokenize
 import traceback
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
 
+from benchmarks.trust.mutated_functions import DIES, OUTSIDE, SURVIVES, MutationServer
 from tests.warm_python import END_WITH_PARENT, LIBRARIES
 
 ROOT = Path(__file__).parents[2]
@@ -46,6 +50,7 @@ PARTS: dict[str, tuple[str, ...]] = {
         *HOUSE, "tests/equivalence", "tests/distributed/executor/cells", "tests/distributed/executor/stages",
     ),
 }  # fmt: skip
+RANKS = ("model_state/cells",)  # run by processes that import it
 OTHER = {
     "+": "-", "-": "+", "*": "/", "/": "*", "//": "*", "<": "<=", "<=": "<", ">": ">=", ">=": ">", "==": "!=",
     "!=": "==", "and": "or", "or": "and", "min": "max", "max": "min", "True": "False", "False": "True",
@@ -53,7 +58,7 @@ OTHER = {
 }  # fmt: skip
 IMPORTED = "ignore::pytest.PytestAssertRewriteWarning"  # of hypothesis, before this run of pytest
 LEFT = (".git", ".venv", "__pycache__", ".*_cache", ".hypothesis")  # not copied
-SURVIVES, DIES, SLOW = "survives", "dies", "not judged: its tests did not end in time"
+SLOW = "not judged: its tests did not end in time"
 
 
 @dataclass(frozen=True)
@@ -90,12 +95,11 @@ def changes(file: Path) -> list[Change]:
     ]
 
 
-def applied(change: Change, root: Path) -> None:
-    path = root / change.file
-    rows = path.read_text().splitlines(keepends=True)
+def changed_text(change: Change, text: str) -> str:
+    rows = text.splitlines(keepends=True)
     row = rows[change.line - 1]
     rows[change.line - 1] = row[: change.column] + change.after + row[change.column + len(change.before) :]
-    path.write_text("".join(rows))
+    return "".join(rows)
 
 
 def nearest_first(change: Change, root: Path) -> list[str]:
@@ -117,7 +121,7 @@ def judged(change: Change, root: Path, seconds: float) -> tuple[str, str]:
     """What becomes of it, and the test that failed."""
     said = root / "tests.log"
     whole = (root / change.file).read_text()
-    applied(change, root)
+    (root / change.file).write_text(changed_text(change, whole))
     begun = time.monotonic()
     try:
         child = os.fork()
@@ -167,9 +171,47 @@ def _tested(tests: list[str], root: Path, said: Path) -> NoReturn:
         os._exit(code)
 
 
+def row_of(change: Change, fate: str, by: str) -> dict[str, Any]:
+    return {"file": change.file, "line": change.line, "column": change.column, "text": change.text.strip(),
+            "change": f"{change.before} -> {change.after}", "fate": fate, "by": by}  # fmt: skip
+
+
+def key_of(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["file"], row["line"], row["column"], row["change"]
+
+
+def judged_in_place(parts: Sequence[str], todo: Sequence[Change], folder: Path) -> list[dict[str, Any]]:
+    """Those inside of functions, by a server on every processor; see ``mutated_functions``."""
+    tests = list(dict.fromkeys(place for part in parts for place in PARTS[part]))
+
+    def judge(server: MutationServer, number: int, of: int) -> None:
+        with (folder / str(number)).open("w") as output:
+            for change in todo[number::of]:
+                text = (ROOT / change.file).read_text()
+                row = row_of(change, *server.fate(ROOT / change.file, text, changed_text(change, text)))
+                print(json.dumps(row), file=output, flush=True)
+
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            os.environ.update(CI="1", OMP_NUM_THREADS="1")  # the same examples for every change
+            packages = [ROOT / "arachnec" / part for part in parts]
+            options = ["-q", "-n", "0", "-p", "no:cacheprovider", "-W", IMPORTED, *tests]
+            code = int(pytest.main(options, plugins=[MutationServer(packages, judge)]))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise SystemExit("the tests could not be run in place")
+    return [json.loads(row) for file in sorted(folder.iterdir()) for row in file.read_text().splitlines()]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sample", type=int, default=60)
+    parser.add_argument("--sample", type=int, help="changes, drawn by --seed; all of them without it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", default=",".join(PARTS), help="of which the sample is drawn, by commas")
     parser.add_argument("--seconds", type=float, default=600.0, help="until the tests of a part count as endless")
@@ -177,37 +219,37 @@ def main() -> None:
     options = parser.parse_args()
     parts = options.parts.split(",")
     every = [change for part in parts for file in files(part) for change in changes(file)]
-    sample = random.Random(options.seed).sample(every, options.sample)
+    sample = random.Random(options.seed).sample(every, options.sample or len(every))
     told: list[dict[str, Any]] = []
     if options.output and options.output.exists():  # goes on where it was stopped
         earlier = json.loads(options.output.read_text())
         told = earlier["changes"] if earlier["seed"] == options.seed and earlier["parts"] == parts else []
+
+    def tell(rows: Sequence[dict[str, Any]]) -> None:
+        told.extend(rows)
+        for row in rows:
+            print(f"{row['fate']}: {row['file']}:{row['line']} {row['change']}: {row['text'][:90]}", flush=True)
+        counts = Counter(row["fate"] for row in told)
+        result = {"seed": options.seed, "parts": parts, "of": len(every), "made": len(told), **counts, "changes": told}
+        if options.output:
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
+
     for library in LIBRARIES:
         importlib.import_module(library)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copy goes with it
     with tempfile.TemporaryDirectory(prefix="arachnec-mutations-") as folder:
-        root = Path(folder) / "repository"
+        root, rows = Path(folder) / "repository", Path(folder) / "rows"
         shutil.copytree(ROOT, root, ignore=shutil.ignore_patterns(*LEFT), symlinks=True)
-        for number, change in enumerate(sample, 1):
-            key = (change.file, change.line, f"{change.before} -> {change.after}", change.column)
-            if key in {(one["file"], one["line"], one["change"], one["column"]) for one in told}:
-                continue
-            fate, by = judged(change, root, options.seconds)
-            told.append({"file": change.file, "line": change.line, "column": change.column, "text": change.text.strip(),
-                         "change": f"{change.before} -> {change.after}", "fate": fate, "by": by})  # fmt: skip
-            print(f"{number}/{len(sample)} {fate}: {change.file}:{change.line} {change.before} -> {change.after}: "
-                  f"{change.text.strip()[:90]}", flush=True)  # fmt: skip
-            if options.output:
-                counts = Counter(one["fate"] for one in told)
-                result = {
-                    "seed": options.seed,
-                    "parts": parts,
-                    "of": len(every),
-                    "made": len(told),
-                    **counts,
-                    "changes": told,
-                }
-                options.output.write_text(json.dumps(result, indent=1) + "\n")
+        rows.mkdir()
+        left = [change for change in sample if key_of(row_of(change, "", "")) not in set(map(key_of, told))]
+        here = [change for change in left if not change.file.startswith(tuple(f"arachnec/{part}/" for part in RANKS))]
+        if here:
+            tell([row for row in judged_in_place([part for part in parts if part not in RANKS], here, rows)
+                  if row["fate"] != OUTSIDE])  # fmt: skip
+        done = set(map(key_of, told))
+        for change in left:
+            if key_of(row_of(change, "", "")) not in done:
+                tell([row_of(change, *judged(change, root, options.seconds))])
 
 
 if __name__ == "__main__":
