@@ -107,9 +107,9 @@ class MutationServer:
 
     def _find_functions(self) -> None:
         gc.unfreeze()
-        for thing in gc.get_objects():
-            if type(thing) is FunctionType and self._is_ours(thing.__code__.co_filename):
-                self.functions.setdefault(_place(thing.__code__), []).append(thing)
+        for function in gc.get_objects():
+            if type(function) is FunctionType and self._is_ours(function.__code__.co_filename):
+                self.functions.setdefault(_place(function.__code__), []).append(function)
         gc.freeze()
 
     @functools.cache  # noqa: B019 - one server a process
