@@ -15,6 +15,7 @@ from arachnec.ir.values import Quantity
 from arachnec.planning import family_placement, placement
 from arachnec.planning.handoff_memory import Late
 from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
+from arachnec.planning.staged_placement import is_pipeline
 from arachnec.solver.bound import NEGLIGIBLE
 from tests.planning.costed_modules import module
 from tests.planning.test_placement_choices import ENOUGH, scheduled
@@ -92,3 +93,43 @@ def test_quick_placements_are_tried_until_one_is_as_long_as_scheduled_and_the_sh
     monkeypatch.setattr(placement, "quick_placements", quick)
     assert placement.best_placements(cascades, CostModel(costed)) is placed[taken]
     assert given == list(range(tried))
+
+
+def test_rather_than_crossing_an_uplink_a_cascade_waits_for_a_rack_that_is_just_as_wide() -> None:
+    costed = module("3x4:l20", [9000, 9000, 500, 4000], encoders=0)
+    assert costed.cluster is not None
+    attrs = costed.cluster.attrs.updated(rack=1, uplink=Quantity(0.01, "GB/s"))
+    costed = replace(costed, cluster=replace(costed.cluster, attrs=attrs))
+    cascades = scheduled(costed, (3, 3, 2, 4), (0.0,))
+    *others, wide = placement.placements(
+        [one.with_attrs(start=Quantity(0.0, "ms")) for one in cascades], CostModel(costed)
+    )
+    assert [one.ranks for one in others] == [(0, 1, 2), (4, 5, 6), (8, 9)]
+    assert wide.ranks == (8, 9, 10, 11) and wide.start == others[-1].end
+
+
+def test_where_groups_are_outside_the_family_a_wait_is_worth_their_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half a percent of the iteration; first whatever the wait."""
+    costed = module("1x4:h100-80g", [900, 900], encoders=0)
+    cascades = [
+        cascade.with_attrs(degree=1, start=Quantity(0.0, "ms"), end=Quantity(300.0, "ms"), ranks=(0,))
+        for cascade in costed.cascades
+    ]
+    worths: list[float] = []
+
+    def waiting(cascades: list[Cascade], cost: CostModel, worth: float) -> list[Cascade]:
+        worths.append(worth)
+        return cascades
+
+    monkeypatch.setattr(family_placement, "family_placements", waiting)
+    monkeypatch.setattr(family_placement, "outside", lambda *_: cascades)
+    list(family_placement._candidates(cascades, CostModel(costed), one=False))
+    assert worths == [math.inf, pytest.approx(1.5)]
+
+
+def test_a_pipeline_may_have_encoders_beside_it() -> None:
+    costed = module("1x4:h100-80g", [900], encoders=1)
+    encoder, cascade = costed.cascades
+    assert not is_pipeline(costed)
+    assert is_pipeline(replace(costed, cascades=(encoder, replace(cascade, phase=Phase.FORWARD))))
+    assert not is_pipeline(replace(costed, cascades=(replace(encoder, phase=Phase.FORWARD),))), "it is not trained"
