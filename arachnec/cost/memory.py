@@ -60,7 +60,7 @@ class Memory:
         share = uneven(cascade.tokens, ranks // side)
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds the lists of keys saved
             received += lists_gib(stage, cascade, ranks // side, self._clip_of(cascade))
-        if cascade.phase is Phase.TRAIN and {"head", "recomputing"} <= set(stage.attrs):
+        if cascade.phase is Phase.TRAIN and "head" in stage.attrs and "recomputing" in stage.attrs:
             return received + evaluated(stage, "batch", cascade) + most_while_training(stage, cascade, share, recompute)
         total = gathered_gib(stage) + received
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds it saved

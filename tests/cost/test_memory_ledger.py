@@ -144,6 +144,16 @@ def test_a_cascade_that_trains_holds_the_fuller_of_the_end_of_its_forward_and_a_
     assert held == pytest.approx(handed + batch + max(forward, backward))
 
 
+@pytest.mark.parametrize("known", ["head", "recomputing"])
+def test_where_the_two_moments_are_not_both_known_the_end_of_the_forward_counts(known: str) -> None:
+    more: dict[str, Value | None] = {"recomputing": None, "head": None}
+    more |= {known: formula("recomputing") if known == "recomputing" else (formula("output"), formula("saved"))}
+    cascade = Cascade("c", Phase.TRAIN, "dit", (0,), 1, 1000, 0)
+    parts = [at(name, 1, 1000, 0.5) for name in ("saved", "workspace")]
+    parts += [at("shell", 1, 1000, 1.0) - at("shell", 1, 1000, 0.5), at("batch", 1, 1000, 1.0)]
+    assert model(cascade, stage(**more)).memory(cascade, 2) == pytest.approx(sum(parts))
+
+
 @pytest.mark.parametrize(("phase", "head"), [(Phase.FORWARD, None), (Phase.TRAIN, None), (Phase.TRAIN, "head")])
 def test_where_a_stage_does_not_say_what_stays_of_recomputed_blocks_all_stays(phase: Phase, head: str | None) -> None:
     more = {"head": (formula("output"), formula("saved"))} if head else {"recomputing": None}
