@@ -58,7 +58,7 @@ class Sizes:
     caption: float  # every rank computes it in full
     linear: float  # tokens divide it
     pairwise: float  # pairs of tokens divide it
-    square: float = 0.0  # the part of that for pairs of video tokens
+    square: float  # the part of that for pairs of video tokens
 
     def part(self, products: float, pairwise: float) -> Sizes:
         """So much of the products with parameters, and so much of what pairs of tokens take."""
