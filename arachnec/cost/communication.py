@@ -160,22 +160,19 @@ class Communication:
             return 0.0
         links = self._links_of(degree, ranks, attention.ulysses)
         total = collective_time(links.everyone, sent.gathered, degree, sent.gathers, links.contention)
-        if sent.deals:
-            total += collective_time(links.everyone, sent.dealt, degree, sent.deals, links.contention)
-        if attention.ulysses > 1:
-            total += collective_time(links.ulysses, sent.traded, attention.ulysses, sent.trades, links.contention)
-        if attention.ring > 1:
-            total += hop_time(links.ring, sent.passed, sent.hops, links.contention)
-        return total
+        total += collective_time(links.everyone, sent.dealt, degree, sent.deals, links.contention)
+        total += collective_time(links.ulysses, sent.traded, attention.ulysses, sent.trades, links.contention)
+        return total + hop_time(links.ring, sent.passed, sent.hops, links.contention)
 
     def exchange(self, cascade: Cascade, degree: int, ranks: tuple[int, ...] | None) -> float:
         """ms in which a ``denoise`` whose branches lie on ranks of their own gathers what each predicts, every step."""
         if cascade.phase is not Phase.DENOISE:
             return 0.0
         steps, branches = planned_steps(cascade), branches_of(cascade)
-        links = self._links_of(degree, ranks, 1)
+        group = self._group(degree, ranks)
         size = evaluated(self.stages[cascade.stage], "output", cascade) * GIB * branches * steps
-        return collective_time(links.everyone, size, branches, steps, links.contention)
+        link, contention = group_link(self.cluster, group), penalty(self.cluster, group)
+        return collective_time(link, size, branches, steps, contention)
 
     def volumes(self, cascade: Cascade, attention: Attention, recompute: int) -> Volumes:
         """What each rank of the cascade sends to the others."""
@@ -202,7 +199,7 @@ class Communication:
         key = (degree if ranks is None else ranks, ulysses)
         links = self._links.get(key)
         if links is None:
-            group = ranks if ranks is not None else packed_ranks(self.cluster, degree)
+            group = self._group(degree, ranks)
             links = self._links[key] = GroupLinks(
                 group_link(self.cluster, group),
                 ulysses_link(self.cluster, group, ulysses),
@@ -210,3 +207,6 @@ class Communication:
                 penalty(self.cluster, group),
             )
         return links
+
+    def _group(self, degree: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+        return packed_ranks(self.cluster, degree) if ranks is None else ranks

@@ -58,7 +58,7 @@ class Sizes:
     caption: float  # every rank computes it in full
     linear: float  # tokens divide it
     pairwise: float  # pairs of tokens divide it
-    square: float = 0.0  # the part of that for pairs of video tokens
+    square: float  # the part of that for pairs of video tokens
 
     def part(self, products: float, pairwise: float) -> Sizes:
         """So much of the products with parameters, and so much of what pairs of tokens take."""
@@ -100,14 +100,17 @@ class Compute:
     ) -> tuple[float, float]:
         """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes."""
         forward, backward = passes_of(cascade, self.stages[cascade.stage], recompute)
-        once = self._one_pass(cascade, "forward", degree, attention, slowdown, slowed) if forward else 0.0
-        backs = backward or cascade.phase is Phase.WEIGHT
-        back = self._one_pass(cascade, "backward", degree, attention, slowdown, slowed) if backs else 0.0
+        backs = 1.0 if cascade.phase is Phase.WEIGHT else backward
+
+        def passes(name: str, times: float) -> float:
+            return times * self._one_pass(cascade, name, degree, attention, slowdown, slowed) if times else 0.0
+
         first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
         times = forward if cascade.phase is Phase.DENOISE else first  # every step of sampling has keys of its own
         chosen = self._choice(as_forward(cascade), degree) * slowdown * times
         learned = self._learning(as_forward(cascade), degree) * slowdown * first
-        return first * once + chosen + learned, (forward - first) * once + max(backward, float(bool(backs))) * back
+        ahead, again = passes("forward", first), passes("forward", forward - first)
+        return ahead + chosen + learned, again + passes("backward", backs)
 
     def _one_pass(
         self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float, slowed: float
@@ -177,9 +180,9 @@ def sizes_of(cascade: Cascade, stage: Stage, name: str) -> Sizes:
     for term in formula.terms:
         value = term_value(term, cascade)
         powers = dict(term.powers)
-        if powers.get("S", 0) >= 2 or ("S" in powers and "T" in powers):
+        if "S" in powers and (powers["S"] >= 2 or "T" in powers):
             pairwise += value
-            square += value if "T" not in powers else 0.0
+            square += 0.0 if "T" in powers else value
         elif "S" in powers:
             linear += value
         elif "T" in powers:

@@ -25,6 +25,7 @@ from arachnec.cost.compute import PASSES
 from arachnec.cost.profile import GATHER, OVERLAPPED, SCATTER
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, quantity
 from arachnec.ir.parameter_cells import cell_of, layer_sizes, own_cell
+from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
 
 
@@ -32,7 +33,6 @@ from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
 class LayerTimes:
     """ms of the collectives of a stage's layers, the mean over blocks; the last layer by itself."""
 
-    blocks: int
     gather: float
     scatter: float
     last_gather: float
@@ -48,20 +48,20 @@ class Gathering:
     stages: Mapping[str, Stage]
     cluster: Cluster
     split: Set[str] = frozenset()  # cascades of phase backward whose weight gradients are another cascade
-    _times: dict[tuple[str, int], LayerTimes] = field(default_factory=dict, repr=False, compare=False)
+    _times: dict[tuple[str, tuple[int, ...]], LayerTimes] = field(default_factory=dict, repr=False, compare=False)
 
     def exposed(self, cascade: Cascade, forward: float, backward: float, rank: int = 0) -> float:
         """ms on the cell of ``rank``, for a cascade that computes for so many ms; 0 where nothing is dealt out."""
         stage = self.stages[cascade.stage]
-        if (cell_of(stage) or 1) == 1:
+        if cell_of(stage) is None:
             return 0.0
         times, (forwards, backwards) = self.layer_times(stage, rank), PASSES[cascade.phase]
-        first, between = min(times.blocks, 1), max(0, times.blocks - 1)
-        count = max(1, times.blocks)
+        count = block_count(stage)
+        between = count - 1
         total = 0.0
         if forwards:
             shown = max(times.gather_overlapped, times.gather - forward / count)
-            total += times.last_gather + first * times.gather + between * shown
+            total += times.last_gather + times.gather + between * shown
         if cascade.phase is Phase.BACKWARD:
             total += times.last_gather
         gathers = float(bool(backwards))
@@ -69,13 +69,13 @@ class Gathering:
         moved = gathers * times.gather + scatters * times.scatter
         overlapped = gathers * times.gather_overlapped + scatters * times.scatter_overlapped
         shown = max(overlapped, moved - backward / count)
-        return total + first * moved + between * shown + scatters * times.last_scatter
+        return total + moved + between * shown + scatters * times.last_scatter
 
     def layer_times(self, stage: Stage, rank: int = 0) -> LayerTimes:
         """ms of the collectives of one layer in the cell of ``rank``."""
         cell = cell_of(stage) or 1
         ranks = own_cell(rank, cell)
-        key = stage.name, ranks[0]
+        key = stage.name, ranks
         if key not in self._times:
             contention = penalty(self.cluster, ranks)
             gathers, scatters = (measured_link(self.cluster, ranks, op) for op in (GATHER, SCATTER))
@@ -89,7 +89,6 @@ class Gathering:
             block = sum(layer.parameters for layer in blocks) / count
             trained = sum(layer.trained for layer in blocks) / count
             times = LayerTimes(
-                len(blocks),
                 ms(gathers, block, whole),
                 ms(scatters, trained, gradient),
                 ms(gathers, last.parameters, whole),

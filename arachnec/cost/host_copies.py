@@ -20,6 +20,7 @@ from arachnec.ir.host_placement import (
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integer
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
 from arachnec.ir.recomputation import recomputed_blocks
+from arachnec.ir.sampling import on_one_side
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes, trained_count, uneven
 from arachnec.ir.values import Attributes, Quantity
 
@@ -61,18 +62,18 @@ def reduce_copies(stage: Stage, ranks: Sequence[int], size: int) -> Attributes:
 
 
 def _cascade(instruction: Instruction, cascade: Cascade, stage: Stage, *, first: bool) -> Instruction:
-    layers, inputs = layers_in_host(stage), inputs_in_host(stage) and cascade.phase is not Phase.WEIGHT
-    blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage) if inputs else 0
-    if not layers and not blocks:
+    if not layers_in_host(stage):  # inputs come with them
         return instruction
+    inputs = inputs_in_host(stage) and cascade.phase is not Phase.WEIGHT
+    blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage) if inputs else 0
     kept = round(inputs_kept(cascade, stage) * GIB)
-    brought = round(_gathered_bytes(instruction, stage)) if layers else 0
+    brought = round(_gathered_bytes(instruction, stage))
     attrs = instruction.attrs
     if instruction.op == "forward":
         taken = kept
         attrs = attrs.updated(offload=tuple(range(blocks)) or None, host=Quantity(kept / GIB, "GiB") if kept else None)
     else:
-        gradients = round(own_gradient_bytes(stage)) if layers and layers_listed(instruction, "scatter") else 0
+        gradients = round(own_gradient_bytes(stage)) if layers_listed(instruction, "scatter") else 0
         taken = gradients
         brought += kept + (0 if first else gradients)
         attrs = attrs.updated(reload=tuple(range(blocks)) or None)
@@ -88,6 +89,6 @@ def _gathered_bytes(instruction: Instruction, stage: Stage) -> float:
 
 def inputs_kept(cascade: Cascade, stage: Stage) -> float:
     """GiB of blocks' inputs that each rank of a cascade keeps in its host."""
-    own = replace(cascade, batch=cascade.batch // cascade.side) if cascade.side > 1 else cascade
+    own = on_one_side(cascade, cascade.side)
     blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage)
     return offloaded(stage, own, uneven(own.tokens, cascade.degree), blocks)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from arachnec.cluster.host_memory import copy_speed
 from arachnec.cost.compute import PASSES
-from arachnec.cost.gathering import Gathering, LayerTimes
+from arachnec.cost.gathering import Gathering
 from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
@@ -22,7 +22,6 @@ from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
 
 GIB = 2**30
-NO_GATHERS = LayerTimes(0, 0.0, 0.0, 0.0, 0.0)
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,11 @@ class HostTransfers:
         """ms for a cascade that computes for so many ms and keeps ``inputs`` GiB of blocks' inputs in its host."""
         stage = self.stages[cascade.stage]
         if not layers_in_host(stage):
-            return self.gathering.exposed(cascade, forward, backward, rank) + self._inputs_alone(
-                stage, forward, backward, inputs
-            )
+            return self.gathering.exposed(cascade, forward, backward, rank)
         forwards, backwards = PASSES[cascade.phase]
         count = block_count(stage)
         cell = cell_of(stage) or 1
-        links = self.gathering.layer_times(stage, rank) if cell > 1 else NO_GATHERS
+        links = self.gathering.layer_times(stage, rank)
         *blocks, last = layer_sizes(stage)
         whole, gradient = element_bytes(stage) / cell, gradient_element_bytes(stage) / cell
         brought = self.ms(sum(layer.parameters for layer in blocks) * whole) / count
@@ -60,21 +57,13 @@ class HostTransfers:
             comes, gathers = (brought + moved, links.gather) if backwards else (0.0, 0.0)
             gone, scattered = (taken, links.scatter) if scatters or not backwards else (0.0, 0.0)
             # from the second backward of a rank on, the gradient so far comes, too
-            busiest = max(comes + gone, gone, gathers + scattered)
+            busiest = max(comes + gone, gathers + scattered)
             total += comes + gathers + between * max(0.0, busiest - backward / count)
             if cascade.phase is Phase.BACKWARD:  # the last layer did not stay
                 total += first
             if scattered or gone:
                 total += scattered + gone + links.last_scatter + self.ms(last.trained * gradient)
         return total
-
-    def _inputs_alone(self, stage: Stage, forward: float, backward: float, inputs: float) -> float:
-        """Of inputs beside parameters that stay: what compute does not cover, and the first that comes back."""
-        if not inputs:
-            return 0.0
-        count = block_count(stage)
-        moved = self.ms(inputs * GIB) / count
-        return moved + sum((count - 1) * max(0.0, moved - compute / count) for compute in (forward, backward))
 
     def ms(self, size: float) -> float:
         """Of so many bytes from or to the host, while the other devices of the node copy as well."""

@@ -60,7 +60,7 @@ class Memory:
         share = uneven(cascade.tokens, ranks // side)
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds the lists of keys saved
             received += lists_gib(stage, cascade, ranks // side, self._clip_of(cascade))
-        if cascade.phase is Phase.TRAIN and {"head", "recomputing"} <= set(stage.attrs):
+        if cascade.phase is Phase.TRAIN and "head" in stage.attrs and "recomputing" in stage.attrs:
             return received + evaluated(stage, "batch", cascade) + most_while_training(stage, cascade, share, recompute)
         total = gathered_gib(stage) + received
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds it saved
@@ -96,20 +96,18 @@ class Memory:
 
         Of an earlier stage every side gets what is its own.
         """
-        side = 1 if cascade.phase is Phase.DENOISE else side  # branches read the same
         key = (*_sizes_of(cascade), cascade.inputs, side)
         if key not in self._received:
             self._received[key] = self._sum_received(cascade, side)
         return self._received[key]
 
     def _sum_received(self, cascade: Cascade, side: int) -> float:
-        if cascade.phase not in GRADIENT:
-            named = ((self._outputs.get(name, 0.0), self._named.get(name)) for name in cascade.inputs)
-            return sum(
-                size if of is None or of.phase is Phase.ENCODE or cascade.phase is Phase.DENOISE else size / side
-                for size, of in named
-            )
-        return sum(self.handed(self._named[name], cascade) / side for name in cascade.inputs if name in self._named)
+        producers = [self._named[name] for name in cascade.inputs if name in self._named]
+        if cascade.phase in GRADIENT:
+            return sum(self.handed(producer, cascade) / side for producer in producers)
+        shared = cascade.phase is Phase.DENOISE  # branches read the same
+        sizes = ((producer, self._outputs[producer.name]) for producer in producers)
+        return sum(size if shared or producer.phase is Phase.ENCODE else size / side for producer, size in sizes)
 
     def handed(self, producer: Cascade, consumer: Cascade) -> float:
         """GiB that ``consumer`` reads of ``producer``'s value.
@@ -219,8 +217,8 @@ class Memory:
         blocks = block_count(self.stages[cascade.stage])
         if not self.can_recompute(cascade) or self.of(cascade, degree, blocks, side) > room:
             return None
-        counts = range(1, blocks + 1)  # what is held never grows with them
-        return counts[bisect_left(counts, True, key=lambda count: self.of(cascade, degree, count, side) <= room)]
+        fewer = range(1, blocks)  # what is held never grows with them
+        return 1 + bisect_left(fewer, True, key=lambda count: self.of(cascade, degree, count, side) <= room)
 
 
 def _sizes_of(cascade: Cascade) -> tuple[object, ...]:
@@ -246,17 +244,17 @@ def most_while_training(stage: Stage, cascade: Cascade, share: float, recompute:
     gone when the first gradients of blocks are made. The blocks that were not recomputed come first in the backward,
     so that what they kept gives room to a block that runs again.
     """
-    saved, freed, again = divided(stage, "saved", cascade, share), 0.0, 0.0
+    saved, further = divided(stage, "saved", cascade, share), 0.0
     if recompute and "saved_recompute" in stage.attrs:
         again = divided(stage, "recomputing", cascade, share)
         by_all = saved - (divided(stage, "saved_recompute", cascade, share) - again)
         by_all += inputs_gone(stage, cascade, share)
         part = share_saved(runs_on(stage, cascade, share), recompute) * by_all
-        saved, freed = saved - part, by_all - part
+        saved, further = saved - part, max(0.0, again - (by_all - part))
     saved += evaluated(stage, "shell", cascade) - divided(stage, "shell", cascade, share)
     kept, alive = head_of(stage, cascade)
     behind = max(divided(stage, "workspace", cascade, share), alive - kept) + whole_gib(stage)
-    blocks = max(0.0, again - freed) + divided(stage, "workspace", cascade, share) + gathered_gib(stage) - kept
+    blocks = further + divided(stage, "workspace", cascade, share) + gathered_gib(stage) - kept
     return saved + max(behind, blocks)
 
 

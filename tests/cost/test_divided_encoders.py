@@ -5,7 +5,9 @@ from dataclasses import replace
 import pytest
 
 from arachnec.cluster.file import parse_cluster
+from arachnec.cost.communication import Volumes, encoder_volumes
 from arachnec.cost.model import CostModel
+from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 
@@ -69,6 +71,17 @@ def test_several_clips_are_dealt_out_whole_or_shared_one_after_the_other() -> No
     assert cost.time(measured, 6) - cost.communication(THREE, cost.best_attention(THREE, 6), tuple(range(6))) == (
         pytest.approx(3 * 600.0 * (0.1 + 0.9 / 6))
     )
+
+
+@pytest.mark.parametrize("grid", [(4, 1), (2, 2), (1, 4)])
+def test_whatever_the_grid_all_its_ranks_share_a_clip_that_there_are_too_few_of(grid: tuple[int, int]) -> None:
+    """Four ranks exchange the halos of each of three clips, and with four clips each has one."""
+    split, four = Attention(*grid), replace(THREE, batch=4)
+    output, halo = 1e-6 * TOKENS * 2**30, 1e-5 * TOKENS * 2**30
+    for coded, bytes_of_one, times in ((THREE, output + halo, 3 * (1 + 100)), (four, output, 1)):
+        sent = encoder_volumes(coded, VAE, split)
+        assert sent == Volumes(*grid, gathered=sent.gathered, gathers=times)
+        assert sent.gathered == pytest.approx(coded.batch * bytes_of_one)
 
 
 def test_memory_falls_with_the_degree_down_to_what_every_rank_holds() -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 
 from arachnec.cluster.file import parse_cluster
-from arachnec.cost.gathering import Gathering
+from arachnec.cluster.topology import intra_of
+from arachnec.cost.gathering import Gathering, LayerTimes
 from arachnec.cost.profile import OVERLAPPED
-from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.nodes import Cascade, Phase, Stage, quantity
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.values import Attributes, Quantity
 
@@ -28,6 +29,38 @@ def gathering(cell: int | None) -> Gathering:
 def test_a_stage_that_is_whole_everywhere_gathers_nothing() -> None:
     assert gathering(None).exposed(CASCADE, 1.0, 1.0) == 0
     assert gathered_gib(stage(None)) == 0
+
+
+def test_a_cell_of_one_rank_gathers_nothing() -> None:
+    """Its layers may come and go from its host, and between ranks nothing does."""
+    assert gathering(1).exposed(CASCADE, 0.0, 0.0) == 0
+    assert gathering(1).layer_times(stage(1), 3) == LayerTimes(0.0, 0.0, 0.0, 0.0)
+
+
+def test_a_stage_without_blocks_gathers_what_it_has_in_every_pass_that_needs_it() -> None:
+    """A forward; a backward, which finds it where the forward was the same cascade's; its gradients."""
+    own = replace(stage(8), attrs=stage(8).attrs.updated(layers=None))
+    model = replace(gathering(8), stages={"dit": own})
+    times = model.layer_times(own)
+    assert times.gather == times.scatter == 0
+    phases = {
+        Phase.FORWARD: times.last_gather, Phase.BACKWARD: times.last_gather + times.last_scatter,
+        Phase.WEIGHT: times.last_scatter, Phase.TRAIN: times.last_gather + times.last_scatter,
+    }  # fmt: skip
+    for phase, shown in phases.items():
+        for compute in (0.0, 1e6):
+            assert model.exposed(replace(CASCADE, phase=phase), compute, compute) == pytest.approx(shown)
+
+
+def test_every_cell_has_the_times_of_its_own_links() -> None:
+    mixed = parse_cluster("1x8:h100-80g+1x8:a100-80g")
+    both, sizes = Gathering({"dit": stage(4)}, mixed), (2e8, 2e8)
+    for rank in (0, 5, 8, 15, 3, 10):
+        speed = intra_of(mixed, rank)
+        moving = [size * 3 / 4 / (speed * 1e6) for size in sizes]
+        times = both.layer_times(stage(4), rank)
+        latency = 2 * quantity(mixed.attrs["latency"]) * 1e-3
+        assert (times.gather, times.scatter) == pytest.approx([ms + latency for ms in moving])
 
 
 def test_long_compute_leaves_the_ends_of_each_pass() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.list_memory import lists_gib
 from arachnec.ir.head_division import HeadPart, parts_by_layer
-from arachnec.ir.nodes import Cascade, Clip, Level, Module
+from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
 from arachnec.ir.values import Value
 from arachnec.kernels.sparse.predictor import kept_blocks
 from arachnec.kernels.sparse.token_cubes import token_cubes
@@ -47,6 +47,20 @@ def test_a_stage_that_says_no_size_of_groups_or_of_blocks_has_no_lists(size: str
     assert lists_gib(of, clip(sparse=(0, 1)), 1) > 0 == lists_gib(of, clip(), 1)
     assert lists_gib(replace(of, attrs=of.attrs.updated(**{size: None})), clip(sparse=(0, 1)), 1) == 0
     assert lists_gib(replace(of, attrs=of.attrs.updated(**{size: 0})), clip(sparse=(0, 1)), 1) == 0
+
+
+@pytest.mark.parametrize("phase", [Phase.FORWARD, Phase.TRAIN, Phase.DENOISE])
+def test_of_clips_side_by_side_a_rank_holds_the_lists_of_its_own_on_their_ranks(phase: Phase) -> None:
+    """Two on two ranks each: of four heads a rank has two."""
+    groups, blocks = 157, 625
+    more: dict[str, Value] = {"branches": 2, "steps": (0, 3)} if phase is Phase.DENOISE else {}
+    batch = 1 if phase is Phase.DENOISE else 2
+    plain, listed = clip(**more), clip(**more, sparse=(0, 1))
+    dense, sparse = (replace(cascade, phase=phase, batch=batch) for cascade in (plain, listed))
+    cost = model(stage())
+    lists = 2 * groups * 2 * (blocks + 1) * 4 / 2**30
+    assert cost.memory(sparse, 4, side=2) - cost.memory(dense, 4, side=2) == pytest.approx(lists)
+    assert cost.memory(sparse, 4) - cost.memory(dense, 4) == pytest.approx(2 * lists / 2), "both, on four ranks"
 
 
 def test_captions_are_in_every_list_and_groups_and_blocks_are_cubes_of_the_grid() -> None:

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
-from arachnec.cost.memory import RESERVE, stages_apart
+from arachnec.cost.memory import RESERVE, inputs_gone, stages_apart
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
-from arachnec.ir.parameter_cells import gathered_gib, scattered_gib
+from arachnec.ir.parameter_cells import gathered_gib, scattered_gib, whole_gib
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
 BLOCKS = 4
@@ -104,6 +104,64 @@ def test_a_cascade_holds_what_its_phase_needs(
     assert cost.host_inputs(cascade, ranks, blocks, side) == pytest.approx(wanted)
 
 
+@given(
+    st.integers(1, 4), st.sampled_from([1, 2, 3]), st.sampled_from([1000, 1001]), st.integers(0, BLOCKS),
+    st.sampled_from([None, 1, 2]), st.sampled_from([1, 2]), st.sampled_from([1, 4, 20]), st.sampled_from([0.5, 3]),
+    st.sampled_from([0.1, 5]),
+)  # fmt: skip
+@settings(max_examples=200, deadline=None)
+def test_a_cascade_that_trains_holds_the_fuller_of_the_end_of_its_forward_and_a_block_run_again(
+    own: int, degree: int, tokens: int, blocks: int, cell: int | None, side: int, again: float, head: float, loss: float
+) -> None:
+    """Behind the last block whole sequences are alive. They are gone when a block runs again, where what later blocks
+    kept gives it room: a walk through both moments."""
+    names = "optimizer", "parameters", "inputs"
+    times = {"recomputing": again, "head": head, "alive": head + loss}
+    values = {name: PER_TOKEN.get(name, 1e-4) * factor for name, factor in times.items()}
+    formulas = {name: Formula((Term(value, (("B", 1), ("S", 1))),), "GiB") for name, value in values.items()}
+    of = stage(
+        cell=cell,
+        host=names if cell else None,
+        recomputing=formulas["recomputing"],
+        head=(formulas["head"], formulas["alive"]),
+    )
+    encoder = Cascade("e", Phase.ENCODE, "vae", tuple(range(own * side)), own * side, tokens, 0)
+    cascade = Cascade("c", Phase.TRAIN, "dit", encoder.clips, own * side, tokens, 0, ("e",))
+    whole, local = own * tokens, own * math.ceil(tokens / degree)
+    gone = PER_TOKEN["host_inputs"] * local * (BLOCKS - 2) / BLOCKS if cell else 0.0
+    rerun = values["recomputing"] * local
+    block = (PER_TOKEN["saved"] - PER_TOKEN["saved_recompute"]) * local + rerun + gone
+    kept = PER_TOKEN["saved"] * local + PER_TOKEN["shell"] * (whole - local)
+    for _ in range(blocks):
+        kept -= block / BLOCKS
+    work = PER_TOKEN["workspace"] * local + ALWAYS["workspace"]
+    forward = kept + max(work, (values["alive"] - values["head"]) * whole) + whole_gib(of)
+    backward = kept - values["head"] * whole + work + gathered_gib(of)
+    if blocks:
+        backward += max(0.0, rerun - sum(block / BLOCKS for _ in range(BLOCKS - blocks)))
+    batch, handed = at("batch", own, tokens, 1.0), at("output", own * side, tokens, 1.0)
+    held = model(cascade, of, encoder).memory(cascade, degree * side, blocks, side)
+    assert held == pytest.approx(handed + batch + max(forward, backward))
+
+
+@pytest.mark.parametrize("known", ["head", "recomputing"])
+def test_where_the_two_moments_are_not_both_known_the_end_of_the_forward_counts(known: str) -> None:
+    more: dict[str, Value | None] = {"recomputing": None, "head": None}
+    more |= {known: formula("recomputing") if known == "recomputing" else (formula("output"), formula("saved"))}
+    cascade = Cascade("c", Phase.TRAIN, "dit", (0,), 1, 1000, 0)
+    parts = [at(name, 1, 1000, 0.5) for name in ("saved", "workspace")]
+    parts += [at("shell", 1, 1000, 1.0) - at("shell", 1, 1000, 0.5), at("batch", 1, 1000, 1.0)]
+    assert model(cascade, stage(**more)).memory(cascade, 2) == pytest.approx(sum(parts))
+
+
+@pytest.mark.parametrize(("phase", "head"), [(Phase.FORWARD, None), (Phase.TRAIN, None), (Phase.TRAIN, "head")])
+def test_where_a_stage_does_not_say_what_stays_of_recomputed_blocks_all_stays(phase: Phase, head: str | None) -> None:
+    more = {"head": (formula("output"), formula("saved"))} if head else {"recomputing": None}
+    cascade = Cascade("c", phase, "dit", (0,), 1, 1000, 0)
+    cost = model(cascade, stage(saved_recompute=None, **more))
+    assert cost.memory(cascade, 2, 2) == pytest.approx(cost.memory(cascade, 2))
+
+
 @given(st.integers(1, 6), st.integers(1, 9), st.booleans(), st.sampled_from([Phase.ENCODE, Phase.DECODE]))
 @settings(max_examples=60, deadline=None)
 def test_an_encoders_ranks_need_room_for_the_busiest_ones_clips(
@@ -155,6 +213,11 @@ def test_a_rank_has_room_for_what_state_the_next_batch_and_the_reserve_leave() -
     assert cost.spare(memory) == pytest.approx(cost._memory.reserve(memory) - cost._memory.communicators)
 
 
+def test_a_module_without_stages_holds_nothing() -> None:
+    empty = CostModel(Module("m", Level.COSTED, parse_cluster("2x8:h100-80g")))
+    assert (empty.resident, empty.prepared) == (0.0, 0.0)
+
+
 def test_small_devices_keep_the_communicators_free_where_they_are_more_than_the_share() -> None:
     cascade = Cascade("c", Phase.TRAIN, "dit", (0,), 1, 1000, 0)
     memory = model(cascade, stage())._memory
@@ -195,3 +258,34 @@ def test_parts_of_a_pipeline_and_sampling_models_lie_where_their_cascades_run() 
     forward = replace(whole, phase=Phase.FORWARD)
     assert stages_apart(replace(piped, stages=(VAE, stage()), cascades=(forward,))) == {"dit"}
     assert stages_apart(replace(piped, stages=(VAE, stage()), cascades=())) == frozenset()
+
+
+@given(st.lists(st.sampled_from([Phase.ENCODE, Phase.FORWARD, Phase.DENOISE]), max_size=4), st.sampled_from([1, 2, 4]))
+@settings(max_examples=60, deadline=None)
+def test_every_side_receives_its_own_of_earlier_stages_and_all_of_encoders_and_of_what_branches_share(
+    phases: list[Phase], side: int
+) -> None:
+    """Clip by clip; an input that is not in the module is on no rank."""
+    clips, tokens = 4, 1000
+    inputs = [
+        Cascade(f"i{n}", phase, "vae" if phase is Phase.ENCODE else "dit", (n,), clips, tokens, 0)
+        for n, phase in enumerate(phases)
+    ]
+    names = (*(one.name for one in inputs), "elsewhere")
+    for phase in (Phase.FORWARD, Phase.TRAIN, Phase.DENOISE):
+        cascade = Cascade("c", phase, "dit", (0,), clips, tokens, 0, names)
+        own = clips if phase is Phase.DENOISE else clips // side
+        held = sum(at("output", clips if one is Phase.ENCODE else own, tokens, 1.0) for one in phases)
+        assert model(cascade, stage(), *inputs).received(cascade, side) == pytest.approx(held)
+
+
+@pytest.mark.parametrize("blocks", [1, 2, 3, 7])
+def test_inputs_in_the_host_spare_the_device_all_but_those_of_two_blocks(blocks: int) -> None:
+    """Of a backward that begins: one block runs, the inputs of another are on their way."""
+    names, layers = ("optimizer", "parameters", "inputs"), tuple((f"blocks.{n}", 10**7) for n in range(blocks))
+    cascade = Cascade("c", Phase.FORWARD, "dit", (0,), 1, 1000, 0)
+    gone = sum(at("host_inputs", 1, 1000, 1.0) / blocks for _ in range(2, blocks))
+    assert inputs_gone(stage(host=names, cell=1, layers=layers), cascade, 1.0) == pytest.approx(gone)
+    assert inputs_gone(stage(cell=1, layers=layers), cascade, 1.0) == 0.0
+    weight = replace(cascade, phase=Phase.WEIGHT)
+    assert inputs_gone(stage(host=names, cell=1, layers=layers), weight, 1.0) == 0.0
