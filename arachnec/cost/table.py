@@ -126,7 +126,7 @@ class CostTable:
         fitting = [
             self.entry(cascade, degree, ranks, replace(way, recompute=recompute))
             for way in self.ways(cascade, degree, ranks)
-            for recompute in (self.memory.recompute_at(cascade, even_ranks(way, degree), ranks, way.side or 1),)
+            for recompute in (self.memory.recompute_at(cascade, even_ranks(way, degree), ranks, way.sides),)
             if recompute is not None
         ]
         return min(fitting, key=lambda entry: entry.time, default=None)

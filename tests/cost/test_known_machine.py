@@ -3,10 +3,12 @@ have come to is refused, from both sides of each limit."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +24,7 @@ from arachnec.cost.profile import (
     Measurement,
     Profile,
     Synchronisation,
+    _exponent,
     exponent_of,
     find_clip_time,
     find_undivided,
@@ -81,6 +84,36 @@ def test_the_exponent_is_of_what_length_has_a_part_in(made_of: dict[str, float],
     assert exponent_of(profile, "dit") == pytest.approx(exponent, rel=1e-3), "the mean of those that are known"
     assert exponent_of(fit_profile([("dit", "forward", one_length)], machine="m", device="cpu"), "dit") is None
     assert [only_length(entry) for entry in profile.stages] == [None, 500]
+
+
+@pytest.mark.parametrize(
+    ("made_of", "short", "long", "exponent"),
+    [
+        ({"B*S*T": 1e-3, "B": 9.0, "1": 7.0}, (100, 4), (400, 8), 1.5),  # eight times as much for four times the tokens
+        ({"B*S": 2e-3, "B*T": 1.0}, (100, 0), (300, 1), math.log(1.6 / 0.2) / math.log(3)),
+        ({"B*S*T": 1e-3, "B": 9.0}, (100, 0), (400, 8), None),  # the shortest takes nothing that length has a part in
+        ({"B*S*T": 1e-3, "B": 9.0}, (100, 8), (400, 0), None),  # nor does the longest
+        ({"B*T": 1e-3, "1": 9.0}, (100, 4), (400, 8), None),
+        ({"B*S": 1e-3}, (100, 4), (100, 8), None),
+        ({}, (100, 4), (400, 8), None),
+    ],
+)
+def test_an_exponent_compares_the_shortest_clip_with_the_longest_whatever_their_batch(
+    made_of: dict[str, float], short: tuple[int, int], long: tuple[int, int], exponent: float | None
+) -> None:
+    among = [] if short[0] == long[0] else [Measurement(9, 200, 99, 1, 5.0)]
+    runs = [Measurement(3, *long, 4, 5.0), *among, Measurement(2, *short, 1, 5.0)]
+    assert _exponent(made_of, runs) == (None if exponent is None else pytest.approx(exponent))
+
+
+@pytest.mark.parametrize(("powers", "mean"), [((1, 2), 1.5), ((1, 1, 2), 4 / 3), ((2, 2), 2.0)])
+def test_the_exponent_of_a_stage_is_the_mean_of_its_phases(powers: tuple[int, ...], mean: float) -> None:
+    phases = [
+        (phase, [Measurement(1, tokens, 0, 1, 1e-6 * tokens**power) for tokens in (500, 1000, 4000)])
+        for phase, power in zip(("forward", "backward", "weight"), powers, strict=False)
+    ]
+    profile = fit_profile([("dit", *phase) for phase in phases], machine="m", device="cpu")
+    assert exponent_of(profile, "dit") == pytest.approx(mean)
 
 
 def test_an_error_on_points_held_out_is_the_mean_of_each_predicted_from_the_others() -> None:
@@ -316,3 +349,49 @@ def test_bytes_that_took_no_time_travel_as_plain_messages_do() -> None:
 def test_a_fit_wants_times_that_are_all_positive(times: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="positive times"):
         fit([Measurement(1, 100 * at + 100, 16, 1, ms) for at, ms in enumerate(times)])
+
+
+def test_messages_without_bytes_have_a_latency_and_travel_as_plain_ones_or_as_fast_as_any() -> None:
+    """20 us each, whatever else is computed."""
+    shared = [
+        ([Measurement(1, 9, 0, 2, ms + count * 0.02, count, 0.0)], {"1": ms}) for ms, count in ((3.0, 10), (9.0, 40))
+    ]
+    alone, beside = fit_links(shared), fit_links(shared, LinkProfile(7.0, 9.0))
+    assert alone is not None and beside is not None
+    assert (alone.latency, beside.latency) == (pytest.approx(20.0), pytest.approx(20.0))
+    assert (alone.intra, beside.intra) == (MOST_GBS, pytest.approx(9.0))
+
+
+@pytest.mark.parametrize(("size", "one"), [(1000.0, True), (1020.0, True), (1500.0, False), (3000.0, False)])
+def test_sizes_that_differ_by_a_fiftieth_are_one_beside_a_run_that_computes_for_long(size: float, one: bool) -> None:
+    """How long ranks compute says nothing of how large their messages are."""
+    shared = []
+    for computing, moved in ((7.0, 100 * 1000.0), (7.0, 100 * size), (9997.0, 100 * 1000.0)):
+        ms = computing + 100 * 0.02 + moved / 1e6
+        shared.append(([Measurement(1, 9, 0, 2, ms, 100, moved)], {"1": computing}))
+    links = fit_links(shared, LinkProfile(7.0, 0.5))
+    assert links is not None
+    assert links.intra == pytest.approx(0.5 if one else 1.0)
+    assert (links.latency == pytest.approx(20.0)) == (not one)
+
+
+@pytest.mark.parametrize(("least", "seen"), [(0.99, False), (1.0, False), (1.01, True)])
+def test_a_rate_of_which_no_more_is_seen_than_of_the_fastest_is_that_of_plain_messages(
+    least: float, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_message_and_byte = np.array([0.5, least * 1e-6 / MOST_GBS])  # ms
+    monkeypatch.setattr("scipy.optimize.nnls", lambda rows, _: (per_message_and_byte[: rows.shape[1]], 0.0))
+    shared = [Measurement(1, 9, 0, 2, 10.0, 10.0, 5.0), Measurement(1, 9, 0, 2, 10.0, 5.0, 10.0)]
+    links = fit_links([(shared, {})], LinkProfile(7.0, 9.0))
+    assert links is not None
+    assert links.intra == pytest.approx(MOST_GBS / least if seen else 9.0)
+    assert links.latency == pytest.approx(500.0)
+
+
+def test_of_collectives_of_many_sizes_the_smallest_and_the_largest_count() -> None:
+    """On four ranks two steps, and three quarters of the bytes: 2 ms and 1.5 GB in 3 ms."""
+    by_size = {4 * 10**6: 77.0, 2 * 10**9 + 1000: 5.0, 1000: 2.0, 9 * 10**8: 1.0}
+    rows = [Collective(GATHER, 4, size, ms) for size, ms in by_size.items()]
+    measured = [("dit", "forward", [Measurement(1, 10, 0, 1, 1.0)])]
+    profile = fit_profile(measured, machine="m", device="cpu", collectives=rows)
+    assert fit_collective(profile, GATHER) == (pytest.approx(1000.0), pytest.approx(1.5e9 / 3e-3 / 1e9))
