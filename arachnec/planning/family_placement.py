@@ -181,4 +181,4 @@ def _groups(cluster: Cluster, degree: int, pool: Ranks | None) -> _Groups:
     members = None if pool is None else frozenset(pool)
     groups = [group for group in aligned(cluster, degree) if members is None or members.issuperset(group)]
     crossing = [rack_of(cluster, group[0]) != rack_of(cluster, group[-1]) for group in groups]
-    return _Groups(np.array(groups, dtype=np.int64).reshape(-1, degree), np.array(crossing, dtype=bool))
+    return _Groups(np.array(groups, dtype=np.int64).reshape(len(groups), degree), np.array(crossing, dtype=bool))

@@ -23,6 +23,7 @@ from arachnec.cost.profile import (
     LinkProfile,
     Measurement,
     Profile,
+    StageNotProfiled,
     Synchronisation,
     _exponent,
     exponent_of,
@@ -395,3 +396,49 @@ def test_of_collectives_of_many_sizes_the_smallest_and_the_largest_count() -> No
     measured = [("dit", "forward", [Measurement(1, 10, 0, 1, 1.0)])]
     profile = fit_profile(measured, machine="m", device="cpu", collectives=rows)
     assert fit_collective(profile, GATHER) == (pytest.approx(1000.0), pytest.approx(1.5e9 / 3e-3 / 1e9))
+
+
+def test_residuals_are_what_a_run_is_off_by_of_its_own_time_and_of_shared_ones_with_their_messages() -> None:
+    """4 ms a run, however long it took."""
+    took, text = (2.0, 4.0, 10.0), 7
+    alone = [Measurement(1, 100, text, 1, ms) for ms in took]
+    links = LinkProfile(latency=100.0, intra=2.0)
+    clip = Measurement(1, 100, text, 2, 8.0, messages=5.0, moved=4e6, sizes={"frames": 1})
+    (entry,) = fit_profile([("vae", "forward", [*alone, clip])], machine="m", device="cpu", links=links).stages
+    computing, sending = predict(entry.fit.coefficients, clip), 5 * 0.1 + 4e6 / 2e6
+    right = [(predict(entry.fit.coefficients, run) - run.ms) / run.ms for run in alone]
+    assert entry.fit.residuals == pytest.approx([*right, (computing + sending - 8.0) / 8.0])
+    assert sorted(abs(value) for value in right)[-1] > 0.1
+    assert fit(alone).residuals == pytest.approx(right)
+
+
+def test_a_fit_has_no_coefficient_that_is_nothing() -> None:
+    coefficients = fit(runs({"B*S^2": 1e-6, "1": 3.0})).coefficients
+    assert all(value > 0 for value in coefficients.values())
+    assert {"B*S^2", "1"} <= {*coefficients} < {*NAMES}
+
+
+def test_one_clip_whose_time_depends_on_its_text_gives_an_encoder_terms_of_it() -> None:
+    rows = [(20.0, 10, {"text": 10}), (60.0, 30, {"text": 30}), (100.0, 50, {"frames": 9})]
+    tokens = (900, 20, 300)
+    mixed = fit(
+        [Measurement(1, count, text, 1, ms, sizes=of) for count, (ms, text, of) in zip(tokens, rows, strict=True)]
+    )
+    assert mixed.coefficients["B*T"] == pytest.approx(2.0)
+
+
+def test_a_stage_that_was_not_profiled_has_no_exponent_and_those_that_were_are_named() -> None:
+    rows = [(name, "forward", [Measurement(1, 10, 0, 1, 1.0)]) for name in ("vae", "dit")]
+    for known, names in ((rows, "`dit`, `vae`"), ([], "none")):
+        with pytest.raises(UserError) as refused:
+            exponent_of(fit_profile(known, machine="m", device="cpu"), "text")
+        assert refused.value.diagnostics == (StageNotProfiled(None, "text", names),)
+
+
+def test_a_fit_finds_small_parts_beside_large_ones_however_far_apart_clips_are() -> None:
+    made_of = {"B*S^2": 3e-9, "B*S": 4e-5, "B*T": 2e-4, "B": 1e-3, "1": 5e-3}
+    sizes = [(batch, tokens, text) for batch in (1, 2) for tokens in (1, 100, 10**4, 10**6) for text in (0, 1, 512)]
+    rows = [Measurement(*size, 1, took(made_of, *size)) for size in sizes]
+    coefficients = fit(rows).coefficients
+    for name in NAMES:
+        assert coefficients.get(name, 0.0) == pytest.approx(made_of.get(name, 0.0), rel=1e-6, abs=1e-12), name

@@ -323,10 +323,14 @@ def test_what_has_no_attention_or_no_formula_takes_the_widest_ulysses(
 
 @pytest.mark.parametrize("cell", [None, 2])
 @pytest.mark.parametrize("degree", [1, 2, 4])
-def test_a_clips_ranks_wait_for_their_hosts_beside_what_all_of_them_compute(cell: int | None, degree: int) -> None:
+@pytest.mark.parametrize("layer", [10**5, 10**10])
+def test_a_clips_ranks_wait_for_their_hosts_beside_what_all_of_them_compute(
+    layer: int, degree: int, cell: int | None
+) -> None:
     """Less what they would wait for each other. Pairs are divided over all ranks: a longer forward hides more."""
-    host = ("optimizer", "parameters")
-    cost = model(stage(host=host, dtype="bf16", layer_params=(10**10,) * 4, params=41 * 10**9, cell=cell))
+    layers = tuple((f"blocks.{number}", layer) for number in range(4))
+    sizes = {"layers": layers, "layer_params": (layer,) * 4, "params": 5 * layer, "cell": cell}
+    cost = model(stage(host=("optimizer", "parameters"), dtype="bf16", **sizes))
     pairs, linear = TOKENS**2 / degree, TOKENS / degree
     forward = 1e-6 * pairs + 1e-2 * linear + 3e-2 * TEXT + 3.0
     backward = 2e-6 * pairs + 2e-2 * linear + 5e-2 * TEXT + 6.0
@@ -335,4 +339,62 @@ def test_a_clips_ranks_wait_for_their_hosts_beside_what_all_of_them_compute(cell
     one, two = cascade(degree=degree), cascade(degree=degree, batch=2, side=2)
     assert cost.shown_copies(one, tuple(range(degree))) == pytest.approx(waits)
     assert cost.shown_copies(two, tuple(range(2 * degree))) == pytest.approx(waits)
-    assert waits > wait(clip, 2 * forward, backward, 0.0) - cost.table.gathering.exposed(clip, 2 * forward, backward)
+    longer = wait(clip, 2 * forward, backward, 0.0) - cost.table.gathering.exposed(clip, 2 * forward, backward)
+    assert 0.0 < longer <= waits
+    assert (longer < waits) == (waits > 1.0) == (layer > 10**5), "all of a small layer is hidden"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_an_encoder_whose_weights_are_divided_takes_just_the_ranks_that_divide_them(ranks: int) -> None:
+    encode = cascade(Phase.ENCODE, batch=5)
+    for world in (1, 2, 3, 4, 7, 8):
+        legal = legal_degrees(encode, stage(tensor_parallel=ranks), parse_cluster(f"1x{world}:h100-80g"))
+        if ranks == 1:
+            assert legal == tuple(range(1, 6))[:world]
+        else:
+            assert legal == ((ranks,) if ranks <= world else ())
+
+
+def test_groups_within_nodes_that_are_alike_have_one_row_and_others_their_own() -> None:
+    """A row is what they share: it is the same one."""
+    plain, clip = model(stage()).table, cascade()
+    packed = plain.entry(clip, 4)
+    for ranks in ((0, 1, 2, 3), (4, 5, 6, 7), (8, 11, 13, 15), (3, 2, 1, 0)):
+        assert plain.entry(clip, 4, ranks) is packed
+    across = plain.entry(clip, 4, (0, 1, 8, 9))
+    assert across is not packed and across.time > packed.time
+    assert plain.entry(clip, 4, (2, 3, 8, 9)) is not across
+    mixed = model(stage(), cluster="1x4:h100-80g+2x4:a100-80g").table
+    slow = mixed.entry(clip, 4, (4, 5, 6, 7))
+    for ranks in ((8, 9, 10, 11), (11, 10, 9, 8)):
+        assert mixed.entry(clip, 4, ranks) is slow
+    fast = mixed.entry(clip, 4, (0, 1, 2, 3))
+    assert mixed.entry(clip, 4, (3, 1, 0, 2)) is fast
+    assert fast.time < slow.time
+    assert mixed.entry(clip, 2, (2, 3)) is mixed.entry(clip, 2, (0, 1))
+
+
+def test_where_no_number_of_clips_may_lie_side_by_side_they_lie_behind_each_other() -> None:
+    own = stage(cell=2, degrees=(3,))
+    assert sides(cascade(batch=4), own, 4) == ()
+    entry = model(own).table.entry(cascade(batch=4), 4)
+    assert entry.strategy.side == 1
+    assert entry.time == model(own).time(cascade(batch=4), 4, side=1)
+
+
+def test_a_grid_is_the_cheapest_without_recomputation_however_much_is_sent() -> None:
+    """Twelve heads on eight ranks: one all-to-all leaves heads idle, a ring passes more. A forward that runs again
+    would have another one."""
+    grids = [Attention(ulysses, 8 // ulysses) for ulysses in (8, 4, 2, 1)]
+    chosen = []
+    for step in range(60):
+        sent = formula("GiB", (1e-5 * 1.15**step, BS))
+        cost = model(stage(traffic=sent, backward=formula("ms", (1e-7, BS2), (1e-3, BS))))
+        cheapest = []
+        for blocks in (0, 4):
+            times = [cost.time(cascade(), 8, ulysses=grid.ulysses, ring=grid.ring, recompute=blocks) for grid in grids]
+            cheapest.append(grids[times.index(sorted(times)[0])])
+        assert cost.best_attention(cascade(), 8) == cheapest[0]
+        assert cost.table.entry(cascade(), 8, strategy=Strategy(recompute=4)).strategy.attention == cheapest[0]
+        chosen.append(tuple(cheapest))
+    assert any(first != second for first, second in chosen)

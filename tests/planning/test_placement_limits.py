@@ -145,7 +145,7 @@ def test_ranks_are_early_until_a_small_part_of_the_time_after_the_cascade_could_
     *encoders, cascade = costed.cascades
     inputs = [timed(encoder, 0.0, end, 1, (3,)) for encoder, end in zip(encoders, (0.0, ready or 0.0), strict=True)]
     wide = timed(cascade, 2.0 * took, 3.0 * took, 2)
-    first = ready if ready is not None and ready > 1.0 else 1.0
+    first = ready if ready is not None and ready > 0.25 else 0.25
     at = first + (TOLERANCE + NEGLIGIBLE * (3.0 * took - 2.0 * took)) * late
     if late == 1.0:
         at = first + (TOLERANCE + NEGLIGIBLE * (3.0 * took - 2.0 * took))
@@ -156,7 +156,7 @@ def test_ranks_are_early_until_a_small_part_of_the_time_after_the_cascade_could_
         return tuple(free)[:degree]
 
     known = [] if ready is None else inputs
-    free = (9e9, 0.0, 1.0, at, 9e9, 0.5, 0.5, 0.5)
+    free = (9e9, 0.0, 0.25, at, 9e9, 0.1, 0.1, 0.1)
     placed = place_among(wide, range(1, 5), known, free, CostModel(costed), pick)
     assert offered == [((1, 2, 3) if early else (1, 2), 2, set() if ready is None else {3})]
     assert placed.ranks == (1, 2)
@@ -275,6 +275,24 @@ def test_where_devices_differ_a_cascade_goes_to_the_kind_on_which_it_ends_first(
         assert _anywhere(cascade, [], free, cost).end == sorted(ends.values())[0]
     plain = CostModel(module("1x8:h100-80g", [4000]))
     assert _anywhere(cascade, [], [9.0, 0.0, 9.0, 9.0, 0.0, 9.0, 9.0, 0.0], plain).ranks == (1, 4, 7)
+
+
+def test_where_devices_differ_an_aligned_group_is_of_the_kind_on_which_a_cascade_ends_first() -> None:
+    costed = module("1x4:h100-80g+1x4:a100-80g", [4000, 4000, 4000])
+    cost, (first, second, third) = CostModel(costed), costed.cascades
+    cascades = [timed(first, 0.0, 1.0, 4), timed(second, 1.0, 2.0, 2), timed(third, 2.0, 3.0, 4)]
+    placed = family_placements(cascades, cost, math.inf)
+    free = [0.0] * 8
+    for cascade, wanted in zip(placed, cascades, strict=True):
+        ends = {
+            group: max(free[rank] for rank in group) + cost.time(wanted, wanted.width, ranks=group)
+            for group in aligned(cost.cluster, wanted.width)
+        }
+        assert cascade.end == pytest.approx(sorted(ends.values())[0], abs=2e-6)
+        assert ends[cascade.ranks] == pytest.approx(cascade.end, abs=2e-6)
+        for rank in cascade.ranks:
+            free[rank] = cascade.end
+    assert len({cascade.ranks[0] // 4 for cascade in placed}) == 2
 
 
 # -- racks -------------------------------------------------------------------------------------------------------------

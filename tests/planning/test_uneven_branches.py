@@ -104,3 +104,17 @@ def test_the_second_branch_has_the_cheapest_grid_of_the_last_ranks(ranks: tuple[
         grids[count] = splits[times.index(min(times))]
     ways = cost.table.ways(guided, len(ranks), ranks)
     assert [way.unconditional for way in ways if way.unconditional is not None] == list(grids.values())
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 3])
+def test_of_even_branches_the_one_with_the_slow_rank_counts(slow: int) -> None:
+    """Whichever half of the ranks it is in."""
+    module = costed(((slow, 4.0),))[1]
+    assert module.cluster is not None
+    four = replace(module, cluster=replace(module.cluster, attrs=module.cluster.attrs.updated(gpus=4)))
+    cost = CostModel(four)
+    guided = next(cascade for cascade in module.cascades if cascade.stage == "large")
+    half = (0, 1) if slow in (0, 1) else (2, 3)
+    alone = cost.table.entry(guided.with_attrs(branches=None), 2, half, Strategy(Attention(2, 1), side=1))
+    both = cost.table.entry(guided, 4, (0, 1, 2, 3), Strategy(Attention(2, 1), side=2))
+    assert both.time == pytest.approx(alone.time + cost.table.communication.exchange(guided, 4, (0, 1, 2, 3)))
