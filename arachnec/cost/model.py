@@ -169,7 +169,7 @@ class CostModel:
         if (cell_of(self.stages[cascade.stage]) or 1) == 1 and cascade.phase is not Phase.DENOISE:
             return 1
         entry = self.table.fitting(cascade, ranks)
-        return 1 if entry is None else entry.strategy.side or 1
+        return 1 if entry is None else entry.strategy.sides
 
     def kept(self, cascade: Cascade, ranks: int, recompute: int = 0, side: int = 1) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""

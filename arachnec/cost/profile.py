@@ -384,8 +384,8 @@ def _exponent(coefficients: dict[str, float], measurements: Sequence[Measurement
     lengths = sorted({(run.tokens, run.text) for run in measurements})
     (short, short_text), (long, long_text) = lengths[0], lengths[-1]
     varying = {name: value for name, value in coefficients.items() if name not in ("B", "1")}
-    low = predict(varying, Measurement(1, short, short_text, 1, 0.0))
-    high = predict(varying, Measurement(1, long, long_text, 1, 0.0))
+    curve = formula_of(varying)
+    low, high = curve(B=1, S=short, T=short_text), curve(B=1, S=long, T=long_text)
     if short == long or low <= 0 or high <= 0 or not any("S" in name for name in varying):
         return None
     return math.log(high / low) / math.log(long / short)

@@ -30,6 +30,11 @@ class Strategy:
     side: int | None = None
     unconditional: Attention | None = None
 
+    @property
+    def sides(self) -> int:
+        """How many clips or branches lie side by side; one where nothing says so yet."""
+        return self.side or 1
+
 
 CHEAPEST = Strategy()
 
@@ -39,19 +44,21 @@ def grid_of(degree: int, ulysses: int | None, ring: int | None) -> Attention | N
 
     Raises ValueError where no such product is the degree.
     """
-    if ulysses is None and ring is None:
-        return None
-    all_to_all = ulysses if ulysses is not None else degree // max(1, ring or 1)
-    around = ring if ring is not None else degree // max(1, all_to_all)
-    if all_to_all < 1 or all_to_all * around != degree:
-        raise ValueError(f"ulysses {all_to_all} times ring {around} is not degree {degree}")
-    return Attention(all_to_all, around)
+    if ulysses is None:
+        if ring is None:
+            return None
+        ulysses = degree // max(1, ring)
+    if ring is None:
+        ring = degree // max(1, ulysses)
+    if ulysses < 1 or ulysses * ring != degree:
+        raise ValueError(f"ulysses {ulysses} times ring {ring} is not degree {degree}")
+    return Attention(ulysses, ring)
 
 
 def first_ranks(strategy: Strategy, width: int) -> int:
     """How many of ``width`` ranks the first clip or branch has."""
     other = strategy.unconditional
-    return width // (strategy.side or 1) if other is None else width - other.ulysses * other.ring
+    return width // strategy.sides if other is None else width - other.ulysses * other.ring
 
 
 def even_ranks(strategy: Strategy, width: int) -> int:
@@ -80,5 +87,5 @@ def _strategy(cascade: Cascade, recompute: int, attention: Attention | None) -> 
 def widest_ulysses(degree: int, heads: int) -> Attention:
     """As much Ulysses as there are heads for, and the rest as a ring: what steps of sampling are profiled with. 0 heads
     are any number."""
-    ulysses = max(u for u in range(1, degree + 1) if degree % u == 0 and (u <= heads or heads == 0))
+    ulysses = next(u for u in range(degree, 0, -1) if degree % u == 0 and (u <= heads or heads == 0))
     return Attention(ulysses, degree // ulysses)

@@ -126,7 +126,7 @@ class CostTable:
         fitting = [
             self.entry(cascade, degree, ranks, replace(way, recompute=recompute))
             for way in self.ways(cascade, degree, ranks)
-            for recompute in (self.memory.recompute_at(cascade, even_ranks(way, degree), ranks, way.side or 1),)
+            for recompute in (self.memory.recompute_at(cascade, even_ranks(way, degree), ranks, way.sides),)
             if recompute is not None
         ]
         return min(fitting, key=lambda entry: entry.time, default=None)
@@ -219,7 +219,7 @@ class CostTable:
             return Attention(degree, 1)
         stage = self.stages[cascade.stage]
         heads = count_in(stage, "heads") or degree
-        grids = [Attention(u, degree // u) for u in range(1, degree + 1) if degree % u == 0 and u <= heads]
+        grids = [Attention(u, degree // u) for u in range(1, heads + 1) if degree % u == 0]
         if not count_in(stage, "attentions") or "forward" not in stage.attrs:
             return grids[-1]
         return min(grids, key=lambda grid: (self._time(cascade, degree, grid, 0, ranks), -grid.ulysses))

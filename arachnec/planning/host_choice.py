@@ -93,5 +93,5 @@ def _of_cascade(cascade: Cascade, cost: CostModel) -> float:
     if cascade.phase is not Phase.TRAIN:
         return 0.0
     rows = cost.table.options(cascade)
-    sizes = (cost.host_inputs(cascade, degree, row.recompute, row.strategy.side or 1) for degree, row in rows.items())
+    sizes = (cost.host_inputs(cascade, degree, row.recompute, row.strategy.sides) for degree, row in rows.items())
     return max(sizes, default=0.0)

@@ -69,7 +69,7 @@ def _best_way(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Stra
 
 def divided(cascade: Cascade, width: int, strategy: Strategy) -> Cascade:
     """A cascade whose clips or branches lie side by side on so many ranks as a strategy says."""
-    side, other = strategy.side or 1, strategy.unconditional
+    side, other = strategy.sides, strategy.unconditional
     return cascade.with_attrs(
         degree=first_ranks(strategy, width),
         side=side if side > 1 else None,

@@ -3,10 +3,12 @@ have come to is refused, from both sides of each limit."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -21,7 +23,9 @@ from arachnec.cost.profile import (
     LinkProfile,
     Measurement,
     Profile,
+    StageNotProfiled,
     Synchronisation,
+    _exponent,
     exponent_of,
     find_clip_time,
     find_undivided,
@@ -81,6 +85,36 @@ def test_the_exponent_is_of_what_length_has_a_part_in(made_of: dict[str, float],
     assert exponent_of(profile, "dit") == pytest.approx(exponent, rel=1e-3), "the mean of those that are known"
     assert exponent_of(fit_profile([("dit", "forward", one_length)], machine="m", device="cpu"), "dit") is None
     assert [only_length(entry) for entry in profile.stages] == [None, 500]
+
+
+@pytest.mark.parametrize(
+    ("made_of", "short", "long", "exponent"),
+    [
+        ({"B*S*T": 1e-3, "B": 9.0, "1": 7.0}, (100, 4), (400, 8), 1.5),  # eight times as much for four times the tokens
+        ({"B*S": 2e-3, "B*T": 1.0}, (100, 0), (300, 1), math.log(1.6 / 0.2) / math.log(3)),
+        ({"B*S*T": 1e-3, "B": 9.0}, (100, 0), (400, 8), None),  # the shortest takes nothing that length has a part in
+        ({"B*S*T": 1e-3, "B": 9.0}, (100, 8), (400, 0), None),  # nor does the longest
+        ({"B*T": 1e-3, "1": 9.0}, (100, 4), (400, 8), None),
+        ({"B*S": 1e-3}, (100, 4), (100, 8), None),
+        ({}, (100, 4), (400, 8), None),
+    ],
+)
+def test_an_exponent_compares_the_shortest_clip_with_the_longest_whatever_their_batch(
+    made_of: dict[str, float], short: tuple[int, int], long: tuple[int, int], exponent: float | None
+) -> None:
+    among = [] if short[0] == long[0] else [Measurement(9, 200, 99, 1, 5.0)]
+    runs = [Measurement(3, *long, 4, 5.0), *among, Measurement(2, *short, 1, 5.0)]
+    assert _exponent(made_of, runs) == (None if exponent is None else pytest.approx(exponent))
+
+
+@pytest.mark.parametrize(("powers", "mean"), [((1, 2), 1.5), ((1, 1, 2), 4 / 3), ((2, 2), 2.0)])
+def test_the_exponent_of_a_stage_is_the_mean_of_its_phases(powers: tuple[int, ...], mean: float) -> None:
+    phases = [
+        (phase, [Measurement(1, tokens, 0, 1, 1e-6 * tokens**power) for tokens in (500, 1000, 4000)])
+        for phase, power in zip(("forward", "backward", "weight"), powers, strict=False)
+    ]
+    profile = fit_profile([("dit", *phase) for phase in phases], machine="m", device="cpu")
+    assert exponent_of(profile, "dit") == pytest.approx(mean)
 
 
 def test_an_error_on_points_held_out_is_the_mean_of_each_predicted_from_the_others() -> None:
@@ -316,3 +350,95 @@ def test_bytes_that_took_no_time_travel_as_plain_messages_do() -> None:
 def test_a_fit_wants_times_that_are_all_positive(times: tuple[float, ...]) -> None:
     with pytest.raises(ValueError, match="positive times"):
         fit([Measurement(1, 100 * at + 100, 16, 1, ms) for at, ms in enumerate(times)])
+
+
+def test_messages_without_bytes_have_a_latency_and_travel_as_plain_ones_or_as_fast_as_any() -> None:
+    """20 us each, whatever else is computed."""
+    shared = [
+        ([Measurement(1, 9, 0, 2, ms + count * 0.02, count, 0.0)], {"1": ms}) for ms, count in ((3.0, 10), (9.0, 40))
+    ]
+    alone, beside = fit_links(shared), fit_links(shared, LinkProfile(7.0, 9.0))
+    assert alone is not None and beside is not None
+    assert (alone.latency, beside.latency) == (pytest.approx(20.0), pytest.approx(20.0))
+    assert (alone.intra, beside.intra) == (MOST_GBS, pytest.approx(9.0))
+
+
+@pytest.mark.parametrize(("size", "one"), [(1000.0, True), (1020.0, True), (1500.0, False), (3000.0, False)])
+def test_sizes_that_differ_by_a_fiftieth_are_one_beside_a_run_that_computes_for_long(size: float, one: bool) -> None:
+    """How long ranks compute says nothing of how large their messages are."""
+    shared = []
+    for computing, moved in ((7.0, 100 * 1000.0), (7.0, 100 * size), (9997.0, 100 * 1000.0)):
+        ms = computing + 100 * 0.02 + moved / 1e6
+        shared.append(([Measurement(1, 9, 0, 2, ms, 100, moved)], {"1": computing}))
+    links = fit_links(shared, LinkProfile(7.0, 0.5))
+    assert links is not None
+    assert links.intra == pytest.approx(0.5 if one else 1.0)
+    assert (links.latency == pytest.approx(20.0)) == (not one)
+
+
+@pytest.mark.parametrize(("least", "seen"), [(0.99, False), (1.0, False), (1.01, True)])
+def test_a_rate_of_which_no_more_is_seen_than_of_the_fastest_is_that_of_plain_messages(
+    least: float, seen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    per_message_and_byte = np.array([0.5, least * 1e-6 / MOST_GBS])  # ms
+    monkeypatch.setattr("scipy.optimize.nnls", lambda rows, _: (per_message_and_byte[: rows.shape[1]], 0.0))
+    shared = [Measurement(1, 9, 0, 2, 10.0, 10.0, 5.0), Measurement(1, 9, 0, 2, 10.0, 5.0, 10.0)]
+    links = fit_links([(shared, {})], LinkProfile(7.0, 9.0))
+    assert links is not None
+    assert links.intra == pytest.approx(MOST_GBS / least if seen else 9.0)
+    assert links.latency == pytest.approx(500.0)
+
+
+def test_of_collectives_of_many_sizes_the_smallest_and_the_largest_count() -> None:
+    """On four ranks two steps, and three quarters of the bytes: 2 ms and 1.5 GB in 3 ms."""
+    by_size = {4 * 10**6: 77.0, 2 * 10**9 + 1000: 5.0, 1000: 2.0, 9 * 10**8: 1.0}
+    rows = [Collective(GATHER, 4, size, ms) for size, ms in by_size.items()]
+    measured = [("dit", "forward", [Measurement(1, 10, 0, 1, 1.0)])]
+    profile = fit_profile(measured, machine="m", device="cpu", collectives=rows)
+    assert fit_collective(profile, GATHER) == (pytest.approx(1000.0), pytest.approx(1.5e9 / 3e-3 / 1e9))
+
+
+def test_residuals_are_what_a_run_is_off_by_of_its_own_time_and_of_shared_ones_with_their_messages() -> None:
+    """4 ms a run, however long it took."""
+    took, text = (2.0, 4.0, 10.0), 7
+    alone = [Measurement(1, 100, text, 1, ms) for ms in took]
+    links = LinkProfile(latency=100.0, intra=2.0)
+    clip = Measurement(1, 100, text, 2, 8.0, messages=5.0, moved=4e6, sizes={"frames": 1})
+    (entry,) = fit_profile([("vae", "forward", [*alone, clip])], machine="m", device="cpu", links=links).stages
+    computing, sending = predict(entry.fit.coefficients, clip), 5 * 0.1 + 4e6 / 2e6
+    right = [(predict(entry.fit.coefficients, run) - run.ms) / run.ms for run in alone]
+    assert entry.fit.residuals == pytest.approx([*right, (computing + sending - 8.0) / 8.0])
+    assert sorted(abs(value) for value in right)[-1] > 0.1
+    assert fit(alone).residuals == pytest.approx(right)
+
+
+def test_a_fit_has_no_coefficient_that_is_nothing() -> None:
+    coefficients = fit(runs({"B*S^2": 1e-6, "1": 3.0})).coefficients
+    assert all(value > 0 for value in coefficients.values())
+    assert {"B*S^2", "1"} <= {*coefficients} < {*NAMES}
+
+
+def test_one_clip_whose_time_depends_on_its_text_gives_an_encoder_terms_of_it() -> None:
+    rows = [(20.0, 10, {"text": 10}), (60.0, 30, {"text": 30}), (100.0, 50, {"frames": 9})]
+    tokens = (900, 20, 300)
+    mixed = fit(
+        [Measurement(1, count, text, 1, ms, sizes=of) for count, (ms, text, of) in zip(tokens, rows, strict=True)]
+    )
+    assert mixed.coefficients["B*T"] == pytest.approx(2.0)
+
+
+def test_a_stage_that_was_not_profiled_has_no_exponent_and_those_that_were_are_named() -> None:
+    rows = [(name, "forward", [Measurement(1, 10, 0, 1, 1.0)]) for name in ("vae", "dit")]
+    for known, names in ((rows, "`dit`, `vae`"), ([], "none")):
+        with pytest.raises(UserError) as refused:
+            exponent_of(fit_profile(known, machine="m", device="cpu"), "text")
+        assert refused.value.diagnostics == (StageNotProfiled(None, "text", names),)
+
+
+def test_a_fit_finds_small_parts_beside_large_ones_however_far_apart_clips_are() -> None:
+    made_of = {"B*S^2": 3e-9, "B*S": 4e-5, "B*T": 2e-4, "B": 1e-3, "1": 5e-3}
+    sizes = [(batch, tokens, text) for batch in (1, 2) for tokens in (1, 100, 10**4, 10**6) for text in (0, 1, 512)]
+    rows = [Measurement(*size, 1, took(made_of, *size)) for size in sizes]
+    coefficients = fit(rows).coefficients
+    for name in NAMES:
+        assert coefficients.get(name, 0.0) == pytest.approx(made_of.get(name, 0.0), rel=1e-6, abs=1e-12), name

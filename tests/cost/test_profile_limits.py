@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from arachnec.cost import profile
-from arachnec.cost.profile import read_profile
+from arachnec.cost.profile import read_profile, write_profile
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.nodes import Span
 
 TINY = 1e-300
 SIZES = ("tokens", "text", "messages", "moved")
@@ -93,3 +94,31 @@ def test_what_has_another_name_is_told(tmp_path: Path, place: str, value: object
     with pytest.raises(UserError) as refused:
         read_profile(written(tmp_path, with_value(place, value)))
     assert says in str(refused.value)
+
+
+@pytest.mark.parametrize("content", ["nothing", "too much", "other", "impossible"])
+def test_a_file_that_is_no_profile_is_pointed_at_by_its_first_character(
+    content: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = {"other": {"machine": 7}, "impossible": with_value("links.intra", 0.0)}.get(content, VALID)
+    file = written(tmp_path, values)
+    if content == "nothing":
+        file.write_text("")
+    if content == "too much":
+        monkeypatch.setattr(profile, "LARGEST_FILE", 1)
+    with pytest.raises(UserError) as refused:
+        read_profile(file)
+    (problem,) = refused.value.diagnostics
+    assert problem.span == Span(str(file), line=1, column=1, end_line=1, end_column=2)
+
+
+def test_a_profile_is_written_to_be_read_by_people_two_spaces_a_level(tmp_path: Path) -> None:
+    write_profile(read_profile(written(tmp_path, VALID)), tmp_path / "again.json")
+    text = (tmp_path / "again.json").read_bytes().decode()
+    assert text.startswith('{\n  "machine": "m",\n')
+    assert text.endswith("\n}\n")
+    depth = 0
+    for line in text.splitlines():
+        depth -= line.strip()[0] in "]}"
+        assert len(line) - len(line.lstrip()) == 2 * depth, line
+        depth += line[-1] in "[{"

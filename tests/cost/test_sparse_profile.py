@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,14 @@ import torch
 
 from arachnec.cost.profile import Profile, fit_profile, read_profile, write_profile
 from arachnec.cost.sparse_attention import choice_overhead, choice_time, speeds
-from arachnec.cost.sparse_profile import AttentionTime, SparseProfile, fit_sparse, with_measured_sparsity
+from arachnec.cost.sparse_profile import (
+    PARTS,
+    AttentionTime,
+    SparseProfile,
+    fit_sparse,
+    sparse_problem,
+    with_measured_sparsity,
+)
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
 from arachnec.ir.stage_sizes import formula_in
@@ -110,3 +118,25 @@ def test_every_density_is_measured_on_clips_long_enough() -> None:
     assert [row.tokens for row in rows] == [1024] * len(DENSITIES)
     assert all(abs(row.density - density) <= 1 / 16 for row, density in zip(rows, DENSITIES, strict=True))
     assert fit_sparse(16, rows).head_size == 16
+
+
+def test_choosing_takes_as_much_of_every_clip_of_a_batch() -> None:
+    annotated = with_measured_sparsity(stage(), [fit_sparse(32, RUNS)], 1.0)
+    choice = formula_in(annotated, "choice")
+    assert choice is not None
+    for batch in (1, 2, 5):
+        assert choice(B=batch, S=2048) == pytest.approx(batch * choice(B=1, S=2048))
+    square, linear = choice.terms
+    assert (dict(square.powers), dict(linear.powers)) == ({"B": 1, "S": 2}, {"B": 1, "S": 1})
+
+
+@pytest.mark.parametrize(("value", "possible"), [
+    (0.0, True), (1.7e308, True), (-5e-324, False), (math.inf, False), (-math.inf, False), (math.nan, False),
+])  # fmt: skip
+def test_a_coefficient_is_finite_and_not_less_than_nothing(value: float, possible: bool) -> None:
+    fitted = fit_sparse(32, RUNS)
+    for part in PARTS:
+        for place in range(3):
+            row = [value if at == place else known for at, known in enumerate(fitted.coefficients[part])]
+            changed = SparseProfile(32, [], {**fitted.coefficients, part: row}, {})
+            assert (sparse_problem(changed) is None) == possible

@@ -265,7 +265,9 @@ def test_a_product_of_ulysses_and_ring_is_the_degree_or_refused(degree: int) -> 
         if fitting:
             assert [grid_of(degree, ulysses, ring)] == fitting
         else:
-            with pytest.raises(ValueError, match="is not degree"):
+            asked = ulysses if ulysses is not None else degree // sorted((1, ring or 0))[1]
+            around = ring if ring is not None else degree // sorted((1, asked))[1]
+            with pytest.raises(ValueError, match=f"^ulysses {asked} times ring {around} is not degree {degree}$"):
                 grid_of(degree, ulysses, ring)
 
 
@@ -283,3 +285,116 @@ def test_the_first_branch_has_an_even_part_of_the_ranks_or_what_the_other_leaves
 
 def test_nothing_runs_again_unless_it_is_asked_for() -> None:
     assert Strategy() == Strategy(None, 0, None, None)
+
+
+def test_one_clip_lies_beside_none_where_nothing_fits_and_what_is_whole_everywhere_has_one_side() -> None:
+    """Measured or not, at that degree or another."""
+    four = cascade(batch=4)
+    huge = stage(cell=2, saved=formula("GiB", (1e3, BS)))
+    assert model(huge, four).table.fitting(four, 4) is None
+    assert model(huge, four).side_at(four, 4) == 1
+    assert Strategy().sides == 1
+    assert [Strategy(side=side).sides for side in (1, 2, 3)] == [1, 2, 3]
+    timed = cascade(batch=4, times=((2, Quantity(1.0, "ms")),))
+    for whole in (stage(), stage(cell=1)):
+        assert [model(whole, timed).side_at(timed, ranks) for ranks in (1, 2, 3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("cell", [2, 3, 4, 5])
+def test_parameters_dealt_out_leave_whole_cells_up_to_all_ranks(cell: int) -> None:
+    for nodes, gpus in ((1, 1), (1, 2), (1, 3), (1, 4), (1, 7), (2, 4), (3, 3)):
+        pod = parse_cluster(f"{nodes}x{gpus}:h100-80g")
+        whole = tuple(degree for degree in range(1, nodes * gpus + 1) if degree / cell in range(1, 99))
+        assert legal_degrees(cascade(), stage(cell=cell), pod) == whole
+
+
+@pytest.mark.parametrize("changed", [{"attentions": 0}, {"attentions": None}, {"forward": None}])
+@pytest.mark.parametrize(("heads", "widest"), [(12, 8), (6, 4), (1, 1), (None, 8)])
+def test_what_has_no_attention_or_no_formula_takes_the_widest_ulysses(
+    changed: dict[str, None], heads: int | None, widest: int
+) -> None:
+    """Although eight ranks leave some of twelve heads' ranks idle: there is nothing that says so."""
+    cost = model(stage(heads=heads, **changed))
+    assert cost.best_attention(cascade(times=((8, Quantity(1.0, "ms")),)), 8) == Attention(widest, 8 // widest)
+    if "forward" not in changed:
+        assert cost.best_attention(cascade(), 8) == Attention(widest, 8 // widest)
+        assert model(stage()).best_attention(cascade(), 8) == Attention(4, 2), "twelve heads of attentions"
+
+
+@pytest.mark.parametrize("cell", [None, 2])
+@pytest.mark.parametrize("degree", [1, 2, 4])
+@pytest.mark.parametrize("layer", [10**5, 10**10])
+def test_a_clips_ranks_wait_for_their_hosts_beside_what_all_of_them_compute(
+    layer: int, degree: int, cell: int | None
+) -> None:
+    """Less what they would wait for each other. Pairs are divided over all ranks: a longer forward hides more."""
+    layers = tuple((f"blocks.{number}", layer) for number in range(4))
+    sizes = {"layers": layers, "layer_params": (layer,) * 4, "params": 5 * layer, "cell": cell}
+    cost = model(stage(host=("optimizer", "parameters"), dtype="bf16", **sizes))
+    pairs, linear = TOKENS**2 / degree, TOKENS / degree
+    forward = 1e-6 * pairs + 1e-2 * linear + 3e-2 * TEXT + 3.0
+    backward = 2e-6 * pairs + 2e-2 * linear + 5e-2 * TEXT + 6.0
+    clip, wait = cascade(), cost.table.transfers.exposed
+    waits = wait(clip, forward, backward, 0.0) - cost.table.gathering.exposed(clip, forward, backward)
+    one, two = cascade(degree=degree), cascade(degree=degree, batch=2, side=2)
+    assert cost.shown_copies(one, tuple(range(degree))) == pytest.approx(waits)
+    assert cost.shown_copies(two, tuple(range(2 * degree))) == pytest.approx(waits)
+    longer = wait(clip, 2 * forward, backward, 0.0) - cost.table.gathering.exposed(clip, 2 * forward, backward)
+    assert 0.0 < longer <= waits
+    assert (longer < waits) == (waits > 1.0) == (layer > 10**5), "all of a small layer is hidden"
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
+def test_an_encoder_whose_weights_are_divided_takes_just_the_ranks_that_divide_them(ranks: int) -> None:
+    encode = cascade(Phase.ENCODE, batch=5)
+    for world in (1, 2, 3, 4, 7, 8):
+        legal = legal_degrees(encode, stage(tensor_parallel=ranks), parse_cluster(f"1x{world}:h100-80g"))
+        if ranks == 1:
+            assert legal == tuple(range(1, 6))[:world]
+        else:
+            assert legal == ((ranks,) if ranks <= world else ())
+
+
+def test_groups_within_nodes_that_are_alike_have_one_row_and_others_their_own() -> None:
+    """A row is what they share: it is the same one."""
+    plain, clip = model(stage()).table, cascade()
+    packed = plain.entry(clip, 4)
+    for ranks in ((0, 1, 2, 3), (4, 5, 6, 7), (8, 11, 13, 15), (3, 2, 1, 0)):
+        assert plain.entry(clip, 4, ranks) is packed
+    across = plain.entry(clip, 4, (0, 1, 8, 9))
+    assert across is not packed and across.time > packed.time
+    assert plain.entry(clip, 4, (2, 3, 8, 9)) is not across
+    mixed = model(stage(), cluster="1x4:h100-80g+2x4:a100-80g").table
+    slow = mixed.entry(clip, 4, (4, 5, 6, 7))
+    for ranks in ((8, 9, 10, 11), (11, 10, 9, 8)):
+        assert mixed.entry(clip, 4, ranks) is slow
+    fast = mixed.entry(clip, 4, (0, 1, 2, 3))
+    assert mixed.entry(clip, 4, (3, 1, 0, 2)) is fast
+    assert fast.time < slow.time
+    assert mixed.entry(clip, 2, (2, 3)) is mixed.entry(clip, 2, (0, 1))
+
+
+def test_where_no_number_of_clips_may_lie_side_by_side_they_lie_behind_each_other() -> None:
+    own = stage(cell=2, degrees=(3,))
+    assert sides(cascade(batch=4), own, 4) == ()
+    entry = model(own).table.entry(cascade(batch=4), 4)
+    assert entry.strategy.side == 1
+    assert entry.time == model(own).time(cascade(batch=4), 4, side=1)
+
+
+def test_a_grid_is_the_cheapest_without_recomputation_however_much_is_sent() -> None:
+    """Twelve heads on eight ranks: one all-to-all leaves heads idle, a ring passes more. A forward that runs again
+    would have another one."""
+    grids = [Attention(ulysses, 8 // ulysses) for ulysses in (8, 4, 2, 1)]
+    chosen = []
+    for step in range(60):
+        sent = formula("GiB", (1e-5 * 1.15**step, BS))
+        cost = model(stage(traffic=sent, backward=formula("ms", (1e-7, BS2), (1e-3, BS))))
+        cheapest = []
+        for blocks in (0, 4):
+            times = [cost.time(cascade(), 8, ulysses=grid.ulysses, ring=grid.ring, recompute=blocks) for grid in grids]
+            cheapest.append(grids[times.index(sorted(times)[0])])
+        assert cost.best_attention(cascade(), 8) == cheapest[0]
+        assert cost.table.entry(cascade(), 8, strategy=Strategy(recompute=4)).strategy.attention == cheapest[0]
+        chosen.append(tuple(cheapest))
+    assert any(first != second for first, second in chosen)

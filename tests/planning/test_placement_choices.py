@@ -457,7 +457,10 @@ def test_a_module_is_a_pipeline_where_a_trained_stage_has_cascades_of_its_own() 
     assert is_pipeline(costed)
     frozen = tuple(replace(stage, trained=False) for stage in costed.stages)
     assert not is_pipeline(replace(costed, stages=frozen))
-    assert not is_pipeline(module("1x4:h100-80g", [900], encoders=1))
+    encoded = module("1x4:h100-80g", [900], encoders=1)
+    assert not is_pipeline(encoded)
+    mixed = (*encoded.cascades[:1], *costed.cascades)
+    assert is_pipeline(replace(costed, cascades=mixed)) and is_pipeline(replace(costed, cascades=mixed[::-1]))
 
 
 @pytest.mark.parametrize("later", [False, True])

@@ -80,3 +80,41 @@ def test_a_way_that_needs_more_than_was_planned_is_taken_where_all_models_leave_
     whole = guided.with_attrs(degree=3, start=Quantity(0.0, "ms"), end=Quantity(1.0, "ms"))
     placed = with_ranks(whole, (0, 1, 2), cost)
     assert placed.sides == sides
+
+
+APART = (0, 1, 2, 3, 4, 5, 8, 9, 10, 11, 12, 13)  # six ranks of each node
+TOGETHER = (6, 7, *range(8, 16))
+
+
+@pytest.mark.parametrize("ranks", [APART, APART[::-1], TOGETHER, TOGETHER[::-1], (*APART[3:], 14, 15)])
+def test_the_second_branch_has_the_cheapest_grid_of_the_last_ranks(ranks: tuple[int, ...]) -> None:
+    """Of all products of Ulysses and ring for one branch, the one with most Ulysses where they take as long."""
+    module = costed(((1, 2.0),))[1]
+    assert module.cluster is not None
+    pod = module.cluster.attrs.updated(nodes=2, gpus=8, inter=Quantity(20.0, "GB/s"))
+    stages = tuple(replace(stage, attrs=stage.attrs.updated(heads=12)) for stage in module.stages)
+    cost = CostModel(replace(module, cluster=replace(module.cluster, attrs=pod), stages=stages))
+    guided = next(cascade for cascade in module.cascades if cascade.stage == "large")
+    alone, grids = guided.with_attrs(branches=None), {}
+    for count in (count for count in range(1, len(ranks)) if 2 * count != len(ranks)):
+        splits = [Attention(u, count // u) for u in range(count, 0, -1) if count % u == 0]
+        times = [
+            cost.time(alone, count, ranks=ranks[-count:], ulysses=split.ulysses, ring=split.ring) for split in splits
+        ]
+        grids[count] = splits[times.index(min(times))]
+    ways = cost.table.ways(guided, len(ranks), ranks)
+    assert [way.unconditional for way in ways if way.unconditional is not None] == list(grids.values())
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 3])
+def test_of_even_branches_the_one_with_the_slow_rank_counts(slow: int) -> None:
+    """Whichever half of the ranks it is in."""
+    module = costed(((slow, 4.0),))[1]
+    assert module.cluster is not None
+    four = replace(module, cluster=replace(module.cluster, attrs=module.cluster.attrs.updated(gpus=4)))
+    cost = CostModel(four)
+    guided = next(cascade for cascade in module.cascades if cascade.stage == "large")
+    half = (0, 1) if slow in (0, 1) else (2, 3)
+    alone = cost.table.entry(guided.with_attrs(branches=None), 2, half, Strategy(Attention(2, 1), side=1))
+    both = cost.table.entry(guided, 4, (0, 1, 2, 3), Strategy(Attention(2, 1), side=2))
+    assert both.time == pytest.approx(alone.time + cost.table.communication.exchange(guided, 4, (0, 1, 2, 3)))
