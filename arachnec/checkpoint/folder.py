@@ -132,6 +132,9 @@ def prune(folder: Path, keep: int, steps: int) -> None:
         and path not in earlier_format(folder)
     ]
     for old in (*whole[keep:], *given_up):
+        if old.is_symlink():  # kept elsewhere
+            old.unlink()
+            continue
         (old / COMMIT).unlink(missing_ok=True)  # first, so that what is left by a death in between is not whole
         shutil.rmtree(old, ignore_errors=True)
 

@@ -6,6 +6,7 @@ Attributes are held to ``arachnec.ir.tables``; the structure to ``name_rules`` a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import islice
 from typing import TypeAlias
 
 from arachnec.ir import errors, kinds, tables
@@ -33,19 +34,21 @@ from arachnec.ir.values import Formula, Quantity, Value
 Attributed: TypeAlias = Module | Cluster | Clip | Stage | Fused | Cascade | Reduce | Step | Program | Instruction
 Tables: TypeAlias = tuple[Mapping[str, tables.Row], tuple[tables.Row, ...]]
 
+MOST = 1000  # mistakes that are looked for: a text may hold a million, and a near name for each takes its time
+
 
 def verify(module: Module) -> tuple[Diagnostic, ...]:
-    """Every mistake, in the order of the text; empty where the module is right.
+    """Every mistake up to ``MOST``, in the order of the text; empty where the module is right.
 
     Names are checked only when every attribute is right, and plans only when every name is: one mistake gives one
     message.
     """
-    if problems := tuple(_attributes(module)):
+    if problems := tuple(islice(_attributes(module), MOST)):
         return problems
     index = index_of(module)
-    if problems := tuple(problem for rule in NAME_RULES for problem in rule(index)):
+    if problems := tuple(islice((problem for rule in NAME_RULES for problem in rule(index)), MOST)):
         return problems
-    return tuple(problem for rule in PLAN_RULES for problem in rule(index))
+    return tuple(islice((problem for rule in PLAN_RULES for problem in rule(index)), MOST))
 
 
 def check_module(module: Module) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from itertools import groupby, pairwise
 from typing import TypeAlias
 
 from arachnec.solver.budget import GRACE, OPERATIONS_PER_MS
@@ -37,7 +37,7 @@ def chain_bound(problem: Problem, low: int) -> int:
     kinds, members = _kinds(problem)
     if len(kinds) * low.bit_length() > GRACE * OPERATIONS_PER_MS:  # bisection asks each kind once for every bit
         return low
-    frontiers = [(_frontier(problem, sink), count) for sink, count in kinds.items()]
+    frontiers = [(_frontier(problem, members[sink]), count) for sink, count in kinds.items()]
     early = _total([(_widths(problem, members[sink], problem.heads), count) for sink, count in kinds.items()])
     late = _total([(_widths(problem, members[sink], problem.tails), count) for sink, count in kinds.items()])
 
@@ -94,14 +94,20 @@ def _kinds(problem: Problem) -> tuple[Counter[int], dict[int, list[int]]]:
 
 
 def _members(problem: Problem, last: int) -> list[int]:
-    return [index for i in set(problem.jobs[last].before) for index in _members(problem, i)] + [last]
+    """A job and all that it waits for, each behind what it waits for itself. A chain may have thousands."""
+    members = [last]
+    for index in members:
+        members += set(problem.jobs[index].before)
+    return members[::-1]
 
 
-def _frontier(problem: Problem, last: int) -> Frontier:
-    """Of a job and all that it waits for."""
-    choices = problem.jobs[last].choices
-    before = [_frontier(problem, i) for i in set(problem.jobs[last].before)]
-    return _falling(_behind(choices, _parallel(before)))
+def _frontier(problem: Problem, members: Iterable[int]) -> Frontier:
+    """Of the last of these jobs and all that it waits for."""
+    known: dict[int, Frontier] = {}
+    for index in members:
+        job = problem.jobs[index]
+        known[index] = _falling(_behind(job.choices, _parallel([known.pop(i) for i in set(job.before)])))
+    return known.popitem()[1]
 
 
 def _parallel(frontiers: Sequence[Frontier]) -> Frontier:
@@ -131,11 +137,14 @@ def _falling(points: Frontier) -> Frontier:
 def _widths(problem: Problem, members: Sequence[int], ready: Sequence[int]) -> Widths:
     """How many GPUs the jobs of a chain can hold at most, each from its ``ready`` ticks on."""
     widths: Widths = []
-    for moment in sorted({ready[j] for j in members}):
-        widest: dict[int, int] = {}
-        for j in members:
-            own = problem.jobs[j].choices[-1].degree if ready[j] <= moment else 0
-            widest[j] = max(own, sum(widest[i] for i in set(problem.jobs[j].before)))
+    own, widest = dict.fromkeys(members, 0), dict.fromkeys(members, 0)
+    for moment, jobs in groupby(sorted(members, key=ready.__getitem__), key=ready.__getitem__):
+        for job in jobs:
+            own[job] = problem.jobs[job].choices[-1].degree
+            at = job
+            while (now := max(own[at], sum(widest[i] for i in set(problem.jobs[at].before)))) > widest[at]:
+                widest[at] = now
+                at = next(iter(problem.after[at]), at)  # what waits for it can be as wide
         widths.append((moment, widest[members[-1]]))
     return widths
 

@@ -84,7 +84,12 @@ def _first_free(free: list[int] | NDArray[np.int64], width: int) -> int:
 
 def chain_of(problem: Problem, sink: int) -> list[int]:
     """A job and all that it waits for, in an order in which they can run."""
-    chain: list[int] = []
-    for earlier in problem.jobs[sink].before:
-        chain += [j for j in chain_of(problem, earlier) if j not in chain]
-    return [*chain, sink]
+    chain: dict[int, None] = {}
+    waiting = [sink]
+    while waiting:
+        left = next((i for i in problem.jobs[waiting[-1]].before if i not in chain), None)
+        if left is None:
+            chain[waiting.pop()] = None
+        else:
+            waiting.append(left)
+    return list(chain)

@@ -167,6 +167,17 @@ def test_damaged_checkpoints_that_were_passed_over_do_not_push_out_new_ones(tmp_
     assert committed(tmp_path) == [step_folder(tmp_path, steps) for steps in (90, 80, 30, 20)]
 
 
+def test_of_a_checkpoint_that_lies_elsewhere_the_link_goes(tmp_path: Path) -> None:
+    for steps in (1, 2):
+        path = step_folder(tmp_path, steps)
+        write_commit(path, msgspec.structs.replace(POSITION, steps=steps), written(path, cut(whole(), [])))
+    moved = step_folder(tmp_path, 1).rename(tmp_path / "archive")
+    step_folder(tmp_path, 1).symlink_to(moved)
+    prune(tmp_path, 1, 2)
+    assert not step_folder(tmp_path, 1).is_symlink()
+    assert (moved / COMMIT).is_file()
+
+
 def earlier(folder: Path) -> Path:
     """A checkpoint as an earlier version wrote it."""
     path = step_folder(folder, 7)

@@ -14,7 +14,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import STAGE_OPS, Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.ir.verify import check_module, verify
+from arachnec.ir.verify import MOST, check_module, verify
 from tests.ir.strategies import any_module, right_module
 
 ROOT = Path(__file__).parents[2]
@@ -105,3 +105,9 @@ def test_check_module_raises_all_that_verify_finds() -> None:
         check_module(module)
     assert caught.value.diagnostics == verify(module)
     assert len(caught.value.diagnostics) == 4
+
+
+def test_of_many_mistakes_the_first_are_found() -> None:
+    """A near name for each would take longer than reading them all."""
+    wrong = ", ".join(f"x{number} = 1" for number in range(2 * MOST))
+    assert len(verify(parse_module(f'module @m attributes {{ level = "traced", {wrong} }} {{}}'))) == MOST

@@ -11,6 +11,7 @@ from arachnec.solver.bound import lower_bound
 from arachnec.solver.chain_bound import chain_bound
 from arachnec.solver.list_schedule import list_schedule
 from arachnec.solver.problem import Choice, Job, Problem
+from arachnec.solver.static_layouts import chain_of
 
 
 @st.composite
@@ -63,3 +64,18 @@ def test_what_few_gpus_can_share_leaves_the_others_idle() -> None:
     pair = (Job((Choice(1, 10),)), Job((Choice(1, 80), Choice(8, 10)), (0,)))
     problem = Problem((*pair, Job(pair[0].choices), Job(pair[1].choices, (2,))), 8)
     assert lower_bound(problem) == 30 == shortest(problem)
+
+
+def test_a_chain_may_have_thousands_of_jobs() -> None:
+    """Walked without recursion, and each job looked at once."""
+    count = 3000
+    problem = Problem(tuple(Job((Choice(1, 1),), (j - 1,) if j else ()) for j in range(count)), 2)
+    assert chain_bound(problem, count) == count
+    assert chain_of(problem, count - 1) == list(range(count))
+
+
+@given(trees(most_jobs=12))
+def test_what_a_job_waits_for_stands_before_it(problem: Problem) -> None:
+    chain = chain_of(problem, len(problem.jobs) - 1)
+    assert chain[-1] == len(problem.jobs) - 1
+    assert all(chain.index(i) < chain.index(j) for j in chain for i in problem.jobs[j].before)
