@@ -9,7 +9,7 @@ import pytest
 
 from arachnec.analysis.uses import Values
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Module, Program, Quantity, quantity
+from arachnec.ir.nodes import Instruction, Module, Program, Quantity, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.passes.check import find_problems
 from arachnec.verification.times import SLACK_MS, StartsTooLate, TimeTooLong, check_times
@@ -113,3 +113,23 @@ def test_anything_may_claim_a_second_whatever_its_formulas_give_it() -> None:
         claimed = with_claim(module, rank, at, "time", ms)
         problems = check_times(Values(claimed), CostModel(claimed))
         assert any(isinstance(one, TimeTooLong) and one.rank == rank for one in problems) == refused
+
+
+@pytest.mark.parametrize("known", ["forward", "backward"])
+def test_half_a_formula_is_none_of_a_train_cascade(known: str) -> None:
+    module = valid("whole")
+    half = {"forward": None, "backward": None} | {known: linear(1.0, "ms")}
+    stages = tuple(replace(stage, attrs=stage.attrs.updated(**half)) for stage in module.stages)
+    for op in ("forward", "backward"):
+        rank, at = next((p.rank, n) for p in module.programs for n, s in enumerate(p.instructions) if s.op == op)
+        claimed = with_claim(replace(module, stages=stages), rank, at, "time", 1e9)
+        assert TimeTooLong not in map(type, check_times(Values(claimed), CostModel(claimed)))
+
+
+def test_a_new_round_takes_no_time_of_its_own() -> None:
+    module = valid("sampling")
+    step = Instruction("replan", module.stages[0].name)
+    program = replace(module.programs[0], instructions=(step,))
+    claimed = with_claim(replace(module, programs=(program,)), program.rank, 0, "time", SLACK_MS + 0.5)
+    (told,) = [p for p in check_times(Values(claimed), CostModel(claimed)) if isinstance(p, TimeTooLong)]
+    assert (told.right, told.most) == (0.0, SLACK_MS)

@@ -109,13 +109,14 @@ def test_a_dropped_gather_is_refused(ranks: set[int]) -> None:
 STEPS = ("gather", "gather", "forward", "backward", "weight", "step", "reduce")
 
 
-def drawn_steps(rng: random.Random, rank: int) -> tuple[Instruction, ...]:
-    """Of a stage and of another one, in any order."""
+def drawn_steps(rng: random.Random, rank: int, alone: bool) -> tuple[Instruction, ...]:
+    """Of a stage and of another one, in any order; ``alone``: whose gradients are rank 1's."""
     steps = []
     for line in range(rng.randint(0, 9)):
         op, stage = rng.choice(STEPS), rng.choice(("dealt", "dealt", "dealt", "whole"))
         own = tuple(other for other in range(WORLD) if other % 2 == rank % 2)
         peers = rng.choice((tuple(range(WORLD)), own, own, (rank,)))
+        peers = (1,) if alone and op == "reduce" else peers
         layers = tuple(rng.choices(range(4), k=rng.randint(1, 3))) if rng.random() < 0.5 else (3, 0, 2)
         tied = (0, 1) if op == "reduce" and rng.random() < 0.2 else None
         attrs = Attributes.of(layers=layers if op == "gather" else None, tied=tied)
@@ -134,7 +135,8 @@ def test_what_a_list_gathers_is_what_the_ranks_with_its_parts_have_updated_once_
     attrs = Attributes.of(params=25 if rest else 20, layers=layers, cell=cell)
     stages = (Stage("dealt", True, attrs.updated(sharded=WORLD)), Stage("whole", True, attrs.updated(cell=None)))
     cascades = tuple(Cascade(f"c_{s.name}", Phase.TRAIN, s.name, (0,), 1, 4, 0) for s in stages)
-    lists = tuple(Program(rank, drawn_steps(rng, rank)) for rank in range(WORLD))
+    alone = rng.random() < 0.2
+    lists = tuple(Program(rank, drawn_steps(rng, rank, alone)) for rank in range(WORLD))
     module = Module("drawn", Level.LOWERED, None, (), stages, cascades=cascades, programs=lists)
     reduces = [step for own in lists for step in own.instructions if (step.op, step.target) == ("reduce", "dealt")]
     place = sorted({rank for step in reduces if "tied" not in step.attrs for rank in step.peers})
