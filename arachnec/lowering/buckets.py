@@ -106,12 +106,9 @@ def best_buckets(stage: Stage, ends: Ends, time: Callable[[float], float]) -> tu
     reached: dict[int, tuple[float, tuple[int, ...]]] = {number: (0.0, ())}
     options: list[tuple[float, tuple[int, ...]]] = []
     for _ in range(MOST_BUCKETS):
-        # The last bucket takes what is of no layer, too. Its latency is left out: every option has it.
+        # The last bucket takes what is of no layer, too. That and its latency are left out: every option has them.
         options.append(
-            min(
-                (max(at, ready[0]) + rate * (total - below[-1] + below[low]), (*buckets, low))
-                for low, (at, buckets) in reached.items()
-            )
+            min((max(at, ready[0]) + rate * below[low], (*buckets, low)) for low, (at, buckets) in reached.items())
         )
         reached = {
             low: min(

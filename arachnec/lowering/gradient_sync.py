@@ -150,6 +150,6 @@ def _buckets(stage: Stage, layer_counts: tuple[int, ...] | None) -> Sequence[Buc
     if layer_counts is None:
         return [None]
     counts, layers = layer_counts, len(layers_of(stage))
-    if not counts or sum(counts) != layers or min(counts[:-1], default=1) < 1 or counts[-1] < 0:
+    if not counts or sum(counts) != layers or any(count < 1 for count in counts[:-1]) or counts[-1] < 0:
         raise UserError(WrongBuckets(stage.span, stage.name, list(counts), layers))
     return buckets_of(stage, counts)

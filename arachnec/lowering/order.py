@@ -8,7 +8,7 @@ from __future__ import annotations
 import bisect
 import heapq
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -173,7 +173,7 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
     starts, bounds = [cascade.start for cascade in order], round_bounds(order)
     handoffs: list[Handoff] = []
     sent: set[tuple[int, int]] = set()
-    load: dict[tuple[int, int], int] = defaultdict(int)
+    load: Counter[tuple[int, int]] = Counter()
     for i, cascade in enumerate(order):
         for name in cascade.inputs:
             p = position[name]
@@ -198,7 +198,7 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
                 if target in held or (p, target) in sent:
                     continue
                 source = min(held, key=lambda r: (node_of(cluster, r) != node_of(cluster, target), load[p, r], r))
-                load[p, source] += 1
+                load.update([(p, source)])
                 sent.add((p, target))
                 handoffs.append(Handoff(p, source, target, slot, size))
     return sorted(handoffs, key=lambda h: (h.slot, order[h.producer].end, h.producer))

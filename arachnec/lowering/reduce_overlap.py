@@ -105,25 +105,22 @@ def _behind(
     while coming:
         rank, first = coming.pop()
         until = first_behind.get(rank, len(lists[rank]))
-        if first >= until:
-            continue
-        first_behind[rank] = first
+        first_behind[rank] = min(first, until)
         for index in range(first, until):
             coming += _met(lists, rank, lists[rank][index])
-        if rank in tails and first <= tails[rank].index < until:  # and so the reduces that start inside it
+        if rank in tails and first <= tails[rank].index:  # and so the reduces that start inside it
             stage = stage_of[tails[rank].backward.target]
-            coming += [(other, tails[other].index + 1) for other in ranks_of[stage] if other != rank]
+            coming += [(other, tails[other].index + 1) for other in ranks_of[stage]]
     return first_behind
 
 
 def _met(lists: Lists, rank: int, item: Instruction) -> Iterator[tuple[int, int]]:
-    """Where other ranks come to what happens on several at once."""
+    """Where ranks come to what happens on several at once."""
     if item.op in _OTHER_END:
         yield item.peers[0], _last(lists[item.peers[0]], _OTHER_END[item.op], item.target, (rank,))
         return
     for peer in item.peers:
-        if peer != rank:
-            yield peer, _last(lists[peer], item.op, item.target, item.peers)
+        yield peer, _last(lists[peer], item.op, item.target, item.peers)
 
 
 def _last(items: Sequence[Instruction], op: str, target: str, peers: tuple[int, ...]) -> int:

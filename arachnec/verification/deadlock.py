@@ -146,7 +146,7 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
     for joined in members.values():
         rank, _, instruction = joined[0]
         peers = instruction.peers
-        missing = tuple(sorted(set(peers) - {rank for rank, _, _ in joined})) if len(joined) < len(peers) else ()
+        missing = () if len(joined) == len(peers) else tuple(sorted(set(peers) - {rank for rank, _, _ in joined}))
         if missing:
             problems.append(GroupIncomplete(instruction.span, rank, written(instruction), rank_list(missing)))
         yield Event(tuple((rank, place) for rank, place, _ in joined))

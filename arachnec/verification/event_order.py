@@ -35,7 +35,7 @@ def find_cycle(events: list[Event]) -> list[Step]:
         return []
     graph: nx.DiGraph[int] = nx.DiGraph()
     for before, after, rank in edges:
-        if before in stuck and after in stuck:
+        if before in stuck:  # and so is what waits for it
             graph.add_edge(before, after, rank=rank)
     start = nx.find_cycle(graph)[0][0]
     paths = (
@@ -78,7 +78,7 @@ def _merged(steps: list[Step]) -> list[Step]:
             merged[-1] = (merged[-1][0], b, rank)
         else:
             merged.append((a, b, rank))
-    if len(merged) > 2 and merged[0][2] == merged[-1][2]:
-        merged[0] = (merged[-1][0], merged[0][1], merged[0][2])
-        merged.pop()
+    first, *others = merged
+    if others and others[-1][2] == first[2]:
+        return [(others[-1][0], first[1], first[2]), *others[:-1]]
     return merged

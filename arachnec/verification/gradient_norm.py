@@ -62,7 +62,7 @@ def _places(values: Values) -> dict[str, set[int]]:
 def _tied(values: Values, program: Program, groups: Mapping[Ranks, Ranks]) -> Iterator[TiedNotReduced]:
     steps = program.instructions
     reduces = [(at, step) for at, step in enumerate(steps) if step.op == "reduce" and "tied" in step.attrs]
-    last = max((at for at, step in enumerate(steps) if step.op in ("backward", "weight")), default=-1)
+    last = max((at for at, step in enumerate(steps) if step.op in ("backward", "weight")), default=0)
     for at, step in reduces:
         parts = integers(step.attrs["tied"])
         ranks = groups.get(parts)

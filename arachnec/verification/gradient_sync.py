@@ -103,7 +103,7 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
                 with_gradient[stage].add(program.rank)
         for stage in sorted({*last, *reduces, *steps}):
             yield from _buckets(values, program, stage, [program.instructions[i] for i in reduces[stage]])
-            yield from _order(values, program, stage, last.get(stage, -1), reduces[stage], steps[stage])
+            yield from _order(values, program, stage, last.get(stage), reduces[stage], steps[stage])
         yield from _shares(values, program)
     in_cells = {stage.name for stage in values.module.stages if (cell_of(stage) or 1) > 1}
     holders = _holders(values.module)
@@ -173,18 +173,19 @@ def _buckets(values: Values, program: Program, stage: str, reduces: list[Instruc
 
 
 def _order(
-    values: Values, program: Program, stage: str, last: int, reduces: list[int], steps: list[int]
+    values: Values, program: Program, stage: str, last: int | None, reduces: list[int], steps: list[int]
 ) -> Iterator[Diagnostic]:
     """Reduces come after the last backward, or start inside it, and before the one step."""
     span, rank = program.span, program.rank
-    if reduces and reduces[0] < last:
+    backward = None if last is None else program.instructions[last]
+    if last is not None and reduces and reduces[0] < last:
         yield NotReduced(span, rank, stage, "a backward comes after the reduce")
     later = None
     for reduce in (program.instructions[index] for index in reduces):
-        early, backward = gib(reduce, "early"), program.instructions[last] if last >= 0 else None
         if "early" not in reduce.attrs:
             later = reduce
             continue
+        early = gib(reduce, "early")
         if backward is None:
             yield WrongStart(reduce.span, rank, written(reduce), "this rank has no backward of the stage")
         elif not 0 <= early <= gib(backward, "time") * (1 + TOLERANCE):

@@ -106,7 +106,7 @@ def _layer(cascade: Cascade, layer: int, parts: tuple[HeadPart, ...], heads: int
         for head, own in groupby(sorted(parts, key=lambda part: part.head), key=lambda part: part.head)
     }
     for head in range(heads):
-        done, owner = 0, -1
+        done = owner = 0
         for part in by_head.get(head, []):
             if part.start > done:
                 yield GroupsNotComputed(span, name, done, part.start - 1, head, layer, groups)

@@ -255,7 +255,7 @@ def _runs(values: Values) -> Iterator[WrongSegmentRuns | WrongSegmentGroup]:
             if instruction.peers and instruction.peers != cascade.ranks:
                 ranks = rank_list(cascade.ranks)
                 yield WrongSegmentGroup(instruction.span, program.rank, written(instruction), cascade.name, ranks)
-    for cascade in values.module.cascades if counts or values.module.programs else ():
+    for cascade in values.module.cascades if values.module.programs else ():
         for rank in cascade.ranks if cascade.phase in ops else ():
             count = counts.pop((cascade.name, rank), 0)
             if count != 1:

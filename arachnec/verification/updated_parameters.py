@@ -67,8 +67,7 @@ def _dealt_out(values: Values, places: Mapping[str, tuple[int, ...]]) -> list[St
 
 def _holding(stage: Stage, rank: int, place: tuple[int, ...]) -> tuple[int, ...]:
     """The ranks that hold what ``rank`` holds of a stage: one in each cell, or all of its place."""
-    cell = cell_of(stage) or 1
-    return replicas(rank, cell, place) if cell > 1 else place
+    return replicas(rank, cell_of(stage) or 1, place)
 
 
 def _places(values: Values) -> dict[str, tuple[int, ...]]:

@@ -8,11 +8,11 @@ import pytest
 
 from arachnec.backends.torch_distributed.executor.attention import attention_by_grid, attention_of, precision_of
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Stage
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Span, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
-from arachnec.lowering.attention import with_attention
+from arachnec.lowering.attention import demand_known, with_attention
 from arachnec.lowering.programs import lower
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.report import plan_report
@@ -114,3 +114,16 @@ def test_plan_and_run_report_the_family() -> None:
     assert rows == {"e": None, "t": "math"}
     assert attention_by_grid(lowered, "bf16", CPU) == {"ulysses 1 x ring 2": "math"}
     assert attention_by_grid(lower(plan()), "bf16", CPU) == {"ulysses 1 x ring 2": "cpu-flash"}
+
+
+def test_a_family_that_there_is_not_is_told_at_its_name_or_else_at_its_cascade() -> None:
+    for written, line in ((named_at(7), 7), (Attributes.of(attention="nonsense"), 3)):
+        cascade = Cascade("t", Phase.TRAIN, "dit", (0,), 1, 4, 0, (), written, Span("here", 3, 1, 3, 2))
+        with pytest.raises(UserError) as caught:
+            demand_known("nonsense", cascade)
+        (problem,) = caught.value.diagnostics
+        assert problem.span is not None and problem.span.line == line
+
+
+def named_at(line: int) -> Attributes:
+    return Attributes((("attention", "nonsense"),), (Span("here", line, 1, line, 2),))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -47,7 +47,13 @@ def splits(layers: int, buckets: int) -> Iterator[tuple[int, ...]]:
             yield (first, *rest)
 
 
-def ends_at(counts: list[int], outside: int, split: tuple[int, ...], ends: list[tuple[float, float]]) -> float:
+def ends_at(
+    counts: list[int],
+    outside: int,
+    split: tuple[int, ...],
+    ends: list[tuple[float, float]],
+    took: Callable[[float], float] = took,
+) -> float:
     """ms at which the last bucket is summed: each waits for the one before, and for all ranks to have passed it."""
     now, high = 0.0, len(counts)
     for number, run in enumerate(split):
@@ -87,6 +93,28 @@ def test_the_fewest_buckets_that_lose_a_hundredth_of_the_gain_at_most_are_taken(
     assert finish(buckets_of(of, chosen), len(counts), ends, took) == pytest.approx(reached, abs=1e-3)
 
 
+@given(
+    st.lists(st.integers(0, 3), min_size=1, max_size=5).filter(any),
+    st.integers(0, 3),
+    st.lists(st.tuples(st.floats(0.0, 20.0), st.floats(0.0, 20.0)), min_size=1, max_size=3),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_byte_of_a_layer_counts(counts: list[int], outside: int, ends: list[tuple[float, float]]) -> None:
+    """Where one takes half a millisecond."""
+
+    def slow(size: float) -> float:
+        return 0.25 + 0.5 * size
+
+    best = [
+        min(ends_at(counts, outside, split, ends, slow) for split in splits(len(counts), number))
+        for number in range(1, len(counts) + 2)
+    ]
+    chosen = best_buckets(stage(counts, outside), ends, slow)
+    reached = ends_at(counts, outside, chosen, ends, slow)
+    assert reached == pytest.approx(best[len(chosen) - 1])
+    assert reached <= min(best) + NEGLIGIBLE_GAIN * (best[0] - min(best)) + 1e-9
+
+
 def test_a_bucket_more_that_gains_less_than_a_hundredth_of_all_is_not_taken() -> None:
     """One ends at 33.12 ms, two at 26.02, three at 25.96."""
     assert best_buckets(stage([11440, 151, 17744], 2212), [(20.0, 12.65804432955135)], took) == (1, 2)
@@ -94,6 +122,7 @@ def test_a_bucket_more_that_gains_less_than_a_hundredth_of_all_is_not_taken() ->
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8), st.integers(1, 80))
 @example([1, 1], 5)
+@example([1, 2], 5)
 @settings(max_examples=80, deadline=None)
 def test_buckets_of_a_size_are_filled_from_the_last_layer_on(counts: list[int], size: int) -> None:
     buckets, left = buckets_of_size(stage(counts), size), [*counts]

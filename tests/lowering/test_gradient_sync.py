@@ -29,9 +29,9 @@ def test_what_two_stages_share_is_summed_with_its_bytes() -> None:
     """48 parameters of the first and last layer and 12 of the last two, 8 bytes each; a stage has the last two."""
     program = planned(2, [clip("a", 1), clip("b", 2)], pipeline_of("p=2", "schedule=1f1b"))
     shared = {
-        (step.peers, step.attrs["bytes"])
+        (step.target, step.peers, step.attrs["bytes"])
         for rank in program.programs
         for step in rank.instructions
         if step.op == "reduce" and "tied" in step.attrs
     }
-    assert shared == {((0, 1), 48 * 8)}
+    assert shared == {("dit_0", (0, 1), 48 * 8)}, "by the first of them"

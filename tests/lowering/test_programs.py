@@ -10,15 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, quantity
-from arachnec.ir.values import Quantity
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce, Stage, Step, quantity
+from arachnec.ir.values import Attributes, Quantity
 from arachnec.ir.verify import verify
 from arachnec.lowering.gathers import updated_parameters
-from arachnec.lowering.order import CyclicInputs, InputNotReady, SavedElsewhere
-from arachnec.lowering.programs import lower
+from arachnec.lowering.order import CyclicInputs, InputNotReady, SavedElsewhere, global_order
+from arachnec.lowering.programs import _placed, _with_ends, instructions_of, lower
 from arachnec.passes.check import find_problems
 from arachnec.passes.lower import Lower
-from tests.passes.plans import DIT, cluster, equal_clips, module_of, placed_modules, timed
+from arachnec.verification.gradient import ClipNotTrained
+from tests.passes.plans import DIT, cluster, equal_clips, linear, module_of, placed_modules, timed
 
 
 def words(module: Module, rank: int) -> list[str]:
@@ -193,3 +194,108 @@ def test_updates_are_gathered_where_the_optimizer_is_dealt_out_over_several_rank
         stage = replace(DIT, attrs=DIT.attrs.updated(layers=layers, sharded=sharded))
         module = replace(one_encode_one_train((0,)), stages=(stage,))
         assert len(updated_parameters(module, {"dit": frozenset(ranks)})) == gathering
+
+
+# -- what a list says --------------------------------------------------------------------------------------------------
+
+
+def test_a_value_that_takes_no_time_to_make_is_sent_behind_its_maker() -> None:
+    """And by its plan everything may start at once."""
+    cascades = [
+        timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 0.0), (0,)),
+        timed("t", Phase.TRAIN, 0, 1000, ("e",), (0.0, 30.0), (1,)),
+    ]
+    lowered = lower(module_of(cluster(gpus=2), equal_clips(), cascades))
+    assert words(lowered, 0)[:2] == ["encode e", "send e"]
+    assert words(lowered, 1)[:2] == ["receive e", "forward t"]
+    assert not find_problems(lowered)
+
+
+def test_a_value_is_freed_when_by_the_plan_it_is_sent() -> None:
+    """To a rank that has nothing before: as soon as it is made and has gone over; later, where that is busy."""
+    others = [
+        timed(f"u{n}", Phase.TRAIN, 1 + n, 1000, (), (start, start + 0.2), (0,)) for n, start in enumerate((0.3, 0.6))
+    ]
+    busy = timed("w", Phase.TRAIN, 3, 1000, (), (0.0, 0.5), (1,))
+
+    def freed(*cascades: Cascade, start: float) -> list[str]:
+        encoder = timed("e", Phase.ENCODE, 0, 1000, (), (0.0, 0.1), (0,))
+        reader = timed("t", Phase.TRAIN, 0, 1000, ("e",), (start, 30.0), (1,))
+        module = module_of(cluster(gpus=2), equal_clips(4), [encoder, *others, *cascades, reader])
+        return [word for word in words(lower(module), 0) if word.split()[0] in ("send", "free", "forward")]
+
+    assert freed(start=0.1) == ["send e", "free e", "forward u0", "forward u1"]
+    assert freed(busy, start=0.5) == ["send e", "forward u0", "free e", "forward u1"]
+
+
+@pytest.mark.parametrize(("clips", "weight"), [(4, 0.25), (0, 0.5)])
+def test_a_clip_weighs_one_of_its_batch_or_of_all_that_a_table_names(clips: int, weight: float) -> None:
+    """Also where no cascade has some of them."""
+    cascades = [timed(f"t{n}", Phase.TRAIN, n, 1000, (), (30.0 * n, 30.0 * n + 30.0), (0,)) for n in range(2)]
+    lowered = lower(module_of(cluster(), equal_clips(clips), cascades))
+    assert [step.attrs["weight"] for _, step in instructions(lowered, "forward")] == [weight, weight]
+    (none,) = lower(module_of(cluster(gpus=1), [], [replace(cascades[0], clips=())])).programs
+    assert none.instructions[0].attrs["weight"] == 0.0
+
+
+def test_a_forward_of_a_pipeline_saves_what_it_does_not_only_work_in() -> None:
+    stage = replace(DIT, attrs=DIT.attrs.updated(workspace=linear(5e-3, "GiB")))
+    forward = replace(timed("f", Phase.FORWARD, 0, 1000, (), (0.0, 30.0), (0,)), phase=Phase.FORWARD)
+    for memory, saved, working in ((20.0, 15.0, 5.0), (4.0, 0.0, 4.0)):
+        cascade = forward.with_attrs(memory=Quantity(memory, "GiB"))
+        step = instructions_of(cascade, stage, 1, 0.0)[0]
+        assert (quantity(step.attrs["memory"]), quantity(step.attrs["workspace"])) == pytest.approx((saved, working))
+        received = instructions_of(cascade, stage, 1, 1.0)[0]
+        assert quantity(received.attrs["memory"]) + quantity(received.attrs["workspace"]) == pytest.approx(memory - 1.0)
+
+
+def test_a_new_round_is_called_by_the_first_model_of_its_requests() -> None:
+    attrs = Attributes.of(degree=1, ranks=(0,), memory=Quantity(1.0, "GiB"))
+    cascades = tuple(
+        Cascade(f"a{n}", Phase.DENOISE, "large", (n,), 1, 4, 0, (), attrs.updated(round=n or None)).with_attrs(
+            start=Quantity(10.0 * n, "ms"), end=Quantity(10.0 * n + 10.0, "ms")
+        )
+        for n in range(3)
+    )
+    stages = (Stage("small", False), Stage("large", False))
+    said = Attributes.of(models=("large", "small"))
+    module = Module("requests", Level.PLACED, cluster(gpus=2), (), stages, cascades=cascades, attrs=said)
+    assert words(lower(module), 0) == [
+        "denoise a0", "free a0", "replan large", "denoise a1", "free a1", "replan large", "denoise a2", "free a2",
+    ]  # fmt: skip
+    for _, rounds in (
+        (p.rank, [s.attrs["round"] for s in p.instructions if s.op == "replan"]) for p in lower(module).programs
+    ):
+        assert rounds == [1, 2]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_what_stands_behind_a_last_backward_is_known_before_reduces_start_inside_it(alone: bool) -> None:
+    """Rank 0 has its one backward first, and the sum of the other stage's gradients behind it: its own sum may not
+    start before that. Also where another rank holds one of the stages ``alone``."""
+    layers = (("blocks.0", 1000), ("blocks.1", 1000))
+    stages = tuple(replace(DIT, name=name, attrs=DIT.attrs.updated(layers=layers)) for name in ("one", "two"))
+    when = {"a": ("one", 0, 0.0), "b": ("two", 1, 10.0), "c": ("one", 1, 20.0)}
+    cascades = []
+    for n, (name, (stage, rank, start)) in enumerate(when.items()):
+        forward = timed(f"f{n}", Phase.FORWARD, n, 1000, (), (start, start + 3.0), (rank,))
+        backward = timed(name, Phase.BACKWARD, n, 1000, (f"f{n}",), (start + 3.0, start + 10.0), (rank,))
+        cascades += [replace(forward, stage=stage), replace(backward, stage=stage)]
+    reductions = tuple(Reduce(stage.name, (), Attributes.of(buckets=(1, 1))) for stage in stages)
+    steps = tuple(Step(stage.name) for stage in stages)
+    module = replace(
+        module_of(cluster(gpus=3), equal_clips(3), cascades), stages=stages, reductions=reductions, steps=steps
+    )
+    assert module.cluster is not None
+    order = global_order(module.cascades)
+    resident = {"one": frozenset({0, 1, 2}), "two": frozenset({0, 1} if alone else {0, 1, 2})}
+    lists, _ = _with_ends(module, module.cluster, order, _placed(module, module.cluster, order, [], None), resident)
+    assert [f"{step.op} {step.target}" for step in lists[0]] == [
+        "forward f0", "backward a", "reduce two", "reduce two", "reduce one", "reduce one",
+    ]  # fmt: skip
+    early = {rank: [step.target for step in items if "early" in step.attrs] for rank, items in lists.items()}
+    assert early[0] == [] and set(early[1]) == {"one"}
+    (problem,) = find_problems(lower(module))
+    assert isinstance(problem, ClipNotTrained), (
+        "each clip goes through one of the stages alone, and else nothing is wrong"
+    )

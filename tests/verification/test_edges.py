@@ -7,12 +7,12 @@ import math
 import random
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 
 import networkx as nx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import HARDWARE_QUEUES, HOST_HANDOFFS, STREAMS
@@ -20,9 +20,9 @@ from arachnec.analysis.memory import high_water
 from arachnec.analysis.uses import Values
 from arachnec.cluster.host_memory import usable_host_memory
 from arachnec.cost.model import CostModel
-from arachnec.ir.head_division import CUT
+from arachnec.ir.head_division import CUT, parts_by_layer
 from arachnec.ir.module_index import index_of
-from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integer, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Span, integer, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.sparse_rules import GroupsOutside, head_rows_fit_the_degree
 from arachnec.ir.values import Attributes, Quantity, Value
@@ -32,7 +32,7 @@ from arachnec.verification import memory_claims
 from arachnec.verification.device_limits import TooManyPending, TooManyStreams, check_device_limits
 from arachnec.verification.event_order import Event, find_cycle
 from arachnec.verification.heads import GroupsComputedTwice, GroupsNotComputed, check_heads
-from arachnec.verification.host_memory import HostOutOfMemory, host_peak
+from arachnec.verification.host_memory import TOLERANCE_GIB, HostOutOfMemory, check_host_memory, host_peak
 from arachnec.verification.memory import OutOfMemory
 from benchmarks.trust.random_programs import random_program
 from tests.passes.plans import DIT, cluster, equal_clips, linear, module_of, timed
@@ -164,6 +164,48 @@ def test_a_host_may_be_full_to_what_is_usable() -> None:
             assert (problem.own, problem.need) == (pytest.approx(max(peaks)), pytest.approx(need))
 
 
+def test_the_host_that_keeps_too_much_is_told_with_the_rank_that_keeps_most() -> None:
+    """Of two ranks one keeps more throughout and one more inputs: their sums count. Full to the last digit is taken."""
+    module = module_of(cluster(gpus=2), equal_clips(), [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 1.0), (0, 1))])
+    assert module.cluster is not None
+    attrs = module.cluster.attrs.updated(host_memory=Quantity(10.0, "GiB"))
+    module = replace(module, cluster=replace(module.cluster, attrs=attrs))
+    assert module.cluster is not None
+    usable = usable_host_memory(module.cluster)
+
+    def keeping(*ranks: tuple[float, float]) -> list[object]:
+        """GiB of each rank throughout, and of inputs between its forward and its backward."""
+        programs = tuple(
+            Program(
+                rank,
+                (
+                    Instruction("forward", "t", (0, 1), Attributes.of(host=Quantity(inputs, "GiB"))),
+                    Instruction("backward", "t", (0, 1)),
+                ),
+                Attributes.of(host_state=Quantity(state, "GiB")),
+                Span("here", rank + 1, 1, rank + 1, 2),
+            )
+            for rank, (state, inputs) in enumerate(ranks)
+        )
+        return list(check_host_memory(Values(replace(module, programs=programs))))
+
+    limit = usable + TOLERANCE_GIB
+    assert keeping((limit, 0.0), (0.0, 0.0)) == []
+    assert [type(one) for one in keeping((math.nextafter(limit, 99.0), 0.0), (0.0, 0.0))] == [HostOutOfMemory]
+    for ranks, most in (
+        (((6.0, 1.0), (1.0, 5.0)), 0),
+        (((1.0, 5.0), (6.0, 1.0)), 1),
+        (((1.0, 6.0), (5.0, 1.0)), 0),
+        (((5.0, 1.0), (1.0, 6.0)), 1),
+    ):
+        (told,) = keeping(*ranks)
+        assert isinstance(told, HostOutOfMemory)
+        state, inputs = (sum(sizes) for sizes in zip(*ranks, strict=True))
+        assert (told.own, told.state, told.inputs, told.need, told.usable) == (7.0, state, inputs, 13.0, usable)
+        assert told.span is not None and told.span.line == most + 1
+        assert told.stated == 15.0, "of which nine tenths are enough"
+
+
 # -- streams and queues ------------------------------------------------------------------------------------------------
 
 
@@ -224,6 +266,19 @@ def test_a_cycle_is_found_where_there_is_one_and_is_one(ranks: int, count: int, 
         assert cycle[0][2] != cycle[-1][2], "also where it closes"
 
 
+def test_of_cycles_through_one_event_the_shortest_is_told() -> None:
+    """Events 0 and 1 wait for each other, and 0, 2 and 3; each of five ranks comes to two of them."""
+    for order in permutations(((0, 1), (1, 0), (0, 2), (2, 3), (3, 0))):
+        if order[0] in ((2, 3), (3, 0)):
+            continue  # a search that begins there may end in the longer one
+        events = (
+            Event(tuple((rank, (pair.index(number), 0, 0)) for rank, pair in enumerate(order) if number in pair))
+            for number in range(4)
+        )
+        cycle = find_cycle(list(events))
+        assert sorted(step[:2] for step in cycle) == [(0, 1), (1, 0)]
+
+
 # -- heads -------------------------------------------------------------------------------------------------------------
 
 
@@ -231,6 +286,7 @@ def test_a_cycle_is_found_where_there_is_one_and_is_one(ranks: int, count: int, 
     st.lists(st.tuples(st.integers(-1, 3), st.integers(0, 1), st.integers(-1, 5), st.integers(0, 6)), max_size=6),
     st.integers(1, 5),
 )
+@example([(1, 0, 0, 3), (1, 1, 1, 3), (1, 0, 2, 3)], 3)
 @settings(max_examples=100)
 def test_query_groups_are_those_that_painting_them_finds(parts: list[tuple[int, ...]], groups: int) -> None:
     """Layer 0 has three heads, which lie on places 0, 1 and 0; parts of them are given elsewhere."""
@@ -262,6 +318,11 @@ def test_query_groups_are_those_that_painting_them_finds(parts: list[tuple[int, 
             assert span <= missing
         else:
             assert all(painted[one] > 1 for one in span)
+            own = sorted(part for part in parts_by_layer(cascade)[0] if part.head == problem.head)
+            own.sort(key=lambda part: part.start)
+            assert (problem.one, problem.other, problem.first) in [
+                (max(own[:n], key=lambda part: part.stop).place, own[n].place, own[n].start) for n in range(1, len(own))
+            ], "the first of those that reach farthest has them, too"
     assert {*told} == missing
     twice = any(count > 1 for count in painted.values())
     assert twice == any(isinstance(problem, GroupsComputedTwice) for problem in problems)

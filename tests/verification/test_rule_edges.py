@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
-from arachnec.ir.nodes import Instruction, Module, Program, quantity
+import pytest
+
+from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.uses import Values, written
+from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, quantity
 from arachnec.ir.parser import parse_module
-from arachnec.ir.values import Quantity, Value
+from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.check import find_problems
+from arachnec.verification import sparse_paths
+from arachnec.verification.encoders import OtherCell, SharedTooFar, check_encoders
 from arachnec.verification.gradient import WrongRunCount
-from arachnec.verification.gradient_sync import TOLERANCE, WrongStart
+from arachnec.verification.gradient_sync import TOLERANCE, NotReduced, WrongStart, check_gradient_sync
+from arachnec.verification.handoffs import PartMissing, WrongSource, _sources_on
+from arachnec.verification.memory import TOLERANCE_GIB as MEMORY_TOLERANCE
+from arachnec.verification.memory import OutOfMemory, check_memory
 from arachnec.verification.times import SLACK_MS, TimeTooLong
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -72,3 +83,99 @@ def test_a_bucket_may_start_as_much_before_the_backwards_end_as_rounding_allows(
     for early, refused in ((most, False), (most * (1 + 1e-9), True), (0.0, False), (-1e-9, True)):
         problems = find_problems(with_attribute(module, program.rank, at, "early", Quantity(early, "ms")))
         assert (WrongStart in map(type, problems)) == refused, early
+
+
+def test_a_plan_that_is_too_large_is_told_where_it_holds_most_or_for_its_parameters_alone() -> None:
+    """A device may be full to the last digit."""
+    module = golden("valid")
+    assert module.cluster is not None
+    attrs = module.cluster.attrs.updated(device="cpu")  # which has no communicators
+    module = replace(module, cluster=replace(module.cluster, attrs=attrs))
+    assert module.cluster is not None
+    limit = module.cluster.memory + MEMORY_TOLERANCE
+    largest = Instruction("denoise", "t0", (0,), Attributes.of(workspace=Quantity(100.0, "GiB")))
+
+    def told(gib: float, *steps: Instruction) -> list[str]:
+        own = Program(0, steps, Attributes.of(state=Quantity(gib, "GiB")))
+        problems = check_memory(Values(replace(module, programs=(own,))), HOST_HANDOFFS)
+        return [problem.instruction for problem in problems if isinstance(problem, OutOfMemory)]
+
+    assert told(limit) == []
+    assert told(math.nextafter(limit, 99.0)) == ["its parameters alone"]
+    small = replace(largest, attrs=Attributes())
+    assert told(0.0, small) == []
+    assert told(0.0, largest, small) == told(0.0, small, largest) == [written(largest)]
+    assert told(99.0, small) == ["its parameters alone"]
+
+
+@pytest.mark.parametrize("cell", [None, 2])
+def test_an_encoder_is_shared_as_far_as_it_divides_or_its_batch_has_clips_and_lies_on_its_cell(
+    cell: int | None,
+) -> None:
+    """One that names no ranks runs on its own alone."""
+    for divides in (None, 1, 2):
+        stage = Stage("vae", False, Attributes.of(divides=divides, tensor_parallel=cell))
+        for batch, ranks in ((1, ()), (1, (0,)), (1, (0, 1)), (2, (0, 1)), (2, (0, 1, 2))):
+            cascade = Cascade("e", Phase.ENCODE, "vae", (0,), batch, 4, 0)
+            programs = (Program(0, (Instruction("encode", "e", ranks),)),)
+            module = replace(golden("valid"), stages=(stage,), cascades=(cascade,), programs=programs)
+            told = list(check_encoders(Values(module)))
+            if cell is not None:
+                others = [one.ranks for one in told if isinstance(one, OtherCell)]
+                right = counted(len(ranks) or 1, "rank")
+                assert others == ([] if ranks == (0, 1) else [right]) and len(told) == len(others)
+            else:
+                shared = divides is not None and max(len(ranks), 1) > max(divides, batch)
+                assert [type(one) for one in told] == [SharedTooFar] * shared
+
+
+def test_a_part_that_is_missing_is_told_by_the_first_rank_that_has_it() -> None:
+    """Of a value of which some part has come; what has not come at all is told elsewhere."""
+    reader = Cascade("c", Phase.FORWARD, "dit", (0,), 1, 4, 0, ("v",))
+    module = replace(golden("valid"), cascades=(replace(reader, name="v", inputs=()), reader))
+
+    def told(*sources: int) -> list[Diagnostic]:
+        receives = tuple(Instruction("receive", "v", (source,)) for source in sources)
+        program = Program(0, (*receives, Instruction("forward", "c", (0,))))
+        return list(_sources_on(Values(module), program, {("v", 0): (3, 1, 2, 4)}))
+
+    assert told() == told(1, 2, 3, 4) == []
+    for sources, first in (((3,), 1), ((1,), 2), ((1, 2), 3), ((4, 1, 3), 2), ((1, 2, 3), 4)):
+        (problem,) = told(*sources)
+        assert isinstance(problem, PartMissing) and problem.source == first
+    wrong, _ = told(7)
+    assert isinstance(wrong, WrongSource)
+
+
+@pytest.mark.parametrize(("sparse", "faster"), [((1,), (0,)), ((0,), (1,)), ((), (0, 1)), ((0, 1), ()), ((0,), (0, 1))])
+def test_the_first_layer_that_takes_the_slower_path_is_told_with_its_paths(
+    monkeypatch: pytest.MonkeyPatch, sparse: tuple[int, ...], faster: tuple[int, ...]
+) -> None:
+    monkeypatch.setattr(sparse_paths, "faster_sparse", lambda stage, tokens, text: faster)
+    module = golden("heads_valid")
+    cascade = module.cascades[0].with_attrs(sparse=sparse or None, heads=None)
+    (told,) = sparse_paths.check_sparse_paths(Values(replace(module, cascades=(cascade,))))
+    assert isinstance(told, sparse_paths.OtherPath)
+    first = min({*sparse} ^ {*faster})
+    assert told.layer == first
+    assert (told.path, told.right) == (("sparse", "dense") if first in sparse else ("dense", "sparse"))
+
+
+def test_a_backward_on_the_first_place_of_a_list_is_one() -> None:
+    """What starts inside it has a backward to start in, and a reduce above it comes too early."""
+    module = golden("buckets_valid")
+    program = module.programs[0]
+    backward = [step for step in program.instructions if step.op == "backward"][-1]
+    ends = program.instructions[program.instructions.index(backward) + 1 :]
+    ends = tuple(step for step in ends if step.op in ("reduce", "step"))
+    assert any("early" in step.attrs for step in ends)
+
+    def told(*steps: Instruction) -> set[tuple[type[Diagnostic], str]]:
+        problems = check_gradient_sync(Values(with_steps(module, program.rank, steps)))
+        own = (one for one in problems if isinstance(one, WrongStart | NotReduced) and one.rank == program.rank)
+        return {(type(one), one.reason) for one in own}
+
+    assert told(backward, *ends) == set()
+    assert told(*ends) == {(WrongStart, "this rank has no backward of the stage")}
+    assert (NotReduced, "a backward comes after the reduce") in told(*ends, backward)
+    assert told(ends[-1], backward, *ends[:-1]) == set()

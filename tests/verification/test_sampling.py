@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.analysis.uses import Values
-from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, Program
+from arachnec.analysis.uses import Values, rank_list
+from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, Program, Span
 from arachnec.ir.values import Attributes
 from arachnec.planning.sampling.segments import chain, segments_of
-from arachnec.verification.sampling import StepsLeft, WrongDecode, WrongStep, _rounds, check_sampling
+from arachnec.verification.sampling import (
+    StepsLeft,
+    WrongDecode,
+    WrongSegmentGroup,
+    WrongStep,
+    _rounds,
+    _runs,
+    check_sampling,
+)
 
 MODELS = ("large", "small")
 
@@ -98,6 +108,49 @@ def test_a_rank_comes_to_every_round_in_turn_and_runs_its_cascades_in_theirs(
     assert {problem.instruction.split()[0] for problem in told} <= {"replan", "denoise"}
     assert all("large" in problem.instruction for problem in told if "ends there" in problem.reason)
     assert not list(_rounds(Values(replace(module, cascades=(), programs=(Program(0, ()),)))))
+
+
+@given(st.booleans(), st.randoms(use_true_random=False))
+def test_every_rank_of_a_segment_runs_it_once_as_its_group_and_no_other_rank_does(
+    programs: bool, rng: random.Random
+) -> None:
+    """Also where no rank runs any of them. A module that is not lowered yet has no programs, and nothing to hold."""
+    phases = {"encode": Phase.ENCODE, "denoise": Phase.DENOISE, "decode": Phase.DECODE, "train": Phase.TRAIN}
+    drawn = [(op, tuple(rng.sample(range(3), rng.randint(1, 3)))) for op in rng.choices([*phases], k=3)]
+    cascades = tuple(
+        Cascade(f"c{n}", phases[op], "large", (0,), 1, 4, 0, (), Attributes.of(ranks=ranks), at(n))
+        for n, (op, ranks) in enumerate(drawn)
+    )
+    lists = []
+    for rank in range(3 if programs else 0):
+        steps = []
+        for line in range(rng.choice((0, 0, 3, 6))):
+            number = rng.randrange(3)
+            op = rng.choice((drawn[number][0], drawn[number][0], "free", "encode"))
+            peers = rng.choice((drawn[number][1], drawn[number][1], (), (rank, 7)))
+            steps.append(Instruction(op, f"c{number}", peers, span=at(100 * (rank + 1) + line)))
+        lists.append(Program(rank, tuple(steps)))
+    module = replace(module_of(Clip(0, 1, 16, 16, 0, 4), cascades), programs=tuple(lists))
+    right: list[tuple[object, ...]] = []
+    for rank in range(3 if programs else 0):
+        for n, (op, ranks) in enumerate(drawn):
+            own = [s for s in lists[rank].instructions if (s.op, s.target) == (op, f"c{n}")] if op != "train" else []
+            right += [(step.span, rank, f"c{n}") for step in own if step.peers not in ((), ranks)]
+            wanted = int(rank in ranks and op != "train")
+            if len(own) != wanted:
+                span = own[-1].span if own else cascades[n].span
+                right.append((span, rank, op, f"c{n}", len(own), wanted, rank_list(ranks)))
+    told = [
+        (one.span, one.rank, one.cascade)
+        if isinstance(one, WrongSegmentGroup)
+        else (one.span, one.rank, one.op, one.cascade, one.count, one.right, one.ranks)
+        for one in _runs(Values(module))
+    ]
+    assert Counter(told) == Counter(right)
+
+
+def at(line: int) -> Span:
+    return Span("drawn", line + 1, 1, line + 1, 2)
 
 
 def test_a_decode_reads_the_last_segment_of_its_request() -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from arachnec.analysis.uses import Values
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Module, Program, Quantity, quantity
+from arachnec.ir.nodes import Instruction, Module, Program, Quantity, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.passes.check import find_problems
-from arachnec.verification.times import StartsTooLate, TimeTooLong, check_times
+from arachnec.verification.times import SLACK_MS, StartsTooLate, TimeTooLong, check_times
+from tests.passes.plans import linear
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PROGRAMS = {
@@ -54,7 +55,7 @@ def test_no_instruction_may_claim_more_time_than_its_formulas_give_it(name: str)
         assert TimeTooLong in map(type, longer), step
         told = next(problem for problem in longer if isinstance(problem, TimeTooLong))
         assert told.most == 2 * told.right + 1000
-        for ms, refused in ((told.most - 1e-6, False), (told.most + 1e-6, True)):
+        for ms, refused in ((told.most, False), (told.most + 1e-6, True)):
             problems = find_problems(with_claim(module, rank, at, "time", ms))
             assert (TimeTooLong in map(type, problems)) == refused, step
 
@@ -67,7 +68,7 @@ def test_nothing_starts_when_all_work_in_turn_would_have_ended(name: str) -> Non
     told = next(problem for problem in late if isinstance(problem, StartsTooLate))
     assert told.most == 2 * told.total + 1000
     assert told.total >= max(c.end - c.start for c in module.cascades) / 2
-    for ms, refused in ((told.most - 1e-6, False), (told.most + 1e-6, True)):
+    for ms, refused in ((told.most, False), (told.most + 1e-6, True)):
         problems = find_problems(with_claim(module, rank, at, "start", ms))
         assert (StartsTooLate in map(type, problems)) == refused
 
@@ -100,3 +101,35 @@ def test_where_a_stage_has_no_formula_nothing_is_compared() -> None:
     rank, at = next((p.rank, n) for p in module.programs for n, s in enumerate(p.instructions) if s.op == "backward")
     claimed = with_claim(replace(module, stages=bare), rank, at, "time", 1e9)
     assert TimeTooLong not in map(type, find_problems(claimed))
+
+
+def test_anything_may_claim_a_second_whatever_its_formulas_give_it() -> None:
+    """Less than nothing, too."""
+    module = valid("whole")
+    less = tuple(replace(stage, attrs=stage.attrs.updated(forward=linear(-1.0, "ms"))) for stage in module.stages)
+    module = replace(module, stages=less)
+    rank, at = next((p.rank, n) for p in module.programs for n, s in enumerate(p.instructions) if s.op == "forward")
+    for ms, refused in ((SLACK_MS, False), (SLACK_MS + 1e-6, True)):
+        claimed = with_claim(module, rank, at, "time", ms)
+        problems = check_times(Values(claimed), CostModel(claimed))
+        assert any(isinstance(one, TimeTooLong) and one.rank == rank for one in problems) == refused
+
+
+@pytest.mark.parametrize("known", ["forward", "backward"])
+def test_half_a_formula_is_none_of_a_train_cascade(known: str) -> None:
+    module = valid("whole")
+    half = {"forward": None, "backward": None} | {known: linear(1.0, "ms")}
+    stages = tuple(replace(stage, attrs=stage.attrs.updated(**half)) for stage in module.stages)
+    for op in ("forward", "backward"):
+        rank, at = next((p.rank, n) for p in module.programs for n, s in enumerate(p.instructions) if s.op == op)
+        claimed = with_claim(replace(module, stages=stages), rank, at, "time", 1e9)
+        assert TimeTooLong not in map(type, check_times(Values(claimed), CostModel(claimed)))
+
+
+def test_a_new_round_takes_no_time_of_its_own() -> None:
+    module = valid("sampling")
+    step = Instruction("replan", module.stages[0].name)
+    program = replace(module.programs[0], instructions=(step,))
+    claimed = with_claim(replace(module, programs=(program,)), program.rank, 0, "time", SLACK_MS + 0.5)
+    (told,) = [p for p in check_times(Values(claimed), CostModel(claimed)) if isinstance(p, TimeTooLong)]
+    assert (told.right, told.most) == (0.0, SLACK_MS)

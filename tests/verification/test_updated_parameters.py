@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import HOST_HANDOFFS
 from arachnec.analysis.receive_prefetch import prefetched_receives
-from arachnec.analysis.uses import Values
-from arachnec.ir.nodes import Instruction, Module
+from arachnec.analysis.uses import Values, rank_list
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, Span, Stage, integers
+from arachnec.ir.values import Attributes
 from arachnec.passes.check import find_problems
+from arachnec.verification.updated_parameters import NotUpdated, WrongGather, check_updated_parameters
 from tests.distributed.executor_cases import Work, clip, lowered, traced
 from tests.emulator.machine import Machine, Standstill
 from tests.emulator.translate import Backend, actions_of
@@ -101,3 +104,69 @@ def test_a_dropped_gather_is_refused(ranks: set[int]) -> None:
     for rank in ranks:
         module = with_list(module, rank, list(module.programs[rank].instructions[1:]))
     assert find_problems(module)
+
+
+STEPS = ("gather", "gather", "forward", "backward", "weight", "step", "reduce")
+
+
+def drawn_steps(rng: random.Random, rank: int, alone: bool) -> tuple[Instruction, ...]:
+    """Of a stage and of another one, in any order; ``alone``: whose gradients are rank 1's."""
+    steps = []
+    for line in range(rng.randint(0, 9)):
+        op, stage = rng.choice(STEPS), rng.choice(("dealt", "dealt", "dealt", "whole"))
+        own = tuple(other for other in range(WORLD) if other % 2 == rank % 2)
+        peers = rng.choice((tuple(range(WORLD)), own, own, (rank,)))
+        peers = (1,) if alone and op == "reduce" else peers
+        layers = tuple(rng.choices(range(4), k=rng.randint(1, 3))) if rng.random() < 0.5 else (3, 0, 2)
+        tied = (0, 1) if op == "reduce" and rng.random() < 0.2 else None
+        attrs = Attributes.of(layers=layers if op == "gather" else None, tied=tied)
+        target = stage if op in ("gather", "step", "reduce") else f"c_{stage}"
+        steps.append(Instruction(op, target, peers, attrs, Span("drawn", 100 * rank + line + 1, 1, 9, 9)))
+    return tuple(steps)
+
+
+@given(st.sampled_from([None, 1, 2]), st.booleans(), st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_what_a_list_gathers_is_what_the_ranks_with_its_parts_have_updated_once_and_before_it_is_read(
+    cell: int | None, rest: bool, rng: random.Random
+) -> None:
+    """Layer 1 has no parameters, 3 is what lies outside of 0 to 2. The next update reads, too."""
+    layers = (("blocks.0", 10), ("blocks.1", 0), ("blocks.2", 10))
+    attrs = Attributes.of(params=25 if rest else 20, layers=layers, cell=cell)
+    stages = (Stage("dealt", True, attrs.updated(sharded=WORLD)), Stage("whole", True, attrs.updated(cell=None)))
+    cascades = tuple(Cascade(f"c_{s.name}", Phase.TRAIN, s.name, (0,), 1, 4, 0) for s in stages)
+    alone = rng.random() < 0.2
+    lists = tuple(Program(rank, drawn_steps(rng, rank, alone)) for rank in range(WORLD))
+    module = Module("drawn", Level.LOWERED, None, (), stages, cascades=cascades, programs=lists)
+    reduces = [step for own in lists for step in own.instructions if (step.op, step.target) == ("reduce", "dealt")]
+    place = sorted({rank for step in reduces if "tied" not in step.attrs for rank in step.peers})
+    training = [3, 0, 2] if rest else [0, 2]
+    right: list[tuple[object, str]] = []
+    for own in lists:
+        ranks = tuple(rank for rank in place if rank % (cell or 1) == own.rank % (cell or 1))
+        for step in own.instructions:
+            if step.op != "gather":
+                continue
+            unknown = [layer for layer in integers(step.attrs["layers"]) if layer not in training]
+            if step.target == "whole" or len(place) < 2:
+                right.append((step.span, f"every rank has updated all of @{step.target} itself"))
+            elif step.peers != ranks:
+                right.append((step.span, f"ranks {rank_list(ranks)} have updated its parts"))
+            elif unknown:
+                right.append((step.span, f"layer {unknown[0]} is not one of those that train"))
+        gathered: list[int] = []
+        for step in own.instructions if own.rank in place and len(place) > 1 else ():
+            if (step.op, step.target) == ("gather", "dealt"):
+                for layer in integers(step.attrs["layers"]):
+                    right += [(step.span, f"{layer}: is gathered a second time")] * (gathered.count(layer) == 1)
+                    gathered.append(layer)
+            missing = [layer for layer in training if layer not in gathered]
+            if missing and (step.target == "c_dealt" or (step.op, step.target) == ("step", "dealt")):
+                right.append((step.span, f"{missing[0]}: is not whole yet"))
+                break
+    told = [
+        (one.span, one.reason if isinstance(one, WrongGather) else f"{one.layer}: {one.reason}")
+        for one in check_updated_parameters(Values(module))
+        if isinstance(one, WrongGather | NotUpdated)
+    ]
+    assert Counter(told) == Counter(right)
