@@ -51,7 +51,7 @@ def choose_k(
     Candidates are the divisors of m where none are given. UserError if the memory does not hold even the smallest.
     """
     stages, count = len(times.forward), len(times.forward[0])
-    wanted = sorted(candidates or (k for k in range(1, count + 1) if count % k == 0))
+    wanted = sorted(candidates or (k for k in groupings(count) if count % k == 0))
     fitting = [k for k in wanted if overfull(k, saved, limits) is None]
     if not fitting:
         require_held(wanted[0], saved, limits)

@@ -87,20 +87,19 @@ def pipedream_plan(instance: Instance) -> HybridPlan:
     until, parameters = np.array(instance.until), np.array(instance.parameters, dtype=float)
     crossing = (2e3 * cut * instance.batch / instance.profile_batch for cut in instance.profile.cuts)
     sent = np.array([0.0, *(transfer / machines.send / m for transfer in crossing)])
-    # least[i, n]: the bottleneck of the first i layers on n devices; plans[i][n]: their (last, replicas)
+    # least[i, n]: the bottleneck of the first i layers on n devices; plans[i, n]: their (last, replicas)
     least = np.full((layers + 1, count + 1), math.inf)
     least[0, 0] = 0.0
-    plans: list[list[tuple[tuple[int, int], ...]]] = [[()] * (count + 1) for _ in range(layers + 1)]
+    plans: dict[tuple[int, int], tuple[tuple[int, int], ...]] = {(0, 0): ()}
     for last in range(1, layers + 1):
         reduce = 2e3 * (replicas - 1) * (parameters[last] - parameters[:last]) / machines.reduce
         own = np.maximum(np.maximum((until[last] - until[:last]) / m, reduce) / replicas, sent[:last])
         for n in range(1, count + 1):
             bottleneck = np.maximum(least[:last, n - 1 :: -1].T, own[:n])  # by replicas and first layer
             fewer, first = divmod(int(bottleneck.argmin()), last)
-            if bottleneck[fewer, first] < math.inf:
-                least[last, n] = bottleneck[fewer, first]
-                plans[last][n] = (*plans[first][n - fewer - 1], (last, fewer + 1))
-    _, parts = min(zip(least[layers].tolist(), plans[layers], strict=True))
+            least[last, n] = bottleneck[fewer, first]
+            plans[last, n] = (*plans[first, n - fewer - 1], (last, fewer + 1))
+    _, parts = min((least[ended], parts) for ended, parts in plans.items() if ended[0] == layers)
     used: Allocation = (0,) * machines.count
     stages: list[Stage] = []
     for last, shared in parts:

@@ -41,9 +41,7 @@ class _Run:
     def __init__(self, problem: OrderProblem, entry: Sequence[int], split: bool) -> None:
         times = problem.times
         self.problem, self.entry, self.split = problem, entry, split
-        self.position = [0] * len(entry)
-        for k, micro_batch in enumerate(entry):
-            self.position[micro_batch] = k
+        self.position = {micro_batch: k for k, micro_batch in enumerate(entry)}
         ranks, stages = len(problem.hosted), problem.stages
         self.gradient_times = times.activation_gradient if split else problem.backward
         self.free: list[float] = [0.0] * ranks

@@ -43,7 +43,7 @@ def dapple(
     the memory of a rank holds: ``most``, for all ranks or one number for each. UserError where that is none.
     """
     require_positive(stages=stages, micro_batches=micro_batches)
-    return _schedule(stages, micro_batches, 1, warm_up([1] * stages, policy, most))
+    return PipelineSchedule(tuple(order for (order,) in dapple_in_turns([1] * stages, micro_batches, policy, most)))
 
 
 def dapple_in_turns(
@@ -74,13 +74,13 @@ def warm_up(replicas: Sequence[int], policy: WarmUp, most: int | Sequence[int] |
     """
     if policy not in ("A", "B"):
         raise UserError(UnknownWarmUpPolicy(None, str(policy)))
-    held = [2 * sum(replicas)] * len(replicas) if most is None else limits(most, len(replicas))
-    ahead: list[int] = []
-    through = 2 * sum(replicas)  # micro-batches that go forward, on all replicas, before the first goes backward
-    for stage, own in enumerate(replicas):
-        under_way = -(-sum(replicas[stage:]) // own)
-        wanted = under_way if policy == "A" else 2 * under_way - 1
-        ahead.append(min(wanted, held[stage], (through - 1) // own + 1))
+    under_way = [-(-sum(replicas[stage:]) // own) for stage, own in enumerate(replicas)]
+    wanted = under_way if policy == "A" else [2 * count - 1 for count in under_way]
+    held = wanted if most is None else limits(most, len(replicas))
+    ahead = [min(wanted[0], held[0])]
+    through = ahead[0] * replicas[0]  # micro-batches that go forward, on all replicas, before the first goes backward
+    for own, enough, room in zip(replicas[1:], wanted[1:], held[1:], strict=True):
+        ahead.append(min(enough, room, -(-through // own)))
         through = min(through, ahead[-1] * own)
     return ahead
 

@@ -1,8 +1,8 @@
 """How short a pipeline can be at best, whatever the order: a valid lower bound in milliseconds.
 
-Three arguments. A micro-batch passes all stages there and back. A rank runs one action at a time, none before its
-input can be there, and what follows an action follows it (Jackson's preemptive schedule, which is exact for one rank
-whose actions may be interrupted). And memory: a forward's bytes are held until its last gradient, so bytes times
+Two arguments. A rank runs one action at a time, none before its input can be there, and what follows an action follows
+it (Jackson's preemptive schedule, which is exact for one rank whose actions may be interrupted): so a micro-batch also
+passes all stages there and back. And memory: a forward's bytes are held until its last gradient, so bytes times
 seconds need room below the limit (dual feasible functions, Fekete and Schepers 2001, count clips that exclude each
 other in full).
 """
@@ -24,11 +24,11 @@ def lower_bound(problem: OrderProblem, split: bool) -> float:
     Transfers count with their length, their queues do not.
     """
     chains = _Chains(problem, split)
-    bound = max(chains.whole(m) for m in range(problem.micro_batches))
-    for rank, hosted in enumerate(problem.hosted):
-        if hosted:
-            bound = max(bound, one_rank_bound(chains.actions(hosted)), _memory(problem, chains, rank))
-    return bound
+    return max(
+        max(one_rank_bound(chains.actions(hosted)), _memory(problem, chains, rank))
+        for rank, hosted in enumerate(problem.hosted)
+        if hosted
+    )
 
 
 class _Chains:
@@ -43,7 +43,7 @@ class _Chains:
         if split:
             self.gradient, self.weight = _shorter_way(problem)
         here = [problem.placement[cut] == problem.placement[cut + 1] for cut in range(stages - 1)]
-        free: Table = [[0] * count] * (stages - 1)
+        free: Table = [[0] * count] * stages
         sends, returns = times.send_forward or free, times.send_backward or free
         self.stages = stages
         self.heads: list[list[float]] = [[0] * count]  # before the forward of a stage

@@ -70,5 +70,5 @@ def _one_by_one(machines: list[int], free: list[int]) -> Iterator[int]:
 
 def _in_turn(machines: list[int], free: list[int]) -> Iterator[int]:
     """Every free device's machine, one of each in turn."""
-    for turn in range(max(free, default=0)):
-        yield from (machine for machine, count in zip(machines, free, strict=True) if turn < count)
+    turns = sorted((turn, place) for place, count in enumerate(free) for turn in range(count))
+    return (machines[place] for _, place in turns)

@@ -78,7 +78,7 @@ def read_profile_file(path: Path) -> LayerProfile:
 
 def read_profile(text: str, file: str) -> LayerProfile:
     """UserError for lines, numbers and graphs that are no profile."""
-    rows = text.split("\n", MOST_LAYERS + MOST_EDGES + 1)
+    rows = text.split("\n", MOST_LAYERS + MOST_EDGES)
     if (
         sum(1 for row in rows if row[:1] not in ("", "\t", " ", "\r")) > MOST_LAYERS
         or len(rows) > MOST_LAYERS + MOST_EDGES

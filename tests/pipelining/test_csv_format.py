@@ -79,6 +79,10 @@ BAD = {
     "": errors.EmptySchedule,
     "0F0,0X1\n": errors.UnknownAction,
     "0F0,(0F1;0F2)OVERLAP_F_B\n": errors.UnknownAction,
+    "0F0,(0B0;0B1)OVERLAP_F_B\n": errors.UnknownAction,
+    "0F0,(0F1;what)OVERLAP_F_B\n": errors.UnknownAction,
+    "0F0,(what;0B0)OVERLAP_F_B\n": errors.UnknownAction,
+    "0F0,(;)OVERLAP_F_B\n": errors.UnknownAction,
     "0F0,0F1,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n": errors.RepeatedAction,
     "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n": errors.MissingAction,
     "0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n": errors.MissingAction,
@@ -227,3 +231,8 @@ def test_a_message_points_at_the_word_that_is_no_action() -> None:
     with pytest.raises(UserError) as empty:
         from_csv("", "x.csv")
     assert [problem.span for problem in empty.value.diagnostics] == [Span("x.csv", 1, 1, 1, 2, "")]
+
+
+def test_a_row_without_actions_is_pointed_at_by_its_first_column() -> None:
+    (empty,) = refusal("0F0,0B0\n,,\n")
+    assert empty == errors.RankWithoutActions(Span("bad.csv", 2, 1, 2, 2), 1)

@@ -13,7 +13,9 @@ from arachnec.pipelining import errors
 from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_schedule
 from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times
 from arachnec.pipelining.held import held
+from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.list_schedule import list_schedule
+from arachnec.pipelining.one_f_one_b import dapple_in_turns
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.placement_policies import POLICIES, allocate
 from arachnec.pipelining.problem import OrderProblem, like_1f1b
@@ -87,6 +89,9 @@ def test_a_blocked_rank_is_told_the_first_thing_that_it_lacks() -> None:
     assert (missing.stage, missing.rank, missing.action, missing.phase) == (1, 1, "1B0", "backward")
     crossed = refused("0F0 0B0 0F1 0B1\n1F1 1B1 1F0 1B0", evaluated=True)
     assert isinstance(crossed, errors.DeadlockedSchedule)
+    around = refused("0F0 3F0 0B0 3B0\n1F0 1B0\n2F0 2B0", evaluated=True)
+    assert isinstance(around, errors.DeadlockedSchedule)
+    assert (around.awaited, around.holder, around.rank) == ("3B0", "0B0", 0), "rank 2 waits for what rank 0 keeps back"
 
 
 def test_idle_time_is_a_share_of_all_ranks_time() -> None:
@@ -140,3 +145,47 @@ def test_a_message_points_at_the_action_that_has_to_change(
             **given,
         )
     assert [(d.span.line - 1, d.span.column - 1) for d in caught.value.diagnostics if d.span is not None] == places
+
+
+def test_what_has_no_action_has_no_stage_and_no_micro_batch() -> None:
+    for orders in ((), ((), ())):
+        empty = PipelineSchedule(orders)
+        assert (empty.stages, empty.micro_batches, empty.placement, empty.splits_backward) == (0, 0, (), False)
+    assert parse_schedule("0F0 0B0 0F1 0I1 0W1").splits_backward, "one backward in halves is enough"
+    assert not parse_schedule("0F0 0B0").splits_backward
+
+
+@pytest.mark.parametrize("table", range(6))
+@pytest.mark.parametrize(("row", "length"), [(0, 1), (1, 3)])
+def test_times_are_for_others_where_one_row_is_shorter_or_longer(table: int, row: int, length: int) -> None:
+    """Three stages, two micro-batches."""
+    tables = [[[1] * 2 for _ in range(3 if k < 4 else 2)] for k in range(6)]
+    schedule = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1")
+    assert evaluate(schedule, StageTimes(*tables)).makespan == 12
+    tables[table][row] = [1] * length
+    with pytest.raises(UserError) as caught:
+        evaluate(schedule, StageTimes(*tables))
+    (problem,) = caught.value.diagnostics
+    assert isinstance(problem, errors.TimesForOthers)
+    assert problem.expected == f"{len(tables[table])} x 2"
+
+
+@pytest.mark.parametrize(("replicas", "fewest"), [((0, 2), 0), ((2, 0), 0), ((), 0), ((3, -1), -1)])
+def test_every_stage_has_a_replica(replicas: tuple[int, ...], fewest: int) -> None:
+    with pytest.raises(UserError) as caught:
+        dapple_in_turns(replicas, 4)
+    assert caught.value.diagnostics == (errors.NotPositive(None, "the fewest replicas", fewest),)
+
+
+def test_what_cannot_be_interleaved_is_told_the_next_number_of_micro_batches_that_can() -> None:
+    for ranks, count in product(range(1, 6), range(1, 24)):
+        fitting = [m for m in range(count, count + ranks) if m % max(1, m // ranks) == 0]
+        if count in fitting:
+            interleaved_1f1b(ranks, count, 2)
+            continue
+        with pytest.raises(UserError) as caught:
+            interleaved_1f1b(ranks, count, 2)
+        (problem,) = caught.value.diagnostics
+        assert isinstance(problem, errors.UnevenRounds)
+        assert problem.fitting == next(m for m in range(count, 99) if m % ranks == 0)
+        interleaved_1f1b(ranks, problem.fitting, 2)

@@ -1,12 +1,15 @@
-"""The place of an error in a profile in DAPPLE's format: its whole line."""
+"""What a profile in DAPPLE's format may hold at most, and the place of an error in it: its whole line."""
 
 from __future__ import annotations
 
 import pytest
 
-from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.bounds import LARGEST
+from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.span import Span
-from arachnec.pipelining.profile_file import read_profile
+from arachnec.pipelining import profile_file
+from arachnec.pipelining.profile_errors import BadProfileLine, BadProfileNumber, RepeatedNode, TooManyLayers
+from arachnec.pipelining.profile_file import LONGEST_LINE, read_profile
 
 NODE = "node1 -- Conv -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=4.0\n"
 
@@ -33,3 +36,77 @@ def test_a_wrong_line_is_underlined_from_end_to_end() -> None:
         read_profile("no layer\n", "layers.txt")
     rows = render(refused.value.diagnostics[0]).splitlines()
     assert rows[3:5] == [" 1 | no layer", f"   | {'^' * 8} {rows[4].partition('^ ')[2]}"]
+
+
+def told(text: str) -> tuple[Diagnostic, ...]:
+    with pytest.raises(UserError) as refused:
+        read_profile(text, "layers.txt")
+    return refused.value.diagnostics
+
+
+def node(name: str, **sizes: str) -> str:
+    fields = dict.fromkeys(profile_file.FIELDS, "1") | sizes
+    return f"{name} -- Conv -- {', '.join(f'{field}={size}' for field, size in fields.items())}\n"
+
+
+@pytest.mark.parametrize(("layers", "edges"), [(3, 4), (2, 0), (5, 1)])
+def test_a_profile_may_have_as_many_layers_and_edges_as_the_limits_and_no_more(
+    layers: int, edges: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lines behind the last layer are edges, or empty; the last line ends no row."""
+    monkeypatch.setattr(profile_file, "MOST_LAYERS", layers)
+    monkeypatch.setattr(profile_file, "MOST_EDGES", edges)
+    full = "".join(node(f"node{k}") for k in range(layers))
+    most = full + "\tnode0 -- node1\n" * edges
+    assert len(read_profile(most[:-1], "layers.txt").layers) == layers
+    assert len(read_profile(full.replace("node0", "\n" * edges + "node0", 1)[:-1], "layers.txt").layers) == layers
+    refused = TooManyLayers(Span("layers.txt", layers + 1, 1, layers + 1, 2), layers, edges)
+    assert told(most + "\tnode0 -- node1") == (refused,)
+    assert told(most + "\n" * (1 + edges)) == (refused,)
+    assert told(full + node("more")) == (refused,)
+    assert told(most + "x\n" * 9) == (refused,)
+
+
+def test_a_node_that_stands_twice_is_named() -> None:
+    (repeated,) = told(node("node7") + node("node7"))
+    assert isinstance(repeated, RepeatedNode)
+    assert repeated.node == "node7"
+
+
+@pytest.mark.parametrize("field", profile_file.FIELDS)
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("[16; x]", "no number"),
+        ("[x; 16]", "no number"),
+        ("", "no number"),
+        ("nan", "not finite"),
+        ("[1; inf]", "not finite"),
+        ("[3; -1]", "negative"),
+        (f"{LARGEST * 1.001:.17g}", f"above {LARGEST:g}"),
+        (f"[{LARGEST:.17g}; {LARGEST * 1e-3:.17g}]", f"above {LARGEST:g}"),
+    ],
+)
+def test_a_size_is_a_number_or_a_list_of_them_not_negative_and_no_larger_than_the_largest(
+    field: str, given: str, reason: str
+) -> None:
+    (bad,) = told(node("node1", **{field: given}))
+    assert isinstance(bad, BadProfileNumber)
+    assert (bad.field, bad.given, bad.reason) == (field, given[:40], reason)
+
+
+def test_a_size_may_be_the_largest_or_nothing_and_those_of_a_list_are_summed() -> None:
+    sizes = dict(zip(profile_file.FIELDS, (f"{LARGEST:.17g}", "0", "[16; 32;.5]", "[7]"), strict=True))
+    (layer,) = read_profile(node("node1", **sizes), "layers.txt").layers
+    assert (layer.forward, layer.backward, layer.activation, layer.parameters) == (LARGEST, 0, 48.5, 7)
+
+
+@pytest.mark.parametrize(("length", "read"), [(LONGEST_LINE, True), (LONGEST_LINE + 1, False)])
+def test_a_line_may_be_as_long_as_the_limit_and_no_longer(length: int, read: bool) -> None:
+    line = node("node1").strip()
+    line = line.replace("Conv", "C" * (length - len(line) + 4))
+    assert len(line) == length
+    if read:
+        assert len(read_profile(line, "layers.txt").layers) == 1
+    else:
+        assert [type(one) for one in told(line)] == [BadProfileLine]
