@@ -126,7 +126,7 @@ def holding_up(lists: Lists, ends: dict[int, int], stage_of: dict[str, str]) -> 
                 yield group
 
 
-@given(st.randoms(use_true_random=False))
+@given(st.integers(0, 10**9).map(random.Random))
 @settings(max_examples=200)
 def test_reduces_start_inside_a_last_backward_where_no_other_one_that_starts_them_waits_behind(
     rng: random.Random,

@@ -333,7 +333,7 @@ def test_what_crosses_no_uplink_or_fits_no_rack_has_the_ranks_that_the_schedule_
 # -- encoders that are late --------------------------------------------------------------------------------------------
 
 
-@given(st.randoms(use_true_random=False))
+@given(st.integers(0, 10**9).map(Random))
 @settings(max_examples=25, deadline=None)
 def test_what_is_late_starts_when_its_ranks_are_free_and_all_that_it_is_behind_have_come(rng: Random) -> None:
     """And its inputs are there; without ranks to be behind of, at once."""

@@ -110,7 +110,7 @@ def test_a_rank_comes_to_every_round_in_turn_and_runs_its_cascades_in_theirs(
     assert not list(_rounds(Values(replace(module, cascades=(), programs=(Program(0, ()),)))))
 
 
-@given(st.booleans(), st.randoms(use_true_random=False))
+@given(st.booleans(), st.integers(0, 10**9).map(random.Random))
 def test_every_rank_of_a_segment_runs_it_once_as_its_group_and_no_other_rank_does(
     programs: bool, rng: random.Random
 ) -> None:

@@ -125,7 +125,7 @@ def drawn_steps(rng: random.Random, rank: int, alone: bool) -> tuple[Instruction
     return tuple(steps)
 
 
-@given(st.sampled_from([None, 1, 2]), st.booleans(), st.randoms(use_true_random=False))
+@given(st.sampled_from([None, 1, 2]), st.booleans(), st.integers(0, 10**9).map(random.Random))
 @settings(max_examples=100)
 def test_what_a_list_gathers_is_what_the_ranks_with_its_parts_have_updated_once_and_before_it_is_read(
     cell: int | None, rest: bool, rng: random.Random
