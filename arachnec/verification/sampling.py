@@ -138,9 +138,13 @@ class WrongSegmentGroup(Diagnostic):
 
 
 def check_sampling(values: Values) -> Iterator[Diagnostic]:
-    """Of modules whose clips are requests."""
+    """Of modules whose clips are requests; others are not planned again within a program."""
     requests = [clip for clip in values.module.clips if "steps" in clip.attrs]
     if not requests:
+        for program in values.module.programs:
+            for step in program.instructions:
+                if step.op == "replan":
+                    yield WrongRound(step.span, program.rank, written(step), 0, "no clip is a request with a switch")
         return
     own: dict[int, list[Cascade]] = defaultdict(list)
     for cascade in values.module.cascades:
