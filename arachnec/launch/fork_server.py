@@ -20,6 +20,7 @@ import time
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import msgspec
 
@@ -129,6 +130,11 @@ class Fork:
     def kill(self) -> None:
         self._send(signal.SIGKILL)
 
+    def is_stopped(self) -> bool:
+        """It, or the server, which alone could tell how it ends."""
+        told = self.server.told.get(self.rank)
+        return is_stopped(self.server.process.pid) or (told is not None and is_stopped(told.process))
+
     def wait(self, timeout: float | None = None) -> int:
         end = None if timeout is None else time.monotonic() + timeout
         while (code := self.poll()) is None:
@@ -140,12 +146,21 @@ class Fork:
     def _send(self, number: signal.Signals) -> None:
         if self.poll() is not None:
             return
+        self.server.process.send_signal(signal.SIGCONT)  # a stopped one would not tell
         told = self.server.told.get(self.rank)
         if told is None:  # it is not there yet, and will not be
             self.server.process.send_signal(number)
         else:
             with contextlib.suppress(ProcessLookupError):  # it has ended since
                 os.kill(told.process, number)
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a signal has stopped it; False where the system does not say."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(") ")[2].startswith(("T", "t"))
+    except OSError:
+        return False
 
 
 def serve(task: Task, command: list[str]) -> None:

@@ -26,7 +26,7 @@ from typing import IO, TYPE_CHECKING, ClassVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.launch.environment import prepare_environment, show_gpus
 from arachnec.launch.failure import ERROR_FD, Failure, read_failure
-from arachnec.launch.fork_server import Fork, ForkServer, files_of
+from arachnec.launch.fork_server import Fork, ForkServer, files_of, is_stopped
 from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
 from arachnec.launch.orphans import AGENTS_STORE
 from arachnec.solver.budget import usable_cores
@@ -40,6 +40,7 @@ WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
 ENDING = (signal.SIGTERM, signal.SIGHUP)
 POLL_S = 0.1
+STOPPED_S = 60.0  # that all ranks may be stopped: one that is not tells of the others by itself
 LEAVE_S = 60.0  # that a process may take to end after the first: ranks end when all have done their work
 
 
@@ -59,6 +60,14 @@ class RankStayed(Diagnostic):
     title: ClassVar[str] = "rank {rank} of {world} has done its work and does not end, {seconds:.0f} s after the others"
     help: ClassVar[str] = "it was stopped; what the run was to write is whole, and nothing needs to be done again"
     rank: int
+    world: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class RanksStopped(Diagnostic):
+    title: ClassVar[str] = "all {world} ranks, or the process that they are forks of, were stopped for {seconds:.0f} s"
+    help: ClassVar[str] = "only a signal such as SIGSTOP does that; they were ended, run again with `--resume`"
     world: int
     seconds: float
 
@@ -90,6 +99,7 @@ def launch(
     *,
     worker: str = WORKER,
     leave_s: float = LEAVE_S,
+    stopped_s: float = STOPPED_S,
     beside: Callable[[], None] | None = None,
     shared: Sequence[str] = (),
 ) -> None:
@@ -97,9 +107,9 @@ def launch(
 
     ``on_event`` gets each line that rank 0 reports. ``beside`` is done while ranks start; what it raises ends them
     before they leave anything. With ``shared`` modules ranks are forks of one process that has imported them; such
-    ranks have no GPUs. Raises ``UserError`` for a user's mistake, for a rank that was killed, and for one
-    that is still there ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any
-    more. ``RankCrashed`` with one traceback for a bug.
+    ranks have no GPUs. Raises ``UserError`` for a user's mistake, for a rank that was killed, for all that are stopped
+    for ``stopped_s``, when no rank is left to tell, and for one that is still there ``leave_s`` after the first has
+    ended well: ranks end together, so nobody watches over it any more. ``RankCrashed`` with one traceback for a bug.
     """
     with ExitStack() as open_files, _told_to_end() as told:
         listening = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces
@@ -132,7 +142,7 @@ def launch(
                 with told.at_once():
                     beside()
                 store.set(CHECKED, "")
-            first = _watch(ranks, reading, on_event, leave_s, told)
+            first = _watch(ranks, reading, on_event, leave_s, stopped_s, told)
             if first is not None:
                 _stop(ranks)
                 raise _explain(first, ranks)
@@ -192,11 +202,17 @@ def _of_rank(rank: int, error_file: IO[bytes], place: int) -> dict[str, str]:
 
 
 def _watch(
-    ranks: Sequence[_Rank], events: int, on_event: Callable[[bytes], None], leave_s: float, told: _Told
+    ranks: Sequence[_Rank],
+    events: int,
+    on_event: Callable[[bytes], None],
+    leave_s: float,
+    stopped_s: float,
+    told: _Told,
 ) -> _Rank | None:
     """Pass events on until every rank has ended; the first rank that ended badly, or None."""
     waiting = b""
     first_ended: float | None = None
+    moved = time.monotonic()
     with selectors.DefaultSelector() as selector:
         selector.register(events, selectors.EVENT_READ)
         open_pipe = True
@@ -217,6 +233,13 @@ def _watch(
                 return _cause(bad)
             if all(code == 0 for code in codes) and not open_pipe:
                 return None
+            if not all(
+                rank.process.is_stopped() if isinstance(rank.process, Fork) else is_stopped(rank.process.pid)
+                for rank in ranks
+            ):
+                moved = time.monotonic()
+            elif (seconds := time.monotonic() - moved) > stopped_s:
+                raise UserError(RanksStopped(None, len(ranks), seconds))
             if 0 in codes:
                 first_ended = first_ended or time.monotonic()
                 if (seconds := time.monotonic() - first_ended) > leave_s:

@@ -85,3 +85,17 @@ def demand_average_goes_on(whole: checkpoint.Whole, training: Training, options:
     if options.training(standing).ema:
         raise UserError(AverageEnds(None, str(whole.path)))
     events.emit(report.Note(f"the averages of the weights (ema) end with {whole.path}: this run keeps none"))
+
+
+def kinds_left(stored: Iterable[str], kept: Iterable[str]) -> str | None:
+    """A note of what a checkpoint has of the optimizer's state, say ``exp_avg``, and this run keeps of no parameter.
+
+    Both are names of tensors, a kind and a parameter's name; averages have a rule of their own.
+    """
+    own = [name.split("/", 1) for name in kept if "/" in name]
+    parameters, kinds = {name for kind, name in own if kind == "master"}, {kind for kind, _ in own}
+    there = {kind for kind, _, name in (one.partition("/") for one in stored) if name in parameters}
+    left = sorted(there - kinds - {AVERAGE})
+    if not left:
+        return None
+    return f"the checkpoint has {', '.join(left)} of another optimizer, or of other options: this run goes on without"

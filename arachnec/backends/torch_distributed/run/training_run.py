@@ -23,6 +23,7 @@ from arachnec.backends.torch_distributed.checkpoints.initial_run import (
     demand_average_goes_on,
     frozen_fingerprint,
     init_notes,
+    kinds_left,
     newest_checkpoint,
 )
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
@@ -199,7 +200,7 @@ class Trainer:
         unused = None
         if self._context.predictors is None and self._keeps_lists:
             unused = "no layer of the plan attends to chosen keys: no lists are saved or replayed"
-        notes = says_low(self.module, self._context.parameters), unused, self._left
+        notes = says_low(self.module, self._context.parameters), unused, *self._left
         return [note for note in notes if note is not None]
 
     def init_notes(self, init: Path | None) -> list[str]:
@@ -481,11 +482,11 @@ class Trainer:
 
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
-        self._left: str | None = None
+        self._left: tuple[str | None, ...] = ()
         if whole is not None:
             stored = set(checkpoint.tensors_of(whole))
             state = {n: x for n, x in self._state().items() if n in stored or not n.startswith(HISTORY)}
-            self._left = note_of_left(stored, state)
+            self._left = note_of_left(stored, state), kinds_left(stored, state)
             checkpoint.restore(whole, state, self._position(whole.position.steps))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps

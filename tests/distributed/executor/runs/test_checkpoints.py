@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
-from arachnec.backends.torch_distributed.checkpoints.initial_run import demand_average_goes_on
+from arachnec.backends.torch_distributed.checkpoints.initial_run import demand_average_goes_on, kinds_left
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.checkpoint.folder import Position, committed, read_commit, step_folder
 from arachnec.checkpoint.parts import AVERAGE, Part, State
@@ -138,3 +138,12 @@ def test_averages_end_only_where_a_run_is_told_so(tmp_path: Path) -> None:
     for said in run_ranks(2, ends_of_averages, tmp_path):
         assert "has averages of the weights (ema), and this run would keep none" in said[1]
         assert said[:1] + said[2:] == [""] * 4
+
+
+def test_state_of_another_optimizer_is_told_that_a_run_leaves_behind() -> None:
+    """Of parameters that the rank has itself; averages and predictors are told of by others."""
+    stored = ["master/w", "exp_avg/w", "exp_avg_sq/w", "step/w", "ema/w", "exp_avg/other.rank", "predictor/layer/w"]
+    assert kinds_left(stored, ["master/w", "exp_avg/w", "exp_avg_sq/w", "step/w"]) is None
+    assert kinds_left(["master/w"], ["master/w", "exp_avg/w"]) is None
+    said = kinds_left(stored, ["master/w", "momentum_buffer/w", "buffer"])
+    assert said is not None and said.startswith("the checkpoint has exp_avg, exp_avg_sq, step of another optimizer")

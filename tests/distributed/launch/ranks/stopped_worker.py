@@ -1,4 +1,7 @@
-"""A rank that leaves, and is stopped in its last line where it is the one that its argument names."""
+"""A rank that leaves, and is stopped in its last line where its argument is its number or ``all``.
+
+With ``parent`` it stops the process that it is a fork of.
+"""
 
 from __future__ import annotations
 
@@ -6,5 +9,7 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__" and os.environ["RANK"] == sys.argv[1]:
+if __name__ == "__main__" and sys.argv[1] == "parent":
+    os.kill(os.getppid(), signal.SIGSTOP)
+elif __name__ == "__main__" and sys.argv[1] in (os.environ["RANK"], "all"):
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -10,7 +10,7 @@ import pytest
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.launch.failure import failure_of, read_failure, record_failure
-from arachnec.launch.local_ranks import RankStayed, RankTold, launch
+from arachnec.launch.local_ranks import RanksStopped, RankStayed, RankTold, launch
 from tests.house.test_house import ROOT
 
 
@@ -32,6 +32,21 @@ def test_a_rank_that_is_stopped_once_all_is_done_is_named(monkeypatch: pytest.Mo
     assert isinstance(stayed, RankStayed)
     assert (stayed.rank, stayed.world) == (silent, 2)
     assert stayed.seconds >= 0.5
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="whether a process is stopped is read from /proc")
+@pytest.mark.parametrize(("who", "shared"), [("all", ()), ("all", ("json",)), ("parent", ("json",))])
+def test_ranks_that_are_all_stopped_are_told_and_ended(
+    monkeypatch: pytest.MonkeyPatch, who: str, shared: tuple[str, ...]
+) -> None:
+    """None of them could, nor the process that alone knows how forks end."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    worker = "tests.distributed.launch.ranks.stopped_worker"
+    with pytest.raises(UserError) as told:
+        launch(2, (who,), ignored, worker=worker, shared=shared, stopped_s=0.5)
+    (stopped,) = told.value.diagnostics
+    assert isinstance(stopped, RanksStopped)
+    assert stopped.world == 2 and stopped.seconds >= 0.5
 
 
 def ignored(event: bytes) -> None:
