@@ -160,10 +160,11 @@ class MutationServer:
                 os._exit(code)
         os.close(writing)
         os.set_blocking(reading, False)
-        told, last, ended = b"", time.monotonic(), ""
+        told, last, ended, done, status = b"", time.monotonic(), "", 0, 0
         with os.fdopen(reading, "rb", buffering=0) as pipe:
             while True:
-                done, status = os.waitpid(child, os.WNOHANG)
+                if not done:
+                    done, status = os.waitpid(child, os.WNOHANG)
                 if more := pipe.read(2**16):
                     told, last = told + more, time.monotonic()
                 elif done:
