@@ -19,7 +19,7 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import has_gpus, machines, node_of
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.long_manifest import LongManifest, is_long, read_long_manifest
-from arachnec.data.manifest import Manifest, read_manifest
+from arachnec.data.manifest import Manifest, demand_plannable, read_manifest
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.training_options import Training, bad_value
@@ -95,7 +95,7 @@ def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: in
     Raises ``UserError`` for a model that cannot be traced, a clip the model cannot take, or a malformed file.
     """
     model_file = load_model_file(Path(model))
-    manifest = read_manifest(Path(data), batch=batch)
+    manifest = demand_plannable(read_manifest(Path(data), batch=batch))
     machine = parse_cluster(cluster)
     return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
 
@@ -207,8 +207,9 @@ def _manifest(
         long, of_shapes = read_long_manifest(Path(data), batch)
         first = BatchSource(long.drawn(None, stratified=False), long.batch).draw()
         assert first is not None, "a long manifest has clips"
-        return Manifest((first,), Path(data)), Manifest((first, tuple(of_shapes)), Path(data)), long
-    listed = _listed(data, batch, training)
+        planned = demand_plannable(Manifest((first,), Path(data)))
+        return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
+    listed = demand_plannable(_listed(data, batch, training))
     return listed, listed, None
 
 
@@ -269,7 +270,7 @@ def compare(
     Raises ``UserError`` where no pipeline can.
     """
     model_file = load_model_file(Path(model))
-    manifest = read_manifest(Path(data), batch=batch)
+    manifest = demand_plannable(read_manifest(Path(data), batch=batch))
     machine = parse_cluster(cluster)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)

@@ -13,6 +13,7 @@ from arachnec.data.rows import Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
+MOST_IN_BATCH = 2**14  # clips that are planned at once, in some 10 s
 CLIP = "clip"  # what a row stands for, in messages
 SEEDS = "ids seed a clip's noise and must differ"
 
@@ -25,6 +26,18 @@ class EmptyManifest(Diagnostic):
 
 
 @dataclass(frozen=True)
+class BatchTooLarge(Diagnostic):
+    title: ClassVar[str] = "global batch {number} of `{path}` has {clips} clips, and at most {most} are planned at once"
+    help: ClassVar[str] = (
+        "give a smaller `--batch` (without one all clips make one); `accumulate` makes an optimizer step of several"
+    )
+    path: str
+    number: int
+    clips: int
+    most: int = MOST_IN_BATCH
+
+
+@dataclass(frozen=True)
 class Manifest:
     """The clips of each global batch, in order."""
 
@@ -34,6 +47,14 @@ class Manifest:
     @property
     def clips(self) -> tuple[VideoClip, ...]:
         return tuple(clip for iteration in self.iterations for clip in iteration)
+
+
+def demand_plannable(manifest: Manifest) -> Manifest:
+    """The manifest itself. Raises ``UserError`` for a batch of more clips than are planned at once."""
+    for number, clips in enumerate(manifest.iterations):
+        if len(clips) > MOST_IN_BATCH:
+            raise UserError(BatchTooLarge(None, str(manifest.path), number, len(clips)))
+    return manifest
 
 
 def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:

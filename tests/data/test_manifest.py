@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.manifest import read_manifest
+from arachnec.data.manifest import MOST_IN_BATCH, BatchTooLarge, demand_plannable, read_manifest
 from arachnec.ir.diagnostic import UserError, render
 
 ROW = '{"frames": 5, "height": 64, "width": 96, "text_tokens": 7}'
@@ -280,3 +280,21 @@ def test_bytes_that_are_not_utf8_are_refused(tmp_path: Path) -> None:
 def test_a_damaged_parquet_file_is_refused(tmp_path: Path) -> None:
     pytest.importorskip("pyarrow")
     assert "cannot be read" in message(written(tmp_path, "PAR1", "c.parquet"))
+
+
+@pytest.mark.parametrize(("batch", "refused"), [(None, True), (MOST_IN_BATCH, False), (MOST_IN_BATCH + 1, True)])
+def test_a_batch_has_as_many_clips_as_are_planned_at_once_and_no_more(
+    tmp_path: Path, batch: int | None, refused: bool
+) -> None:
+    file = tmp_path / "clips.jsonl"
+    row = {"frames": 1, "height": 16, "width": 16, "text_tokens": 0, "clips": MOST_IN_BATCH + 1}
+    file.write_text(json.dumps(row) + "\n")
+    manifest = read_manifest(file, batch)
+    if not refused:
+        assert demand_plannable(manifest) is manifest
+        return
+    with pytest.raises(UserError) as told:
+        demand_plannable(manifest)
+    (problem,) = told.value.diagnostics
+    assert isinstance(problem, BatchTooLarge)
+    assert (problem.number, problem.clips) == (0, MOST_IN_BATCH + 1)
