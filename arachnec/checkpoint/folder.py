@@ -28,7 +28,8 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ``steps`` optimizer steps and ``clips`` clips are done; the next step's data follow from them. ``model`` is the
     digest of the model file, ``data`` that of the clips and their global batches, ``init`` that of the weights which
     stay frozen, and which no checkpoint holds. ``source`` is what a dataset without a manifest said of its place.
-    A step is ``accumulate`` global batches; 0 in checkpoints that do not say it.
+    A step is ``accumulate`` global batches; 0 in checkpoints that do not say it. ``optimizer`` names the optimizer's
+    class; unset in those of before, and then not in what ``digest`` is of.
     """
 
     steps: int
@@ -39,6 +40,7 @@ class Position(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     init: str = ""
     source: str = ""
     accumulate: int = 0
+    optimizer: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class Commit(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -33,6 +33,18 @@ class AverageEnds(Diagnostic):
     folder: str
 
 
+@dataclass(frozen=True)
+class OtherOptimizer(Diagnostic):
+    title: ClassVar[str] = "the checkpoint {folder} has the state of {kept}, and this run would update with {own}"
+    help: ClassVar[str] = (
+        "resume with {kept}, by `optimizer.name` or the model file's `optimizer`; or start anew: `arachnec export` "
+        "writes the weights, for --init and another --checkpoint folder"
+    )
+    folder: str
+    kept: str
+    own: str
+
+
 def frozen_fingerprint(init: Path | None, context: RankContext) -> str:
     """Of the weights in ``init``, where some of them stay frozen: a checkpoint holds only what trains. Else empty.
 
@@ -87,6 +99,16 @@ def demand_average_goes_on(whole: checkpoint.Whole, training: Training, options:
     events.emit(report.Note(f"the averages of the weights (ema) end with {whole.path}: this run keeps none"))
 
 
+def demand_same_optimizer(whole: checkpoint.Whole, own: str) -> None:
+    """The state of one class of optimizer means nothing to another, even where its tensors have the same names.
+
+    Raises ``UserError`` where the checkpoint says another class than ``own``; those of before say none.
+    """
+    kept = whole.position.optimizer
+    if isinstance(kept, str) and kept != own:
+        raise UserError(OtherOptimizer(None, str(whole.path), kept, own))
+
+
 def kinds_left(stored: Iterable[str], kept: Iterable[str]) -> str | None:
     """A note of what a checkpoint has of the optimizer's state, say ``exp_avg``, and this run keeps of no parameter.
 
@@ -98,4 +120,4 @@ def kinds_left(stored: Iterable[str], kept: Iterable[str]) -> str | None:
     left = sorted(there - kinds - {AVERAGE})
     if not left:
         return None
-    return f"the checkpoint has {', '.join(left)} of another optimizer, or of other options: this run goes on without"
+    return f"the checkpoint has {', '.join(left)} of other options: this run goes on without"

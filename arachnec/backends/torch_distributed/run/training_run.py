@@ -21,6 +21,7 @@ from arachnec.backends.torch_distributed.batches.load_ahead import encoded_here
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.checkpoints.initial_run import (
     demand_average_goes_on,
+    demand_same_optimizer,
     frozen_fingerprint,
     init_notes,
     kinds_left,
@@ -156,6 +157,7 @@ class Trainer:
         self._checkpoints = None if folder is None else checkpoint.Checkpoints(folder, keep)
         if resumed is not None:
             demand_average_goes_on(resumed, training, options)
+            demand_same_optimizer(resumed, self._context.optimizer.recipe.name)
         self._resume(resumed)
         self.clock.done("weights")
         log = options.checkpoint or executable.folder
@@ -423,7 +425,8 @@ class Trainer:
         drawn = planned is not None and planned.step // self._each + 1 == steps
         mark = planned.mark if planned is not None and drawn else self._plans.batches.mark(steps * self._each)
         seed, model = self._context.training.seed, self._executable.digests[MODEL]
-        return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source, self._each)
+        own = self._context.optimizer.recipe.name
+        return Position(steps, seed, model, mark.clips, mark.data, self._frozen, mark.source, self._each, own)
 
     def start_gathers(self) -> None:
         """Begin already to gather what ranks have updated in parts, which else the next step does first."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import functools
+import hashlib
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,9 +15,14 @@ import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
-from arachnec.backends.torch_distributed.checkpoints.initial_run import demand_average_goes_on, kinds_left
+from arachnec.backends.torch_distributed.checkpoints.initial_run import (
+    demand_average_goes_on,
+    demand_same_optimizer,
+    kinds_left,
+)
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.checkpoint.folder import Position, committed, read_commit, step_folder
+from arachnec.checkpoint.files import FileRecord
+from arachnec.checkpoint.folder import Position, committed, read_commit, step_folder, write_commit
 from arachnec.checkpoint.parts import AVERAGE, Part, State
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
@@ -140,10 +147,42 @@ def test_averages_end_only_where_a_run_is_told_so(tmp_path: Path) -> None:
         assert said[:1] + said[2:] == [""] * 4
 
 
-def test_state_of_another_optimizer_is_told_that_a_run_leaves_behind() -> None:
+def test_state_of_other_options_is_told_that_a_run_leaves_behind() -> None:
     """Of parameters that the rank has itself; averages and predictors are told of by others."""
     stored = ["master/w", "exp_avg/w", "exp_avg_sq/w", "step/w", "ema/w", "exp_avg/other.rank", "predictor/layer/w"]
     assert kinds_left(stored, ["master/w", "exp_avg/w", "exp_avg_sq/w", "step/w"]) is None
     assert kinds_left(["master/w"], ["master/w", "exp_avg/w"]) is None
     said = kinds_left(stored, ["master/w", "momentum_buffer/w", "buffer"])
-    assert said is not None and said.startswith("the checkpoint has exp_avg, exp_avg_sq, step of another optimizer")
+    assert said is not None and said.startswith("the checkpoint has exp_avg, exp_avg_sq, step of other options")
+
+
+def test_only_the_optimizer_that_a_checkpoint_was_made_with_goes_on(tmp_path: Path) -> None:
+    """One of before does not say which; its digest is still that of what it says."""
+    for position, optimizer, refused in [
+        (msgspec.structs.replace(POSITION, optimizer="AdamW"), "AdamW", False),
+        (msgspec.structs.replace(POSITION, optimizer="AdamW"), "SGD", True),
+        (POSITION, "SGD", False),
+    ]:
+        step_folder(tmp_path, 1).mkdir(exist_ok=True)
+        write_commit(step_folder(tmp_path, 1), position, [FileRecord("rank-00000.safetensors", 0, "")])
+        commit = read_commit(step_folder(tmp_path, 1))
+        assert commit is not None and commit.position == position
+        whole = checkpoint.Whole(step_folder(tmp_path, 1), commit)
+        if not refused:
+            demand_same_optimizer(whole, optimizer)
+            continue
+        with pytest.raises(UserError, match="has the state of AdamW, and this run would update with SGD") as told:
+            demand_same_optimizer(whole, optimizer)
+        assert len(told.value.diagnostics) == 1
+
+
+def test_a_commit_from_before_optimizers_were_named_is_whole(tmp_path: Path) -> None:
+    path = step_folder(tmp_path, 1)
+    path.mkdir()
+    position = {"steps": 1, "seed": 0, "model": "m", "clips": 4, "data": "d", "init": "", "source": "", "accumulate": 2}
+    files = [{"name": "rank-00000.safetensors", "bytes": 0, "sha256": ""}]
+    said = {"format": 2, "position": position, "files": files, "digest": ""}
+    digest = hashlib.sha256(json.dumps(said, separators=(",", ":")).encode()).hexdigest()
+    (path / "commit.json").write_text(json.dumps(said | {"digest": digest}))
+    commit = read_commit(path)
+    assert commit is not None and commit.digest == digest
