@@ -63,7 +63,7 @@ def sides(cascade: Cascade, stage: Stage, ranks: int) -> tuple[int, ...]:
     most = most_clips(stage) or cascade.batch
     return tuple(
         side
-        for side in range(1, cascade.batch + 1)
+        for side in range(1, min(cascade.batch, ranks) + 1)
         if cascade.batch % side == 0 and ranks % side == 0 and cascade.batch // side <= most
         if ranks // side <= max(1, cascade.tokens) and (legal is None or ranks // side in legal)
     )

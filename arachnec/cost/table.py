@@ -219,7 +219,7 @@ class CostTable:
             return Attention(degree, 1)
         stage = self.stages[cascade.stage]
         heads = count_in(stage, "heads") or degree
-        grids = [Attention(u, degree // u) for u in range(1, heads + 1) if degree % u == 0]
+        grids = [Attention(u, degree // u) for u in range(1, min(heads, degree) + 1) if degree % u == 0]
         if not count_in(stage, "attentions") or "forward" not in stage.attrs:
             return grids[-1]
         return min(grids, key=lambda grid: (self._time(cascade, degree, grid, 0, ranks), -grid.ulysses))
