@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from arachnec.data.manifest import MOST_IN_BATCH
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
@@ -87,7 +88,6 @@ class Mix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 MOST_BATCHES = 4096  # of an update: all their plans are held at once
-MOST_CLIPS = 2**20  # of a batch of a mix
 BATCHES = f"give a number of global batches, from 1 to {MOST_BATCHES}"
 OWN_OPTIMIZER = TorchClass("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.01})
 
@@ -162,7 +162,7 @@ def _demand_finite(training: Training) -> None:
 
 
 def _is_batch(mix: Mix) -> bool:
-    return 1 <= mix.batch <= MOST_CLIPS if mix.manifests else mix.batch >= 0
+    return 1 <= mix.batch <= MOST_IN_BATCH if mix.manifests else mix.batch >= 0
 
 
 def _demand_mixable(training: Training) -> None:
@@ -244,7 +244,7 @@ def verified(training: Training) -> Training:
             "mix.batch",
             training.mix.batch,
             _is_batch(training.mix),
-            f"give the clips of a batch, from 1 to {MOST_CLIPS}",
+            f"give the clips of a batch, from 1 to {MOST_IN_BATCH}",
         ),
         ("accumulate", training.accumulate, 1 <= training.accumulate <= MOST_BATCHES, BATCHES),
         ("caption_dropout", dropout, 0 <= dropout <= 1, "a probability lies between 0 and 1"),

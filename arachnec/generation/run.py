@@ -166,7 +166,7 @@ def run_here(generation: Generation, stall_timeout: float | None = None) -> dict
             paths = generation.folder, generation.sampler, own, out
             limits = () if stall_timeout is None else ("--stall-timeout", str(stall_timeout))
             words = [*(str(path.absolute()) for path in paths), generation.results.digest, *limits]
-            launch(world, words, lambda line: None, worker=WORKER)
+            launch(world, words, lambda line: None, worker=WORKER, stopped_s=stall_timeout)
             _keep_measured(generation, world)
     except UserError as error:
         raise UserError(*map(resumable, error.diagnostics)) from None

@@ -99,7 +99,7 @@ def launch(
     *,
     worker: str = WORKER,
     leave_s: float = LEAVE_S,
-    stopped_s: float = STOPPED_S,
+    stopped_s: float | None = None,
     beside: Callable[[], None] | None = None,
     shared: Sequence[str] = (),
 ) -> None:
@@ -108,8 +108,9 @@ def launch(
     ``on_event`` gets each line that rank 0 reports. ``beside`` is done while ranks start; what it raises ends them
     before they leave anything. With ``shared`` modules ranks are forks of one process that has imported them; such
     ranks have no GPUs. Raises ``UserError`` for a user's mistake, for a rank that was killed, for all that are stopped
-    for ``stopped_s``, when no rank is left to tell, and for one that is still there ``leave_s`` after the first has
-    ended well: ranks end together, so nobody watches over it any more. ``RankCrashed`` with one traceback for a bug.
+    for ``stopped_s`` (60 where it is not said), when no rank is left to tell, and for one that is still there
+    ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any more. ``RankCrashed``
+    with one traceback for a bug.
     """
     with ExitStack() as open_files, _told_to_end() as told:
         listening = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces
@@ -142,7 +143,7 @@ def launch(
                 with told.at_once():
                     beside()
                 store.set(CHECKED, "")
-            first = _watch(ranks, reading, on_event, leave_s, stopped_s, told)
+            first = _watch(ranks, reading, on_event, leave_s, STOPPED_S if stopped_s is None else stopped_s, told)
             if first is not None:
                 _stop(ranks)
                 raise _explain(first, ranks)

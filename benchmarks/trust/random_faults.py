@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from arachnec.checkpoint.folder import committed, is_intact, read_commit
+from arachnec.launch.fork_server import is_stopped
 from benchmarks.trust.small_model import BLOCKS
 
 WORKER = "arachnec.backends.torch_distributed.worker"
@@ -188,10 +189,6 @@ def _text(place: Path) -> str:
         return place.read_text(errors="replace")
     except OSError:
         return ""
-
-
-def is_stopped(pid: int) -> bool:
-    return _text(Path("/proc") / str(pid) / "stat").rpartition(") ")[2].startswith("T")
 
 
 def send(pid: int, name: str, *, group: bool = False) -> bool:

@@ -477,3 +477,11 @@ def test_fewer_groups_are_taken_where_memory_lets_them_end_by_the_price_of_one_a
     monkeypatch.setattr(family_placement, "moved", lambda *_: fewer)
     monkeypatch.setattr(family_placement, "within_memory", lambda *_: fitted)
     assert placed_on_few_groups(costed.cascades, CostModel(costed)) is (best if later else fitted)
+
+
+def test_a_pipeline_may_have_encoders_beside_it() -> None:
+    costed = module("1x4:h100-80g", [900], encoders=1)
+    encoder, cascade = costed.cascades
+    assert not is_pipeline(costed)
+    assert is_pipeline(replace(costed, cascades=(encoder, replace(cascade, phase=Phase.FORWARD))))
+    assert not is_pipeline(replace(costed, cascades=(replace(encoder, phase=Phase.FORWARD),))), "it is not trained"

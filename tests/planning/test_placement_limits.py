@@ -24,9 +24,7 @@ from arachnec.planning.placement import _encoded_late, best_placements, end_of, 
 from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
 from arachnec.solver.bound import NEGLIGIBLE
 from tests.planning.costed_modules import module
-from tests.planning.test_placement_choices import arrival
-
-ENOUGH = 100.0 * (1 + NEGLIGIBLE) + TOLERANCE  # ms that are as long as 100 ms
+from tests.planning.test_placement_choices import ENOUGH, arrival
 
 
 def timed(cascade: Cascade, start: float, end: float, degree: int = 1, ranks: tuple[int, ...] = ()) -> Cascade:

@@ -65,7 +65,14 @@ def run_here(
         try:
             beside = partial(_while_ranks_start, options, training, tells)
             shared = shared_modules(executable, cluster)
-            launch(world, [str(folder), *options.arguments()], display.show, beside=beside, shared=shared)
+            launch(
+                world,
+                [str(folder), *options.arguments()],
+                display.show,
+                stopped_s=options.stall_timeout,
+                beside=beside,
+                shared=shared,
+            )
         except RankCrashed as crash:
             crashed = str(crash)
     if crashed is not None:
