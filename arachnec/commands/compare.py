@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import is_sampler
 
 if TYPE_CHECKING:
@@ -59,11 +60,17 @@ def command(
     if samples:
         if batch is not None:
             raise click.UsageError("--batch is of training; requests come as they are")
-        plans, refused = compare_requests(model, data, cluster, named, switch=switch, instruments=instruments)
+        with progress_on_stderr() as reporter:
+            plans, refused = compare_requests(
+                model, data, cluster, named, switch=switch, instruments=instruments, reporter=reporter
+            )
     else:
         if switch is not None:
             raise click.UsageError(f"--switch is of a sampler file; {model} has no `models`")
-        plans, refused = compare(model, data, cluster, named, batch=batch, instruments=instruments)
+        with progress_on_stderr() as reporter:
+            plans, refused = compare(
+                model, data, cluster, named, batch=batch, instruments=instruments, reporter=reporter
+            )
     rows = [plan.report for plan in plans]
     if as_json:
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)

@@ -11,6 +11,7 @@ import click
 
 from arachnec.backends.torch_distributed.options import training_options
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
 from arachnec.executable.training_options import Training
 
@@ -81,15 +82,18 @@ def command(
     refuse({"--switch": switch, "--first": first, "--history": history}, f"of a sampler file; {model} has no `models`")
     if init is not None:
         demand_fit(init, model)
-    compiled = compile_model(
-        model,
-        data,
-        cluster,
-        passes=options.pipeline("default" if passes is None else passes, profile),
-        batch=batch,
-        training=training,
-        instruments=options.instruments(),
-    )
+    pipeline = options.pipeline("default" if passes is None else passes, profile)
+    with progress_on_stderr() as reporter:
+        compiled = compile_model(
+            model,
+            data,
+            cluster,
+            passes=pipeline,
+            batch=batch,
+            training=training,
+            instruments=options.instruments(),
+            reporter=reporter,
+        )
     folder = compiled.write(output, load=options.files) if output is not None else None
     if as_json:
         json.dump(compiled.report, sys.stdout, indent=2)
@@ -126,7 +130,10 @@ def compile_sampler(
     pipeline = options.pipeline(DEFAULT if passes is None else passes, profile)
     switch, first, history = how
     sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
-    compiled = compile_requests(sampling, settings, requests, machine, pipeline, options.instruments())
+    with progress_on_stderr() as reporter:
+        compiled = compile_requests(
+            sampling, settings, requests, machine, pipeline, options.instruments(), reporter=reporter
+        )
     report = plan_report(compiled.module, compiled.planning_ms)
     folder = compiled.write(output, report, options.files) if output is not None else None
     if as_json:
