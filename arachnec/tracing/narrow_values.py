@@ -115,7 +115,7 @@ def narrow_copy(block: nn.Module, *, in_float32: bool) -> nn.Module:
         parameter = isinstance(tensor, nn.Parameter)
         if parameter and is_wide(tensor):
             return FactoredMatrix.like(tensor, dtype, _device(tensor), generator)
-        if not tensor.is_meta and not (parameter and type(tensor) is nn.Parameter and dtype.is_floating_point):
+        if not tensor.is_meta and not (type(tensor) is nn.Parameter and dtype.is_floating_point):
             return tensor.detach().to(dtype, copy=True)  # a buffer's values, and what has a form of its own
         made = torch.empty_like(tensor, dtype=dtype, device=_device(tensor), memory_format=torch.contiguous_format)
         with torch.no_grad():

@@ -14,7 +14,7 @@ from arachnec.tracing.captured import CapturedBlock, call_lifted
 from arachnec.tracing.errors import BlockFails, GradientDiffers, NotPolymorphic, NumberMatters, stack_span
 from arachnec.tracing.export import FlatBlock, block_span
 from arachnec.tracing.narrow_values import SEED, FactoredMatrix, InFloat32, is_half, narrow_copy
-from arachnec.tracing.record import BlockCall, training_mode
+from arachnec.tracing.record import BlockCall, is_meta, training_mode
 
 GRADIENT_TOLERANCE = 1e-4  # backward kernels of reordered graphs add in another order
 
@@ -45,16 +45,17 @@ def verify_block(
 ) -> None:
     """Compare graph and eager on calls of these shapes and strides, and on the last one their ``gradients`` too.
 
-    ``block`` may be on the meta device. It runs in float32, its wide matrices with a low rank: what is tested is the
-    graph. A block of half precision that differs there is compared in its own precision, and that is the answer.
-    Raises ``UserError`` where they differ, and where the block fails with values.
+    What is tested is the graph: a block on the meta device or of half precision runs with other weights, wide matrices
+    with a low rank, and in float32. One that differs in float32 is compared in its own precision, and that is the
+    answer. Raises ``UserError`` where they differ, and where the block fails with values.
     """
     if is_half(block):
         in_float32 = narrow_copy(block, in_float32=True)
         with contextlib.suppress(Exception), InFloat32():
             _verify(captured, in_float32, versions, gradients)
             return
-    _verify(captured, narrow_copy(block, in_float32=False), versions, gradients)
+    there = narrow_copy(block, in_float32=False) if is_meta(block) else block
+    _verify(captured, there, versions, gradients)
 
 
 def _verify(captured: CapturedBlock, block: nn.Module, versions: Sequence[BlockCall], gradients: bool) -> None:
