@@ -26,7 +26,7 @@ from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.progress import Reporter, unreported
-from arachnec.models.file import ModelFile, load_model_file
+from arachnec.models.file import MODEL_FILE, ModelFile, demand_python_file, load_model_file
 from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
 from arachnec.passes.infra.pipeline import Pipeline
@@ -95,9 +95,10 @@ def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: in
 
     Raises ``UserError`` for a model that cannot be traced, a clip the model cannot take, or a malformed file.
     """
-    model_file = load_model_file(Path(model))
+    demand_python_file(model, MODEL_FILE)
     manifest = demand_plannable(read_manifest(Path(data), batch=batch))
     machine = parse_cluster(cluster)
+    model_file = load_model_file(Path(model))
     return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
 
 
@@ -152,28 +153,34 @@ def compile(
     passes: str | Pipeline = "default",
     batch: int | None = None,
     training: Training | None = None,
+    init: Path | None = None,
     instruments: Sequence[Instrument] = (),
     reporter: Reporter = unreported,
 ) -> Compiled:
     """What ``arachnec compile`` does, up to the executable folder (``Compiled.write``).
 
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
-    one; ``data`` is None where the training options have a ``mix``; ``reporter`` is given what is being done. Raises
-    ``UserError`` for every mistake in the input.
+    one; ``data`` is None where the training options have a ``mix``; the weights in ``init`` are held against the model;
+    ``reporter`` is given what is being done. Raises ``UserError`` for every mistake in the input.
     """
-    from arachnec.backends.staged_model import demand_own_parameters
-    from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
-    from arachnec.optimizers.recipe import demand_torch_takes
-    from arachnec.sampling.during_training import sampler_and_requests
-
     training = training or Training()
-    demand_torch_takes(training)
-    sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
-    model_file = load_model_file(Path(model))
+    demand_python_file(model, MODEL_FILE)
     manifest, shapes, long = _manifest(data, batch, training)
     machine = parse_cluster(cluster)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
+    # what is above imports no torch: a path or a word that is wrong is told at once
+    from arachnec.backends.staged_model import demand_own_parameters
+    from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
+    from arachnec.models.initial_weights import demand_fit
+    from arachnec.optimizers.recipe import demand_torch_takes
+    from arachnec.sampling.during_training import sampler_and_requests
+
+    model_file = load_model_file(Path(model))
+    if init is not None:
+        demand_fit(init, Path(model))
+    demand_torch_takes(training)
+    sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
     held_back = validation_manifest(manifest.clips, training)
     started = time.perf_counter()
     trace = trace_file(model_file, shapes, training, gpu=has_gpus(machine), reporter=reporter)
@@ -278,11 +285,12 @@ def compare(
 
     Raises ``UserError`` where no pipeline can.
     """
-    model_file = load_model_file(Path(model))
+    demand_python_file(model, MODEL_FILE)
     manifest = demand_plannable(read_manifest(Path(data), batch=batch))
     machine = parse_cluster(cluster)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
+    model_file = load_model_file(Path(model))
     trace = trace_file(model_file, manifest, gpu=has_gpus(machine), reporter=reporter)
     return compared(front_end(trace, manifest, machine), pipelines, instruments, reporter)
 
@@ -303,13 +311,14 @@ def compare_requests(
     pipeline can.
     """
     from arachnec.data.requests import read_requests
+
+    requests, machine = read_requests(data), parse_cluster(cluster)
+    for pipeline in pipelines.values():
+        pipeline.demand(Level.TRACED, Level.LOWERED)
     from arachnec.generation.compiled import asked
     from arachnec.generation.plan import traced as trace_requests
 
-    requests, machine = read_requests(data), parse_cluster(cluster)
     sampling, _ = asked(Path(sampler), switch, None, "carry")
-    for pipeline in pipelines.values():
-        pipeline.demand(Level.TRACED, Level.LOWERED)
     traced = trace_requests(sampling, requests, reporter=reporter).module(machine)
     return compared(traced, pipelines, instruments, reporter)
 
