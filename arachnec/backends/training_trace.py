@@ -20,6 +20,7 @@ from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
 from arachnec.passes.trace import Trace, trace_model
 from arachnec.tracing.captions_read import demand_captions_read
+from arachnec.tracing.random_numbers import demand_own_generator
 from arachnec.tracing.sample import meta_encoders
 from arachnec.tracing.timesteps_read import demand_timesteps_read
 
@@ -58,6 +59,7 @@ def training_trace(
     _hold_against_headers(traced, clips)
     encoders = meta_encoders(model_file)
     demand_timesteps_read(model_file, training.timesteps, clips[0], encoders, model_file.span("sample"))
+    demand_own_generator(model_file, clips, encoders, model_file.path, model_file.span("sample"))
     demand_captions_read(training.caption_dropout, clips, encoders)
     model = traced.counter.model
     recipe = recipe_for(trained_parameters(model), model_file, training)
