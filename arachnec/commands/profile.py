@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from arachnec.commands.progress import progress_on_stderr
+
 
 @click.command("profile")
 @click.argument("model", type=click.Path(path_type=Path))
@@ -13,14 +15,22 @@ import click
 @click.option("--cluster", required=True, help="This machine: a TOML file, or a short form such as 4:cpu.")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Write the profile here.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="The training option of this name.")
-def command(model: Path, data: Path, cluster: str, output: Path, dtype: str) -> None:
+@click.option(
+    "--seconds",
+    type=click.FloatRange(min=0),
+    default=120.0,
+    show_default=True,
+    help="How long ranks measure, about: the shortest and the longest clips first, then what lies between.",
+)
+def command(model: Path, data: Path, cluster: str, output: Path, dtype: str, seconds: float) -> None:
     """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
     the cost formulas that `annotate{profile=FILE}` reads.
+
+    Interrupted, it writes what was measured so far.
 
     MODEL may be a sampler file, and the clips requests: then a step of each of its models is timed, as it is built.
     """
     from arachnec.commands.sampler_options import is_sampler
-    from arachnec.commands.tables import plain_table, terminal
     from arachnec.cost.profile import only_length
     from arachnec.ir.diagnostic import counted
     from arachnec.profiling.local import profile_here
@@ -28,7 +38,12 @@ def command(model: Path, data: Path, cluster: str, output: Path, dtype: str) -> 
     samples = is_sampler(model)
     if samples and dtype != "fp32":
         raise click.UsageError("the models of a sampler file are timed as they are built: leave --dtype out")
-    profile = profile_here(model, data, cluster, output, samples=samples, dtype=dtype)
+    with progress_on_stderr() as reporter:
+        profile = profile_here(
+            model, data, cluster, output, samples=samples, dtype=dtype, seconds=seconds, reporter=reporter
+        )
+    from arachnec.commands.tables import plain_table, terminal
+
     table = plain_table("measured")
     for name in ("stage", "phase", "B", "S", "T", "ranks", "measured ms", "fitted ms"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")

@@ -12,6 +12,8 @@ from typing import ClassVar
 
 import msgspec
 
+from arachnec.backends.torch_distributed.reporting.events import decode
+from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.profile import (
     Collective,
@@ -27,6 +29,7 @@ from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.stage_sizes import crowding
 from arachnec.launch.environment import shown_gpus
 from arachnec.launch.local_ranks import RankCrashed, launch
@@ -59,12 +62,21 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def profile_here(
-    model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False, dtype: str = "fp32"
+    model: Path,
+    data: Path,
+    cluster: str | Path,
+    output: Path,
+    *,
+    samples: bool = False,
+    dtype: str = "fp32",
+    seconds: float = 120.0,
+    reporter: Reporter = unreported,
 ) -> Profile:
     """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file;
-    ``dtype`` is the training option: ``fp32`` leaves the model as it is built.
+    ``dtype`` is the training option: ``fp32`` leaves the model as it is built. ``seconds`` is the budget of the ranks.
 
-    Raises ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
+    Interrupted, or told to end, it writes what was measured so far, reports that, and ends as it was told to. Raises
+    ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
     """
     machine = parse_cluster(cluster)
     if samples:
@@ -80,17 +92,32 @@ def profile_here(
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
-        arguments += [] if samples else [dtype]
+        arguments += [str(seconds)] if samples else [str(seconds), dtype]
         try:
-            launch(machine.world, arguments, lambda line: None, worker=SAMPLER_WORKER if samples else WORKER)
+            reporter("starting ranks")
+            worker = SAMPLER_WORKER if samples else WORKER
+            launch(machine.world, arguments, lambda line: reporter(_text(line)), worker=worker)
+        except (KeyboardInterrupt, SystemExit):
+            if results.is_file():
+                write_profile(fitted(_read(results), machine), output)
+                reporter(f"interrupted: wrote what was measured so far to {output}")
+            raise
         except RankCrashed as crash:
             # The launcher's own traceback would only hide the rank's.
             print(crash, file=sys.stderr)
             sys.exit(1)
-        measured = msgspec.json.decode(results.read_bytes(), type=Measured)
-    profile = fitted(measured, machine)
+        profile = fitted(_read(results), machine)
     write_profile(profile, output)
     return profile
+
+
+def _read(results: Path) -> Measured:
+    return msgspec.json.decode(results.read_bytes(), type=Measured)
+
+
+def _text(line: bytes) -> str:
+    event = decode(line)
+    return event.text if isinstance(event, Note) else ""
 
 
 def _demand_devices(machine: Cluster) -> None:

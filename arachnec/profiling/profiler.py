@@ -1,15 +1,15 @@
 """What stages, gradient all-reduces and this machine's links take, measured on as many ranks as training uses.
 
 All measurements take turns, one of each a round, so that a machine whose speed drifts slows all of them alike; a
-measurement is the median over the rounds. Ranks measure at the same time, as many as have a core of their own, so
-that what they take from each other is in the numbers. One rank of ``arachnec profile``:
-``python -m arachnec.profiling.profiler MODEL DATA DEVICE AT_ONCE OUTPUT``.
+measurement is the median over the rounds. ``profiling.in_turns`` takes the most telling first, in a budget of seconds.
+Ranks measure at the same time, as many as have a core of their own, so that what they take from each other is in the
+numbers. One rank of ``arachnec profile``:
+``python -m arachnec.profiling.profiler MODEL DATA DEVICE AT_ONCE OUTPUT SECONDS DTYPE``.
 """
 
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -28,6 +28,8 @@ from arachnec.backends.cascade_step import (
     in_training_precision,
     trained_parameters,
 )
+from arachnec.backends.torch_distributed.reporting.events import emit
+from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.weights.shared_weights import shared_encoders, shared_model
 from arachnec.cost.communication import encoder_volumes, volumes
@@ -41,6 +43,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integers
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.stage_sizes import count_in, token_bytes
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Formula, Symbol
@@ -56,6 +59,7 @@ from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.clock import now
 from arachnec.profiling.handoff_times import HandoffTimes
+from arachnec.profiling.in_turns import Budget, Turn, in_turns
 from arachnec.profiling.layer_collectives import Call, LayerCollectives, largest_block
 from arachnec.profiling.links import measure_links
 from arachnec.profiling.local import Measured
@@ -74,8 +78,6 @@ TRAINED = "dit"
 TRAINING = Training(lr=0.0)  # the step takes its time and changes nothing
 SHARED_SHAPES = 4  # clip shapes measured on several ranks
 DIVIDED_SHAPES = 2  # of an encoder
-ROUNDS = (5, 15)
-BUDGET_S = 40.0  # for all rounds; ROUNDS[0] are always done
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,14 @@ class Job:
     run: Callable[[], tuple[float, ...]]
     point: Point | None = None
     degree: int = 1
+
+    @property
+    def doing(self) -> str:
+        phases = " and ".join(dict.fromkeys(phase.rpartition(":")[2] for phase in self.phases))
+        if self.point is None:
+            return f"{self.stage}, {phases}"
+        clips = f"{len(self.point.clips)} x {self.point.tokens} tokens"
+        return f"{self.stage}, {phases} of {clips}" + (f" on {self.degree} ranks" if self.degree > 1 else "")
 
 
 class _Traced(msgspec.Struct, frozen=True):
@@ -119,7 +129,7 @@ class Profiler:
     tokens: list[int] = field(init=False)  # S of every clip
     jobs: list[Job] = field(init=False, default_factory=list)
     _deciding: dict[str, tuple[str, ...]] = field(init=False)  # the sizes of a clip that decide an encoder's time
-    _further: list[Job] = field(init=False)  # more of the encoders, where the budget allows
+    _further: int = field(init=False)  # the last so many jobs are more of the encoders, where the budget allows
     _layers: Layers | None = field(init=False)  # None where the model cannot be cut into stages
     _encodings: dict[str | int, dict[str, Tensor]] = field(init=False, default_factory=dict)  # of clips to train on
     _stages: Mapping[str, Stage] = field(init=False, default_factory=dict)  # on rank 0 only
@@ -128,7 +138,7 @@ class Profiler:
     _heads: tuple[int, int] = field(init=False)  # of the model's attention, and their size; 0 where not known
     _together: DividedEncoders = field(init=False, default_factory=DividedEncoders)
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
-    _times: list[list[tuple[float, ...]]] = field(init=False, default_factory=list)  # of each round and job
+    _times: list[list[tuple[float, ...]]] = field(init=False)  # of each job
 
     def __post_init__(self) -> None:
         self.tokens = tokens = self._trace()
@@ -147,29 +157,36 @@ class Profiler:
             for point in more_points(self.clips, tokens, self._deciding[name], points)
         ]
         # the longest first: what they take matters most to a plan
-        self._further = sorted(further, key=lambda job: job.point.tokens if job.point else 0, reverse=True)
+        further.sort(key=lambda job: job.point.tokens if job.point else 0, reverse=True)
         for point in points:  # a micro-batch's parts right behind the whole of it, as pipelines run equal ones in a row
             self.jobs += self._whole_jobs(point)
         if self.sequence is not None:
             self.jobs += self._shared_jobs(points, self.sequence)
         self.jobs += self._divided_jobs(points)
         self.jobs += self._last_jobs()
-
-    def measure(self) -> Measured:
-        """As many rounds as the budget allows, with as many further jobs as it has room for; no job's first time
-        counts."""
-        self.round()
+        self.jobs += further
+        self._further = len(further)
         self.forget()
-        once = self._longest(self.round)
-        for job in self._further:
-            more = self._longest(partial(self._run, job))
-            if ROUNDS[0] * (once + more) > BUDGET_S:
-                break
-            self.jobs.append(job)
-            self._times[-1].append(self._run(job))
-            once += more
-        for _ in range(1, min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
-            self.round()
+
+    def measure(
+        self,
+        budget: Budget,
+        reporter: Reporter = unreported,
+        keep: Callable[[Measured], None] = lambda measured: None,
+    ) -> Measured:
+        """What the budget allows; ``keep`` is given what was found so far, without the links, again and again."""
+        first_extra = len(self.jobs) - self._further
+        turns = [
+            Turn((job.stage, job.phases, job.degree), job.point, job.doing, number >= first_extra)
+            for number, job in enumerate(self.jobs)
+        ]
+
+        def so_far(times: list[list[tuple[float, ...]]]) -> None:
+            self._times = times
+            keep(self.measured(links=False))
+
+        drop_gradients(self.parameters)
+        self._times = in_turns(turns, lambda index: self._run(self.jobs[index]), budget, reporter, so_far)
         return self.measured()
 
     def attention(self) -> tuple[int, list[AttentionTime]]:
@@ -186,18 +203,11 @@ class Profiler:
                 rows += measure_sparse(part, heads, size, dtype, self.device)
         return size, rows
 
-    def _longest(self, work: Callable[[], object]) -> float:
-        """Seconds that this work takes on the rank that is last."""
-        dist.barrier()
-        started = time.perf_counter()
-        work()
-        took = torch.tensor([time.perf_counter() - started], dtype=torch.float64)
-        return max(float(value) for value in gather(took))
-
     def round(self) -> None:
-        """Measure everything once."""
+        """Measure everything once, but for the further jobs."""
         drop_gradients(self.parameters)
-        self._times.append([self._run(job) for job in self.jobs])
+        for job, times in zip(self.jobs[: len(self.jobs) - self._further], self._times, strict=False):
+            times.append(self._run(job))
 
     def _run(self, job: Job) -> tuple[float, ...]:
         """ms of each phase; zeros on ranks that take no part."""
@@ -206,20 +216,18 @@ class Profiler:
 
     def forget(self) -> None:
         """Leave out the rounds so far, which warmed up."""
-        self._times.clear()
+        self._times = [[] for _ in self.jobs]
 
-    def measured(self) -> Measured:
-        """The median over the rounds so far of each job's mean over its ranks."""
-        flat = torch.tensor([[ms for times in row for ms in times] for row in self._times], dtype=torch.float64)
-        everyone = torch.stack(gather(flat))  # ranks, rounds, phases of jobs
-        takers = [job.ranks for job in self.jobs for _ in job.phases]
-        medians = [everyone[:count, :, place].mean(0).quantile(0.5).item() for place, count in enumerate(takers)]
+    def measured(self, *, links: bool = True) -> Measured:
+        """The median over the rounds so far of each job's mean over its ranks; nothing of a job that was not run."""
+        run = [(job, torch.tensor(times)) for job, times in zip(self.jobs, self._times, strict=True) if times]
+        flat = torch.cat([times.flatten() for _, times in run]).double()
+        everyone = torch.stack(gather(flat)).split([times.numel() for _, times in run], dim=1)
         measurements: dict[tuple[str, str], list[Measurement]] = {}
         ends: dict[str, float] = {}
-        values = iter(medians)
-        for job in self.jobs:
-            for phase in job.phases:
-                ms = next(values)
+        for (job, times), all_times in zip(run, everyone, strict=True):
+            means = all_times.unflatten(1, times.shape)[: job.ranks].mean(0)  # rounds, phases
+            for phase, ms in zip(job.phases, means.quantile(0.5, dim=0).tolist(), strict=True):
                 if job.point is None:
                     ends[phase] = ms
                 elif ms > 0:  # no time: a part that has nothing to do
@@ -230,10 +238,10 @@ class Profiler:
         world = dist.get_world_size()
         end = Synchronisation(TRAINED, world, size, ends.get("reduce", 0.0), ends["step"])
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        links = measure_links(self.device) if world > 1 else None
+        measured_links = measure_links(self.device) if world > 1 and links else None
         collectives = [row for moving in self._beside for row in moving.measurements(ends)]
         stages = [(*key, rows) for key, rows in measurements.items()]
-        return Measured(name, stages, links, [end], collectives, dtype=dtype_name(dtype_of(self.model)))
+        return Measured(name, stages, measured_links, [end], collectives, dtype=dtype_name(dtype_of(self.model)))
 
     def _trace(self) -> list[int]:
         """S of every clip; traced on rank 0, since the ranks share the machine's cores."""
@@ -434,21 +442,37 @@ def _layers(stage: Stage) -> tuple[tuple[str, str], ...]:
     return tuple((path, of_class[kind]) for (path, _), kind in zip(layers_of(stage), classes, strict=True))
 
 
+def report(doing: str) -> None:
+    """To the launcher, from rank 0."""
+    emit(Note(doing))
+
+
+def write_measured(output: Path, measured: Measured) -> None:
+    """From rank 0, whole or not at all: a launcher that is interrupted reads what is there."""
+    if dist.get_rank() == 0:
+        written = output.with_suffix(".part")
+        written.write_bytes(msgspec.json.encode(measured))
+        written.replace(output)
+
+
 def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tuple[float, ...]:
     started = now(device)
     encode(encoder, point.clips, device)
     return ((now(device) - started) * 1e3,)
 
 
-def main(model: str, data: str, planned_device: str, at_once: str, output: str, dtype: str) -> None:
+def main(model: str, data: str, planned_device: str, at_once: str, output: str, seconds: str, dtype: str) -> None:
     def work(device: torch.device) -> None:
+        report("tracing")
         model_file = in_training_precision(load_model_file(model), msgspec.structs.replace(TRAINING, dtype=dtype))
         profiler = Profiler(model_file, read_manifest(data).clips, device, int(at_once))
-        measured = profiler.measure()
-        size, attention = profiler.attention()
-        measured = msgspec.structs.replace(measured, head_size=size, attention=attention)
-        if dist.get_rank() == 0:
-            Path(output).write_bytes(msgspec.json.encode(measured))
+        keep, budget = partial(write_measured, Path(output)), Budget(float(seconds))
+        measured = profiler.measure(budget, report, keep)
+        keep(measured)
+        if budget.left() > 0:
+            report("measuring attention")
+            size, attention = profiler.attention()
+            keep(msgspec.structs.replace(measured, head_size=size, attention=attention))
 
     as_rank(work, cpu=planned_device == "cpu")
 

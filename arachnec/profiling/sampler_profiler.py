@@ -1,16 +1,16 @@
 """What one step of a sampler's models takes, on as many ranks as sampling uses.
 
 A measurement is a whole step of some requests: arguments, forwards of all branches together, guidance, scheduler. Its
-batch is the number of predictions, as a plan counts them. Rounds are those of ``profiling.profiler``. All ranks run at
+batch is the number of predictions, as a plan counts them. Turns are those of ``profiling.in_turns``. All ranks run at
 once. Where they share cores, how long one of them takes depends on when the others had these: then a step takes from
 the first rank's start to the last one's end, and the measurement is what that is with a core for each. One rank of
-``arachnec profile``: ``python -m arachnec.profiling.sampler_profiler SAMPLER DATA DEVICE AT_ONCE OUTPUT``.
+``arachnec profile``: ``python -m arachnec.profiling.sampler_profiler SAMPLER DATA DEVICE AT_ONCE OUTPUT SECONDS``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -27,6 +27,7 @@ from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import ONE_MODEL
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
@@ -35,16 +36,17 @@ from arachnec.launch.ranks import as_rank, exit_with
 from arachnec.models.decoders import DECODER, FromLatents, latents_of
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.profiling.clock import now
+from arachnec.profiling.in_turns import Budget, Turn, in_turns
 from arachnec.profiling.links import measure_links
 from arachnec.profiling.local import Measured
 from arachnec.profiling.points import SHAPES, Point, deciding_sizes, sizes_of, spread
 from arachnec.profiling.profiler import (
-    BUDGET_S,
-    ROUNDS,
     SHARED_SHAPES,
     TRAINED,
     Job,
+    report,
     shared_measurement,
+    write_measured,
 )
 from arachnec.runtime.agreement import gather, share_text
 from arachnec.sampling.forward import all_branches, branches_of
@@ -85,7 +87,7 @@ class SamplerProfiler:
     _groups: ProcessGroups = field(init=False, default_factory=ProcessGroups)
     _loops: dict[object, list[Loop]] = field(init=False, default_factory=dict)
     _prompts: dict[object, list[dict[str, torch.Tensor]]] = field(init=False, default_factory=dict)  # encoded, negative
-    _steps: list[int] = field(init=False, default_factory=list)  # of every job, one after another
+    _steps: dict[int, int] = field(init=False, default_factory=dict)  # of every job, one after another
 
     def __post_init__(self) -> None:
         names = self.sampler.names()
@@ -126,37 +128,45 @@ class SamplerProfiler:
     def ranks(self) -> int:
         return dist.get_world_size()
 
-    def measure(self) -> Measured:
-        """As many rounds as the budget allows; no job's first time counts."""
-        first = torch.tensor([end - start for start, end in self._round()], dtype=torch.float64)
-        slowest = torch.stack(gather(first)).amax(0).tolist()
-        self._steps = [max(1, min(MOST_STEPS, round(LEAST_MS / max(ms, 1e-3)))) for ms in slowest]
-        started = now(self.device)
-        times = [self._round()]
-        took = torch.tensor([now(self.device) - started], dtype=torch.float64)
-        once = max(float(value) for value in gather(took))
-        for _ in range(1, min(ROUNDS[1], max(ROUNDS[0], int(BUDGET_S / max(once, 1e-6))))):
-            times.append(self._round())
-        everyone = torch.stack(gather(torch.tensor(times, dtype=torch.float64)))  # ranks, rounds, jobs, start and end
+    def measure(
+        self,
+        budget: Budget,
+        reporter: Reporter = unreported,
+        keep: Callable[[Measured], None] = lambda measured: None,
+    ) -> Measured:
+        """What the budget allows; ``keep`` is given what was found so far, without the links, again and again."""
+        turns = [Turn((job.stage, job.degree), job.point, job.doing) for job in self.jobs]
+        times = in_turns(turns, self._run, budget, reporter, lambda times: keep(self._measured(times, links=False)))
+        return self._measured(times, links=True)
+
+    def _measured(self, times: Sequence[Sequence[tuple[float, float, int]]], *, links: bool) -> Measured:
+        """Of start and end, ms, and steps of every job on this rank; nothing of a job that was not run."""
+        run = [
+            (job, torch.tensor(runs, dtype=torch.float64)) for job, runs in zip(self.jobs, times, strict=True) if runs
+        ]
+        flat = torch.cat([runs.flatten() for _, runs in run])
+        everyone = torch.stack(gather(flat)).split([runs.numel() for _, runs in run], dim=1)
         rows: dict[tuple[str, str], list[Measurement]] = {}
-        for place, job in enumerate(self.jobs):
+        for (job, runs), all_runs in zip(run, everyone, strict=True):
             crowding = max(1.0, job.ranks / self.at_once)  # how many ranks share a core
-            ms = _ms(everyone[: job.ranks, :, place], crowding).quantile(0.5).item() / self._steps[place]
+            ms = (_ms(all_runs.unflatten(1, runs.shape)[: job.ranks], crowding) / runs[:, 2]).quantile(0.5).item()
             rows.setdefault((job.stage, "forward"), []).append(self._measurement(job, ms))
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
-        links = measure_links(self.device) if dist.get_world_size() > 1 else None
-        return Measured(name, [(*key, runs) for key, runs in rows.items()], links, [])
+        measured_links = measure_links(self.device) if links and dist.get_world_size() > 1 else None
+        return Measured(name, [(*key, runs) for key, runs in rows.items()], measured_links, [])
 
-    def _round(self) -> list[tuple[float, float]]:
-        """Start and end of every job on this rank, ms."""
-        times = []
-        for job, steps in zip(self.jobs, self._steps or [1] * len(self.jobs), strict=True):
-            dist.barrier()
-            started = now(self.device)
-            for _ in range(steps if dist.get_rank() < job.ranks else 0):
-                job.run()
-            times.append((started * 1e3, now(self.device) * 1e3))
-        return times
+    def _run(self, index: int) -> tuple[float, float, int]:
+        """Start and end of a job on this rank, ms, and how many steps it took: after the first time, several short."""
+        job, steps = self.jobs[index], self._steps.get(index, 1)
+        dist.barrier()
+        started = now(self.device)
+        for _ in range(steps if dist.get_rank() < job.ranks else 0):
+            job.run()
+        took = now(self.device) - started
+        if index not in self._steps:
+            slowest = max(float(value) for value in gather(torch.tensor([took * 1e3], dtype=torch.float64)))
+            self._steps[index] = max(1, min(MOST_STEPS, round(LEAST_MS / max(slowest, 1e-3))))
+        return started * 1e3, (started + took) * 1e3, steps
 
     def _trace(self, names: Sequence[str]) -> _Traced:
         """Traced on rank 0, since the ranks share the machine's cores."""
@@ -168,7 +178,7 @@ class SamplerProfiler:
             clips = [request.clip() for request in self.requests]
             tokens: list[int] = []
             for name in names:
-                traced = trace_model(self.sampler.model_file(name), clips)
+                traced = trace_model(self.sampler.model_file(name), clips, gradients=False)
                 self._stages |= {(name, stage.name): stage for stage in traced.stages}
                 tokens = tokens or [traced.tokens(clip) for clip in clips]
             heads = {name: count_in(self._stages[name, TRAINED], "heads") for name in names}
@@ -264,18 +274,18 @@ class SamplerProfiler:
 
 
 def _ms(times: torch.Tensor, crowding: float) -> torch.Tensor:
-    """Of every round, from starts and ends of ranks ``[ranks, rounds, 2]`` of which so many share a core."""
+    """Of every round, from starts and ends of ranks ``[ranks, rounds, 2 or more]`` of which so many share a core."""
     if crowding == 1:
         return (times[..., 1] - times[..., 0]).mean(0)
     return (times[..., 1].amax(0) - times[..., 0].amin(0)) / crowding  # processes of one machine, one clock
 
 
-def main(sampler: str, data: str, planned_device: str, at_once: str, output: str) -> None:
+def main(sampler: str, data: str, planned_device: str, at_once: str, output: str, seconds: str) -> None:
     def work(device: torch.device) -> None:
+        report("tracing")
         profiler = SamplerProfiler(load_sampler_file(sampler), read_requests(data), device, int(at_once))
-        measured = profiler.measure()
-        if dist.get_rank() == 0:
-            Path(output).write_bytes(msgspec.json.encode(measured))
+        keep = partial(write_measured, Path(output))
+        keep(profiler.measure(Budget(float(seconds)), report, keep))
 
     as_rank(work, cpu=planned_device == "cpu")
 

@@ -23,6 +23,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Level, Module, Phase, Reduce, Stage, Step
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.tables import STAGE
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.programs import lower
@@ -365,6 +366,7 @@ def captured_once() -> Iterator[None]:
         at: Sequence[ExampleCall] = (),
         verify: bool = True,
         gradients: bool = True,
+        reporter: Reporter = unreported,
     ) -> CapturedModel:
         written = {type(module) for module in model.modules() if not type(module).__module__.startswith("torch.")}
         sources = frozenset(map(inspect.getsource, written))
@@ -376,7 +378,9 @@ def captured_once() -> Iterator[None]:
         )
         key = (sources, weights, calls, len(at), gradients)
         if (key, True) not in _CAPTURED and (key, verify) not in _CAPTURED:
-            _CAPTURED[key, verify] = capture(model, examples, at=at, verify=verify, gradients=gradients)
+            _CAPTURED[key, verify] = capture(
+                model, examples, at=at, verify=verify, gradients=gradients, reporter=reporter
+            )
         return _CAPTURED[key, (key, True) in _CAPTURED]
 
     def tried(model: nn.Module, source: Any, clips: Sequence[VideoClip], *given: Any, most: int | None = None) -> Any:

@@ -12,6 +12,7 @@ from arachnec.backends.cascade_step import in_training_precision
 from arachnec.cost.profile import fit_profile
 from arachnec.executable.training_options import Training
 from arachnec.models.file import load_model_file
+from arachnec.profiling.in_turns import Budget
 from arachnec.profiling.local import Measured
 from arachnec.profiling.points import SHAPES, choose_points
 from arachnec.profiling.profiler import Profiler
@@ -90,14 +91,17 @@ def test_ranks_without_a_core_wait_and_plain_messages_stand_for_shared_cascades(
     assert measured.links is not None
 
 
-def every_clip(model: str, budget_s: float) -> Measured:
+def every_clip(model: str, seconds: float) -> tuple[Measured, list[Measured], list[str]]:
     clips = [clip(str(frames), frames) for frames in FRAMES]
-    with mock.patch.multiple("arachnec.profiling.profiler", BUDGET_S=budget_s, ROUNDS=(1, 1)):
-        return Profiler(load_model_file(model), clips, torch.device("cpu"), 2).measure()
+    kept: list[Measured] = []
+    said: list[str] = []
+    with mock.patch("arachnec.profiling.in_turns.MOST_ROUNDS", 1):
+        profiler = Profiler(load_model_file(model), clips, torch.device("cpu"), 2)
+        return profiler.measure(Budget(seconds), said.append, kept.append), kept, said
 
 
 def test_an_encoder_is_measured_at_every_size_of_the_data_where_the_budget_allows(model: Path) -> None:
-    measured, _ = run_ranks(2, every_clip, str(model), 1e6, timeout=600.0)
+    (measured, _, _), _ = run_ranks(2, every_clip, str(model), 1e6, timeout=600.0)
     rows = {stage: rows for stage, phase, rows in measured.stages if phase == "forward"}
     assert all(row.ms > 0 for row in rows["vae"])
     assert {row.sizes["frames"] for row in rows["vae"] if row.sizes} == set(FRAMES)
@@ -117,11 +121,15 @@ def test_a_model_is_measured_in_the_precision_that_it_trains_in(model: Path, dty
     assert run_ranks(1, precision, str(model), dtype, timeout=600.0) == [name]
 
 
-def test_further_sizes_of_encoders_are_left_out_where_the_budget_is_small(model: Path) -> None:
-    measured, _ = run_ranks(2, every_clip, str(model), 0.0, timeout=600.0)
-    rows = {stage: rows for stage, phase, rows in measured.stages if phase == "forward"}
-    assert {row.tokens for row in rows["vae"]} == {row.tokens for row in rows["dit"]}
-    assert len(rows["vae"]) == SHAPES + 2
+def test_a_budget_of_nothing_measures_every_stage_and_the_end_at_the_shortest_clip(model: Path) -> None:
+    (measured, kept, said), _ = run_ranks(2, every_clip, str(model), 0.0, timeout=600.0)
+    assert {row.tokens for *_, rows in measured.stages for row in rows} == {min(FRAMES) * 4}
+    assert {stage for stage, *_ in measured.stages} >= {"vae", "dit", "dit/Block"}
+    assert measured.synchronisation[0].step_ms > 0
+    assert [line.split()[0] for line in said] == ["measuring"] * len(said)
+    (first,) = kept  # what an interrupted run would write
+    assert [key for *key, _ in first.stages] == [key for *key, _ in measured.stages]
+    assert fit_profile(first.stages, machine="m", device="cpu", synchronisation=first.synchronisation).links is None
 
 
 def test_shapes_are_spread_from_the_shortest_to_the_longest_and_two_are_batched() -> None:
