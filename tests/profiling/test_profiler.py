@@ -129,7 +129,7 @@ def test_a_budget_of_nothing_measures_every_stage_and_the_end_at_the_shortest_cl
     assert [line.split()[0] for line in said] == ["measuring"] * len(said)
     (first,) = kept  # what an interrupted run would write
     assert [key for *key, _ in first.stages] == [key for *key, _ in measured.stages]
-    assert fit_profile(first.stages, machine="m", device="cpu", synchronisation=first.synchronisation).links is None
+    assert fit_profile(first.stages, machine="m", device="cpu", synchronisation=first.synchronisation).stages
 
 
 def test_shapes_are_spread_from_the_shortest_to_the_longest_and_two_are_batched() -> None:
