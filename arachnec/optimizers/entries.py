@@ -10,18 +10,26 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from arachnec.data.source_state import from_text, to_text
+from arachnec.ir.diagnostic import Diagnostic, UserError
 
 NUMBERS = (bool, int, float, str, type(None))
 # What torch itself has in every optimizer, and what its schedulers add.
 TORCHS = {*vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)), "_step_count", "_opt_called", "found_inf"}
 Place = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OtherGroups(Diagnostic):
+    title: ClassVar[str] = "the checkpoint has entries of {optimizer} for another number of groups"
+    help: ClassVar[str] = "make the groups that it was made with: what is estimated in them goes on with each"
+    optimizer: str
 
 
 def places(optimizer: Optimizer) -> list[Place]:
@@ -85,10 +93,13 @@ class KeptEntries:
         return to_text([{key: place[key] for key in sorted(keys)} for place, keys in found])
 
     def take(self, text: str) -> None:
-        """Put back what ``text`` gave."""
+        """Put back what ``text`` gave. Raises ``UserError`` where that was an optimizer of other groups."""
         groups = self.optimizer.param_groups
         device = next((value.device for group in groups for value in group["params"]), torch.device("cpu"))
-        for place, keys, kept in zip(places(self.optimizer), self._keys, from_text(text), strict=True):
+        stored = from_text(text)
+        if len(stored) != len(self._keys):
+            raise UserError(OtherGroups(None, type(self.optimizer).__name__))
+        for place, keys, kept in zip(places(self.optimizer), self._keys, stored, strict=True):
             keys |= kept.keys()
             for key, value in kept.items():
                 there = place.get(key)
