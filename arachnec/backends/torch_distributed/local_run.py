@@ -15,6 +15,7 @@ from rich.console import Console
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.reporting.display import Display
+from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.cluster.resize import cluster_for
 from arachnec.cluster.topology import has_gpus
 from arachnec.executable.folder import MODEL, Executable, demand_folder, read_executable
@@ -72,6 +73,7 @@ def run_here(
                 stopped_s=options.stall_timeout,
                 beside=beside,
                 shared=shared,
+                on_stop=None if options.checkpoint is None else partial(_tell_stop, display),
             )
         except RankCrashed as crash:
             crashed = str(crash)
@@ -81,6 +83,11 @@ def run_here(
         sys.exit(1)
     for text in written(folder, options, training.accumulate):
         console.print(text, highlight=False, soft_wrap=True)
+
+
+def _tell_stop(display: Display) -> None:
+    told = "the run ends after the step under way, with a checkpoint; Ctrl-C again ends it at once"
+    display.show(msgspec.json.encode(Note(told)))
 
 
 def shared_modules(executable: Executable, cluster: Cluster) -> tuple[str, ...]:

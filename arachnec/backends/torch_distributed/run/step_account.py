@@ -61,14 +61,23 @@ class StepAccount:
     most_skipped: int
     audit: AuditLog | None
     batches: int
+    stopped_by: int = 0  # the signal that asked some rank to end
     _skipped: int = 0  # steps in a row
     _slow: SlowRanks = field(default_factory=SlowRanks)
     _seen: list[AuditLine] = field(default_factory=list)  # of the batches of a step that has not ended
 
     def report(
-        self, context: RankContext, own: Iteration, planned: Planned, run: Run, measured: Measured
+        self,
+        context: RankContext,
+        own: Iteration,
+        planned: Planned,
+        run: Run,
+        measured: Measured,
+        *,
+        asked: int = 0,
     ) -> report.StepReport:
-        """Put together what all ranks measured of one batch. Collective. Raises ``UserError`` where too many steps were
+        """Put together what all ranks measured of one batch; ``asked`` is the signal that asked this one to end.
+        Collective. Raises ``UserError`` where too many steps were
         skipped, or no clip is left."""
         busy = report.busy_ms(measured.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
@@ -76,9 +85,10 @@ class StepAccount:
         copies = context.host_copies
         moved = (0, 0) if copies is None else copies.counted()
         rate = [context.optimizer.first_group, context.optimizer.rate]
-        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, *rate]
+        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, asked, *rate]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
-        demand_equal_rates(own.step, everyone[:, 8:].tolist())
+        demand_equal_rates(own.step, everyone[:, 9:].tolist())
+        self.stopped_by = int(everyone[:, 8].max())
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         aside, clips = _left_out(context, own, run), len(own.module.clips)
         if not own.share.clips:
