@@ -32,7 +32,7 @@ from arachnec.ir.nodes import (
 )
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.sampling import CODING, models_of, on_one_side
-from arachnec.ir.stage_sizes import uneven
+from arachnec.ir.stage_sizes import largest_share
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank, updated_parameters
@@ -218,7 +218,7 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
     if cascade.phase is Phase.FORWARD:
         # several micro-batches are held at once, and one of them runs
         part = on_one_side(cascade, cascade.side)
-        running = min(own, divided(stage, "workspace", part, uneven(cascade.tokens, cascade.degree)))
+        running = min(own, divided(stage, "workspace", part, largest_share(cascade, cascade.degree)))
         attrs = _forward_attrs(cascade, clips, duration, own - running).updated(workspace=_some(running))
         return (Instruction("forward", cascade.name, group, attrs),)
     attrs = _times(cascade.start, duration)
