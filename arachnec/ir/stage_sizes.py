@@ -61,8 +61,13 @@ def largest_share(cascade: Cascade, ranks: int) -> float:
 
 
 def gradient_bytes(stage: Stage) -> float:
-    """Bytes of a stage's gradients in the all-reduce."""
-    return trained_count(stage) * gradient_element_bytes(stage) if stage.trained else 0.0
+    """Bytes of a stage's gradients in its all-reduce; those of what parts share have one of their own."""
+    return own_trained(stage) * gradient_element_bytes(stage) if stage.trained else 0.0
+
+
+def own_trained(stage: Stage) -> int:
+    """How many parameters train that no other part of the model holds."""
+    return max(0, trained_count(stage) - sum(count for _, count in tied_sets(stage.attrs.get("tied"))))
 
 
 def trained_count(stage: Stage) -> int:

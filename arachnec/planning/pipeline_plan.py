@@ -329,7 +329,9 @@ class _Plan:
         return planned_order(replica, len(kinds), quick=options.quick)
 
     def _replica(self, batches: Sequence[MicroBatch], number: int = 0) -> Replica:
-        return Replica(self._times(batches, number), self._kept_table(batches), self._limits(batches), self.places.placement)
+        return Replica(
+            self._times(batches, number), self._kept_table(batches), self._limits(batches), self.places.placement
+        )
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
