@@ -70,6 +70,23 @@ def test_a_cascade_takes_as_long_as_its_slowest_device() -> None:
     assert cost.time(cascade, 4) == pytest.approx(75), "without ranks, those that suit it best"
 
 
+@pytest.mark.parametrize("cluster", [MIXED, "1x4:a100-80g+1x4:h100-80g"])
+def test_clips_side_by_side_wait_for_the_one_on_the_slowest_devices(cluster: str) -> None:
+    module = costed(cluster, [10_000], cell=8, layers=(("blocks.0", 1_000_000),))
+    pair = replace(module.cascades[0], clips=(0, 0), batch=2)
+    cost = CostModel(module)
+    gathers = cost.table.gathering.exposed(pair, 75.0, 150.0)
+    assert cost.time(pair, 8, ranks=tuple(range(8)), side=2) == pytest.approx(75 * SLOWDOWN + gathers, rel=1e-3)
+
+
+def test_cells_on_several_kinds_gather_as_fast_as_the_slowest() -> None:
+    module = costed("1x4:h100-80g+1x4:l20", [10_000], cell=4, layers=(("blocks.0", 1_000_000_000),), params=10**9)
+    cost, cascade = CostModel(module), module.cascades[0]
+    fast, slow = (cost.table.gathering.exposed(cascade, 0.0, 0.0, rank) for rank in (0, 4))
+    assert slow > 2 * fast
+    assert cost.time(cascade, 8, ranks=tuple(range(8))) > slow
+
+
 @pytest.mark.parametrize(("symbol", "size"), [("S", 10_000), ("T", 100)])
 def test_an_encoder_and_the_caption_take_longer_on_a_slower_device(symbol: str, size: int) -> None:
     work = Formula((Term(5.0, ()), Term(1e-2, ((symbol, 1),))), "ms")
