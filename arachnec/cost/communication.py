@@ -150,6 +150,9 @@ class Communication:
     cluster: Cluster
     sparse: SparseLoads
     _links: dict[tuple[object, ...], GroupLinks] = field(default_factory=dict, repr=False, compare=False)
+    _sent: dict[tuple[object, ...], tuple[float, float | None, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def time(
         self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
@@ -181,19 +184,28 @@ class Communication:
             return encoder_volumes(cascade, stage, attention)
         forward, backward = passes_of(cascade, stage, recompute)
         cascade = as_forward(cascade)
+        traffic, output, exchanged = self._sizes_sent(cascade, stage)
         return volumes(
             ulysses=attention.ulysses,
             ring=attention.ring,
             heads=count_in(stage, "heads") or attention.ulysses,
             attentions=count_in(stage, "attentions"),
-            traffic=evaluated(stage, "traffic", cascade),
+            traffic=traffic,
             forward=forward,
             backward=backward,
-            output=token_bytes(stage, cascade.batch * cascade.tokens),
+            output=output,
             sparse=self.sparse.of(cascade, attention.ulysses * attention.ring),
-            exchanged=evaluated(stage, "halo", cascade),
+            exchanged=exchanged,
             exchanges=count_in(stage, "exchanges"),
         )
+
+    def _sizes_sent(self, cascade: Cascade, stage: Stage) -> tuple[float, float | None, float]:
+        """GiB of ``traffic``, bytes of the last block's output, GiB of ``halo``, whatever the degree."""
+        key = cascade.stage, cascade.batch, cascade.tokens, cascade.text
+        if key not in self._sent:
+            output = token_bytes(stage, cascade.batch * cascade.tokens)
+            self._sent[key] = evaluated(stage, "traffic", cascade), output, evaluated(stage, "halo", cascade)
+        return self._sent[key]
 
     def _links_of(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> GroupLinks:
         key = (degree if ranks is None else ranks, ulysses)

@@ -239,8 +239,7 @@ class CostTable:
         """``_time``, as far from it as measured steps of one machine were, whatever the product of Ulysses and ring."""
         time = self._time(cascade, degree, attention, recompute, ranks)
         rows = self._timed[cascade.stage]
-        on_one_node = len({node_of(self.devices.cluster, rank) for rank in ranks or range(degree)}) == 1
-        if not rows or not on_one_node:
+        if not rows or len({node_of(self.devices.cluster, rank) for rank in ranks or range(degree)}) > 1:
             return time
         key = self.shape(cascade), degree
         if key not in self._corrections:
