@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
 from arachnec.cost.compute import is_divided, passes_of
@@ -142,6 +143,17 @@ class GroupLinks:
     contention: float
 
 
+@lru_cache(maxsize=1 << 14)
+def links_of(cluster: Cluster, group: tuple[int, ...], ulysses: int) -> GroupLinks:
+    """The links of a group, ``ulysses`` of whose ranks trade heads; every layout of a model asks for the same ones."""
+    return GroupLinks(
+        group_link(cluster, group),
+        ulysses_link(cluster, group, ulysses),
+        ring_link(cluster, group, ulysses),
+        penalty(cluster, group),
+    )
+
+
 @dataclass(frozen=True)
 class Communication:
     """Communication times in ms of cascades of these stages on a cluster."""
@@ -211,13 +223,7 @@ class Communication:
         key = (degree if ranks is None else ranks, ulysses)
         links = self._links.get(key)
         if links is None:
-            group = self._group(degree, ranks)
-            links = self._links[key] = GroupLinks(
-                group_link(self.cluster, group),
-                ulysses_link(self.cluster, group, ulysses),
-                ring_link(self.cluster, group, ulysses),
-                penalty(self.cluster, group),
-            )
+            links = self._links[key] = links_of(self.cluster, self._group(degree, ranks), ulysses)
         return links
 
     def _group(self, degree: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:

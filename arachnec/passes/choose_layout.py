@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from arachnec.analysis.uses import Values
 from arachnec.cost.synchronisation import reduce_time
+from arachnec.cost.table import Rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Level, Module, integer
 from arachnec.ir.progress import Reporter, unreported
@@ -138,10 +139,10 @@ class ChooseLayout(Pass):
         """The layout with the shortest sample; None where some clip fits in none."""
         stages = self._stages_run and not divided_encoders(module)  # a pipeline's encoders run on a rank each
         table = [layout for layout in layouts(module) if layout.stages == 1 or stages]
-        candidates = []
+        candidates, rows = [], Rows()
         for number, layout in enumerate(table, 1):
             reporter(f"bounding layout {number} of {len(table)}")
-            candidates.append(self._candidate(module, layout))
+            candidates.append(self._candidate(module, layout, rows))
         return shortest(candidates, self._planned_ms, self.steps, reporter)
 
     def _chosen_narrower(self, module: Module, reporter: Reporter) -> Choice | None:
@@ -149,13 +150,14 @@ class ChooseLayout(Pass):
         candidates = (laid for laid in narrower(module) if may_fit(laid))
         return next((choice for laid in candidates if (choice := self._chosen(laid, reporter)) is not None), None)
 
-    def _candidate(self, module: Module, layout: Layout) -> Candidate:
+    def _candidate(self, module: Module, layout: Layout, rows: Rows | None = None) -> Candidate:
         assert module.cluster is not None
         laid = applied(module, layout)
         anchor = layout in anchors(module.cluster)
         try:
             costed = self._costed(laid)
-            return Candidate(layout, laid, sum(map(least_ms, costed)), costed, sum(map(planning_steps, costed)), anchor)
+            least = sum(least_ms(one, rows) for one in costed)
+            return Candidate(layout, laid, least, costed, sum(map(planning_steps, costed)), anchor)
         except UserError:
             return Candidate(layout, laid, math.inf)
 

@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from arachnec.cost.model import CostModel
+from arachnec.cost.table import Rows
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.planning.formulate import problem_of
@@ -21,12 +22,13 @@ from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 
 
-def least_ms(module: Module) -> float:
-    """ms of an iteration at least; infinite where stages hold some micro-batch at no degree.
+def least_ms(module: Module, rows: Rows | None = None) -> float:
+    """ms of an iteration at least; infinite where stages hold some micro-batch at no degree. ``rows`` of costs are
+    filled, and used where they are there.
 
     Raises UserError where a clip of a model without stages fits nowhere.
     """
-    cost = CostModel(module)
+    cost = CostModel(module, rows)
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if parts:
         step = max(cost.step_time(part) for part in parts)

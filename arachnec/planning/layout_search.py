@@ -18,7 +18,15 @@ from arachnec.planning.layouts import Layout
 SEARCH_STEPS = 100  # of the scheduler, for each layout that is planned
 DEFAULT_STEPS = 5000  # for all layouts: about 5 s
 MS_JUDGED = 3.2  # of a cascade and of a rank, to schedule, place and simulate a layout's cascades
-MS_PIPELINED = 1.2  # of a cascade of stages, for each degree
+MS_PIPELINED = 1.0  # of a cascade of stages, for each degree
+MS_ORDERED = 2.5  # of one where the order is searched for
+AT_FIRST = {
+    (False, False): 1.0,
+    (False, True): 1.0,
+    (True, False): 1.2,
+    (True, True): 1.2,
+}  # plans over bounds, by kind
+FAR = 1.25  # of the shortest so far: what would take so long, were it planned as its kind, is not planned
 WORTH = 0.01  # of the iteration, that a layout must save over a plainer one
 BEHIND_ANCHORS = 0.0005  # of the iteration, that a plainer layout may be behind one that others train in
 
@@ -65,8 +73,8 @@ def shortest(
     first; None where none fits.
 
     The most promising is planned first: the one with the least bound, as much longer as the plans of its kind so far.
-    One that takes as long at least as the shortest so far is not planned. Anchors are planned whatever steps are left,
-    and so are others until one fits. ``planned`` raises UserError for a layout that does not fit.
+    One that takes as long at least as the shortest so far is not planned. Anchors come next, whatever steps are left,
+    and where none fits others do. ``planned`` raises UserError for a layout that does not fit.
     """
     times: dict[str, float] = {}
     refused = [one.layout.name for one in candidates if math.isinf(one.least_ms)]
@@ -74,17 +82,9 @@ def shortest(
     ratios: dict[tuple[bool, bool], float] = {}
     total = len(waiting)
     costs = {one.layout.name: _costs(one) for one in waiting}
-    while waiting:
-        best = _best(candidates, times)
-        waiting = [one for one in waiting if one.layout.name not in times]
-        waiting = [one for one in waiting if best is None or _may_win(one, best, candidates, times)]
-        affordable = [one for one in waiting if best is None or one.anchor or one.steps <= steps]
-        if not affordable:
-            break
-        one = min(affordable, key=lambda one: one.least_ms * ratios.get(one.kind, 1.0))
+    while waiting and (one := _next(waiting, times, ratios, steps)) is not None:
         waiting.remove(one)
-        steps -= one.steps
-        name = one.layout.name
+        steps, name = steps - one.steps, one.layout.name
         reporter(f"planning layout {total - len(waiting)} of {total}")
         try:
             times[name] = planned(one)
@@ -95,7 +95,10 @@ def shortest(
         times |= {other.layout.name: times[name] for other in alike}
         if one.least_ms > 0:
             ratios[one.kind] = min(ratios.get(one.kind, math.inf), times[name] / one.least_ms)
-    taken = _best(candidates, times)
+        best = _best(candidates, times)
+        waiting = [other for other in waiting if other.layout.name not in times]
+        waiting = [other for other in waiting if _may_win(other, best, candidates, times)]
+    taken = _best(candidates, times) if times else None
     if taken is None:
         return None
     others = {
@@ -107,10 +110,28 @@ def shortest(
     return Choice(taken.layout, taken.module, times, others, in_order)
 
 
-def _best(candidates: Sequence[Candidate], times: Mapping[str, float]) -> Candidate | None:
-    """The plainest of those that take about as long as the shortest, and hardly longer than any anchor."""
+def _next(
+    waiting: Sequence[Candidate],
+    times: Mapping[str, float],
+    ratios: Mapping[tuple[bool, bool], float],
+    steps: int,
+) -> Candidate | None:
+    """The one to be planned next; None where none is worth the ``steps`` that are left."""
+
+    def promised(one: Candidate) -> float:
+        return one.least_ms * ratios.get(one.kind, AT_FIRST[one.kind])
+
+    if times and (others := [one for one in waiting if one.anchor]):
+        return min(others, key=promised)
+    affordable = [one for one in waiting if one.anchor or one.steps <= steps]
     if not times:
-        return None
+        return min(affordable, key=promised) if affordable else min(waiting, key=lambda one: one.steps)
+    near = FAR * min(times.values())
+    return min((one for one in affordable if promised(one) <= near), key=promised, default=None)
+
+
+def _best(candidates: Sequence[Candidate], times: Mapping[str, float]) -> Candidate:
+    """The plainest of those that take about as long as the shortest, and hardly longer than any anchor."""
     most = min(times.values()) * (1 + WORTH)
     anchored = [times[one.layout.name] for one in candidates if one.anchor and one.layout.name in times]
     most = min([most, *(time * (1 + BEHIND_ANCHORS) for time in anchored)])
@@ -142,7 +163,8 @@ def planning_steps(costed: Module) -> int:
     run = costed.cluster.world // parts
     cell = max(cell_of(stage) or 1 for stage in costed.stages)
     degrees = sum(run % degree == 0 for degree in range(cell, run + 1, cell))
-    return round(MS_PIPELINED * len(costed.cascades) * (1 + degrees))
+    ms = MS_ORDERED if costed.attrs["schedule"] == "planned" else MS_PIPELINED
+    return round(ms * len(costed.cascades) * (1 + degrees))
 
 
 def _costs(one: Candidate) -> object:
