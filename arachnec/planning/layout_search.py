@@ -20,12 +20,8 @@ DEFAULT_STEPS = 5000  # for all layouts: about 5 s
 MS_JUDGED = 3.2  # of a cascade and of a rank, to schedule, place and simulate a layout's cascades
 MS_PIPELINED = 1.0  # of a cascade of stages, for each degree
 MS_ORDERED = 2.5  # of one where the order is searched for
-AT_FIRST = {
-    (False, False): 1.0,
-    (False, True): 1.0,
-    (True, False): 1.2,
-    (True, True): 1.2,
-}  # plans over bounds, by kind
+STAGES_AT_FIRST = 1.2  # plans of stages over their bounds, before any was made; of other layouts 1
+TINY = 1e-9  # ms
 FAR = 1.25  # of the shortest so far: what would take so long, were it planned as its kind, is not planned
 WORTH = 0.01  # of the iteration, that a layout must save over a plainer one
 BEHIND_ANCHORS = 0.0005  # of the iteration, that a plainer layout may be behind one that others train in
@@ -77,35 +73,28 @@ def shortest(
     and where none fits others do. ``planned`` raises UserError for a layout that does not fit.
     """
     times: dict[str, float] = {}
-    refused = [one.layout.name for one in candidates if math.isinf(one.least_ms)]
-    waiting = [one for one in candidates if math.isfinite(one.least_ms)]
+    fitting = [one for one in candidates if math.isfinite(one.least_ms)]
+    refused = {one.layout.name for one in candidates if math.isinf(one.least_ms)}
+    costs = {one.layout.name: _costs(one) for one in fitting}
     ratios: dict[tuple[bool, bool], float] = {}
-    total = len(waiting)
-    costs = {one.layout.name: _costs(one) for one in waiting}
+    waiting, planned_so_far = fitting, 0
     while waiting and (one := _next(waiting, times, ratios, steps)) is not None:
-        waiting.remove(one)
-        steps, name = steps - one.steps, one.layout.name
-        reporter(f"planning layout {total - len(waiting)} of {total}")
+        name, planned_so_far = one.layout.name, planned_so_far + 1
+        reporter(f"planning layout {planned_so_far} of {planned_so_far - 1 + len(waiting)}")
+        steps -= one.steps
         try:
-            times[name] = planned(one)
+            ms = planned(one)
         except UserError:
-            refused.append(name)
-            continue
-        alike = [other for other in waiting if costs[other.layout.name] == costs[name]]
-        times |= {other.layout.name: times[name] for other in alike}
-        if one.least_ms > 0:
-            ratios[one.kind] = min(ratios.get(one.kind, math.inf), times[name] / one.least_ms)
-        best = _best(candidates, times)
-        waiting = [other for other in waiting if other.layout.name not in times]
-        waiting = [other for other in waiting if _may_win(other, best, candidates, times)]
-    taken = _best(candidates, times) if times else None
-    if taken is None:
+            refused.add(name)
+        else:
+            times |= {other.layout.name: ms for other in fitting if costs[other.layout.name] == costs[name]}
+            ratios[one.kind] = min(ratios.get(one.kind, math.inf), ms / max(one.least_ms, TINY))
+        waiting = [other for other in fitting if other.layout.name not in {*times, *refused}]
+        waiting = [other for other in waiting if not times or _may_win(other, candidates, times)]
+    if not times:
         return None
-    others = {
-        one.layout.name: one.least_ms
-        for one in candidates
-        if one.layout.name not in times and one.layout.name not in refused
-    }
+    taken = _best(candidates, times)
+    others = {one.layout.name: one.least_ms for one in fitting if one.layout.name not in {*times, *refused}}
     in_order = tuple(one.layout.name for one in candidates if one.layout.name in refused)
     return Choice(taken.layout, taken.module, times, others, in_order)
 
@@ -119,7 +108,7 @@ def _next(
     """The one to be planned next; None where none is worth the ``steps`` that are left."""
 
     def promised(one: Candidate) -> float:
-        return one.least_ms * ratios.get(one.kind, AT_FIRST[one.kind])
+        return one.least_ms * ratios.get(one.kind, STAGES_AT_FIRST if one.layout.stages > 1 else 1.0)
 
     if times and (others := [one for one in waiting if one.anchor]):
         return min(others, key=promised)
@@ -139,8 +128,9 @@ def _best(candidates: Sequence[Candidate], times: Mapping[str, float]) -> Candid
     return next(one for one in candidates if times.get(one.layout.name, math.inf) <= most)
 
 
-def _may_win(one: Candidate, best: Candidate, candidates: Sequence[Candidate], times: Mapping[str, float]) -> bool:
+def _may_win(one: Candidate, candidates: Sequence[Candidate], times: Mapping[str, float]) -> bool:
     """Whether it may be taken instead, or forbid the best so far: by its bound."""
+    best = _best(candidates, times)
     time = times[best.layout.name]
     if one.anchor:
         return one.least_ms * (1 + BEHIND_ANCHORS) < time
