@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.video import TooFewFrames, UnreadableVideo, count_frames, probe, read_frames
+from arachnec.data.video import TooFewFrames, UnreadableVideo, count_frames, frames_taken, read_frames, read_header
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.fixed_tiles import FixedTiles
@@ -61,7 +61,7 @@ def hold_against_header(clip: VideoClip, multiple: int = 16) -> None:
     if clip.path is None or clip.path.suffix == ".safetensors":
         return
     with _named(clip):
-        header = probe(clip.path)
+        header = read_header(clip.path)
         if clip.start + clip.frames > header.frames:
             header = replace(header, frames=count_frames(clip.path))
     if clip.start + clip.frames > header.frames:
@@ -143,7 +143,8 @@ class VideoEncoder(nn.Module):
             raise UserError(NoVideo(None, clip.id))
         self.check(clip)
         with _named(clip):
-            return read_frames(clip.path, clip.start, clip.frames, height, width)[None].to(device)
+            rates = {"target_fps": clip.target_fps, "stride": clip.stride}
+            return read_frames(clip.path, clip.start, clip.frames, height, width, **rates)[None].to(device)
 
     def check(self, clip: VideoClip) -> None:
         """Hold a clip against the VAE's tiles and its video's header, without decoding. Raises ``UserError`` where they
