@@ -19,11 +19,11 @@ class VideoClip:
 
     ``frames``, ``height`` and ``width`` are pixels of the training clip, not of the file: a file is scaled and cropped
     to them from its frame ``start`` on. ``text_tokens`` is the caption's length in tokens. ``path`` is a video, or a
-    ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``fps`` is the file's own rate,
-    None where nothing says it. Frames are taken by time, ``target_fps`` a second, or every ``stride``-th is. ``encoded`` maps an encoder's
+    ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
     name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders. ``cached`` are the
     files of such outputs, of encoders that ran beforehand. ``values`` are the tensors that a dataset gave with it, by
-    its own names; empty for a clip that only has a size.
+    its own names; empty for a clip that only has a size. ``fps`` is the file's own frame rate, None where nothing says
+    it; of the file's frames those shown at ``target_fps`` times a second are taken, or every ``stride``-th.
     ``timesteps`` says how ``sample`` is to draw the noise level; in a step that drops the caption it is empty.
     """
 

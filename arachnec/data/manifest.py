@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -130,7 +130,7 @@ def clips_of_row(row: Row) -> Iterator[VideoClip]:
         remedy = "frames are taken by time, or by number: keep one of the two"
         raise UserError(BadValue(row.span("stride"), "stride", str(stride), "no `stride` beside `target_fps`", remedy))
     if None in sizes.values():
-        header = _header(row, path, start, sizes)
+        path, header = _header(row, path, start, sizes)
         taken = None if sizes["frames"] else frames_taken(path, start, target_fps, stride, header.frames)
         probed = {"frames": taken, "height": header.height, "width": header.width}
         sizes = {key: probed[key] if value is None else value for key, value in sizes.items()}
@@ -142,8 +142,8 @@ def clips_of_row(row: Row) -> Iterator[VideoClip]:
     frames, height, width = (sizes[key] or 0 for key in ("frames", "height", "width"))
     for copy in range(count):
         id = row_id if count == 1 else f"{row_id}.{copy}"
-        rates = {"fps": fps, "target_fps": target_fps, "stride": stride}
-        yield VideoClip(id, frames, height, width, text_tokens, caption, path, start, cached=cached, **rates)
+        clip = VideoClip(id, frames, height, width, text_tokens, caption, path, start, cached=cached)
+        yield replace(clip, fps=fps, target_fps=target_fps, stride=stride)
 
 
 def _path(row: Row) -> Path | None:
@@ -174,7 +174,8 @@ def _encoded(row: Row) -> dict[str, Path]:
     return {name: _file_at(row, "encoded", path) for name, path in value.items()}
 
 
-def _header(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | None]) -> VideoHeader:
+def _header(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | None]) -> tuple[Path, VideoHeader]:
+    """A row's video and its header, for the sizes that the row leaves out. Raises ``UserError`` without a video."""
     if path is None or path.suffix == ".safetensors":
         key = next(key for key, value in sizes.items() if value is None)
         raise UserError(MissingKey(row.span(), CLIP, key, f"add `{key}`, or the `path` of a video to read it from"))
@@ -182,7 +183,7 @@ def _header(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | N
     if start >= header.frames:
         remedy = f"the video has {header.frames} frames, counted from 0"
         raise UserError(BadValue(row.span("start"), "start", str(start), f"less than {header.frames}", remedy))
-    return header
+    return path, header
 
 
 def _is_file(path: Path) -> bool:

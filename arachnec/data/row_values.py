@@ -12,10 +12,8 @@ from arachnec.data.clip import caption_tokens
 from arachnec.data.rows import Row
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-LEAST = {
-    **{"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0, "stride": 1},
-    **{"steps": 1, "seed": 0},
-}
+LEAST = dict.fromkeys(("frames", "height", "width", "clips", "stride", "steps"), 1)
+LEAST |= dict.fromkeys(("text_tokens", "start", "seed"), 0)
 # larger numbers are typing mistakes
 MOST = dict.fromkeys(LEAST, 2**20) | {"start": 2**31, "steps": 10_000, "seed": 2**63 - 1}
 

@@ -108,8 +108,7 @@ class ShownPictures:
         if (alpha == 255).all() and not frame.format.has_palette:
             return frame
         blended = (pixels[..., :3] * alpha + WHITE * (255 - alpha) + 127) // 255
-        opaque = av.VideoFrame.from_ndarray(blended.astype(numpy.uint8), format="rgb24")
-        return opaque
+        return av.VideoFrame.from_ndarray(blended.astype(numpy.uint8), format="rgb24")
 
     def _scaled(self, frame: Any, format: str, height: int | None = None, width: int | None = None) -> Any:
         colours = frame.format.is_rgb or frame.format.has_palette

@@ -35,11 +35,9 @@ class UnreadableVideo(Diagnostic):
 
 
 @dataclass(frozen=True)
-class NoPicture(Diagnostic):
+class NoPicture(UnreadableVideo):
     title: ClassVar[str] = "the video `{path}` cannot be shown: {reason}"
     help: ClassVar[str] = "convert it with a tool that plays it, to an mp4 file, a PNG or a GIF"
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -133,14 +131,14 @@ def read_frames(
         with _opened(path) as (container, stream):
             shown, timing = ShownPictures(stream), _Timing.of(stream)
             before = min(start, 1)  # a frame from whose fields the next one's are interpolated
-            found = timing.timed(_frames_from(path, container, stream, start - before))
-            timed = itertools.islice(deinterlaced(found), before, None)
+            decoded = timing.timed(_frames_from(path, container, stream, start - before))
+            timed = itertools.islice(deinterlaced(decoded), before, None)
             for frame in itertools.islice(_taken(timed, timing, target_fps, stride), frames):
                 # A frame may be taken several times.
                 pictures.append(pictures[-1] if frame is previous else shown.picture(frame, height, width))
                 previous = frame
     except UserError as error:
-        if not pictures or not isinstance(error.diagnostics[0], UnreadableVideo):
+        if not pictures or isinstance(error.diagnostics[0], NoPicture):
             raise
         failure = error
     if len(pictures) < frames:
@@ -302,7 +300,7 @@ def _frames_from(path: str | Path, container: Any, stream: Any, start: int) -> I
         with _opened(path) as (again, whole):
             yield from itertools.islice(again.decode(whole), start, None)
         return
-    wanted = sorted(stamps)[start]
+    wanted = sorted(pts for pts in stamps if pts is not None)[start]
     # A frame before its keyframe in display order may follow it in the file and refer to frames before it, and some
     # containers seek by decoding time: so by that, to the last keyframe that is shown no later than what is wanted.
     entries = [packet for packet in packets if packet.is_keyframe and packet.pts <= wanted]

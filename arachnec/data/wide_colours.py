@@ -1,4 +1,4 @@
-"""High dynamic range and wide gamuts as sRGB. In: R'G'B' of 16 bits in the stream's transfer and primaries. Out: 8 bits.
+"""High dynamic range and wide gamuts as sRGB. In: 16-bit R'G'B' of a transfer and primaries. Out: 8 bits.
 
 PQ (SMPTE ST 2084) and HLG (ARIB STD-B67, at its nominal peak of 1,000 cd/m2, BT.2100) become light, whose largest
 component is tone-mapped by BT.2390's curve from 1,000 to 203 cd/m2 (BT.2408's reference white): up to 90 cd/m2 nothing

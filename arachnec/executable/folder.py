@@ -441,8 +441,8 @@ def clip_of(row: ClipRow) -> VideoClip:
     place = None if row.path is None else Path(row.path)
     cached = {name: Path(path) for name, path in row.encoded.items()}
     sizes = row.frames, row.height, row.width, row.text_tokens
-    rates = {"fps": row.fps, "target_fps": row.target_fps, "stride": row.stride}
-    return VideoClip(row.id, *sizes, row.caption, place, row.start, cached=cached, **rates)
+    clip = VideoClip(row.id, *sizes, row.caption, place, row.start, cached=cached)
+    return replace(clip, fps=row.fps, target_fps=row.target_fps, stride=row.stride)
 
 
 def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tuple[VideoClip, ...]:
