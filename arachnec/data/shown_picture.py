@@ -153,8 +153,9 @@ def _graph(frame: Any, *filters: tuple[str, str]) -> Any:
     graph = av.filter.Graph()
     with contextlib.suppress(AttributeError):  # PyAV 13 to 16
         graph.threads = 1
-    size = {"width": frame.width, "height": frame.height, "format": frame.format.name, "time_base": frame.time_base}
-    nodes = [graph.add_buffer(**size), *(graph.add(*filter) for filter in filters), graph.add("buffersink")]
+    size = {"width": frame.width, "height": frame.height, "format": frame.format.name}
+    source = graph.add_buffer(**size, time_base=frame.time_base or 1)
+    nodes = [source, *(graph.add(*filter) for filter in filters), graph.add("buffersink")]
     graph.link_nodes(*nodes).configure()
     return graph
 
