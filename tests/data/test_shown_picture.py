@@ -181,6 +181,21 @@ def test_transparent_pixels_are_laid_on_white(tmp_path: Path) -> None:
     numpy.testing.assert_allclose(shown(path).astype(int), [[RED, half], [(255,) * 3, GREY]], atol=1)
 
 
+@pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
+def test_transparency_of_vp8_and_vp9_is_read(tmp_path: Path, codec: str) -> None:
+    corners = numpy.concatenate([CORNERS, numpy.array([[[255], [0]], [[0], [255]]], numpy.uint8)], axis=2)
+    path = tmp_path / "sticker.webm"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream(codec, rate=24, options={"auto-alt-ref": "0", "crf": "4", "b": "2M"})
+        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuva420p"
+        for _ in range(3):
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(painted(corners), format="rgba")))
+        container.mux(stream.encode())
+    assert read_header(path).alpha and read_header(path).frames == 3
+    numpy.testing.assert_allclose(shown(path).astype(int), [[RED, (255,) * 3], [(255,) * 3, GREY]], atol=12)
+    assert torch.equal(read_frames(path, 1, 2, 16, 16), read_frames(path, 0, 3, 16, 16)[:, 1:])
+
+
 def test_an_opaque_picture_has_no_alpha_though_its_format_could(tmp_path: Path) -> None:
     opaque = numpy.concatenate([CORNERS, numpy.full((2, 2, 1), 255, numpy.uint8)], axis=2)
     assert not read_header(written(tmp_path / "a.png", painted(opaque), "png", "rgba", stored="rgba")).alpha
