@@ -24,6 +24,7 @@ LONGEST_ROW = 2**22  # characters
 ALIASES = {"num_frames": "frames", "text": "caption", "video": "path"}
 KEYS = (
     *("frames", "height", "width", "text_tokens", "caption", "path", "id", "clips", "iteration", "start", "encoded"),
+    *("fps", "target_fps", "stride"),
     # How another system grouped these clips; read and not used, because partitioning is a pass.
     "micro_batch",
 )
@@ -39,7 +40,7 @@ class RowKeys:
     fractions: tuple[str, ...] = ()
 
 
-CLIP_KEYS = RowKeys(KEYS, ALIASES)
+CLIP_KEYS = RowKeys(KEYS, ALIASES, fractions=("fps", "target_fps"))
 
 
 @dataclass(frozen=True)
