@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.data.clip import VideoClip
+from arachnec.data.clip import VideoClip, with_unique_names
 from arachnec.data.row_values import BadValue, MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
 from arachnec.data.rows import Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -80,11 +81,16 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
             groups.setdefault(group, []).append(clip)
     if grouped is None:
         raise UserError(EmptyManifest(None, str(path)))
-    if grouped:
-        return Manifest(tuple(map(tuple, groups.values())), path)
-    (clips,) = groups.values()
-    size = batch or len(clips)
-    return Manifest(tuple(tuple(clips[i : i + size]) for i in range(0, len(clips), size)), path)
+    clips = with_unique_names([clip for group in groups.values() for clip in group])
+    sizes = [len(group) for group in groups.values()] if grouped else _batches(len(clips), batch)
+    ends = itertools.accumulate(sizes)
+    return Manifest(tuple(tuple(clips[end - size : end]) for size, end in zip(sizes, ends, strict=True)), path)
+
+
+def _batches(clips: int, batch: int | None) -> list[int]:
+    """How many clips are in each global batch."""
+    size = batch or clips
+    return [min(size, clips - first) for first in range(0, clips, size)]
 
 
 def _few_copies(row: Row, before: int) -> int:

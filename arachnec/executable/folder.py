@@ -127,6 +127,7 @@ class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     path: str | None = None
     start: int = 0
     encoded: dict[str, str] = {}
+    title: str = ""
 
 
 @dataclass(frozen=True)
@@ -438,7 +439,7 @@ def clip_of(row: ClipRow) -> VideoClip:
     place = None if row.path is None else Path(row.path)
     cached = {name: Path(path) for name, path in row.encoded.items()}
     sizes = row.frames, row.height, row.width, row.text_tokens
-    return VideoClip(row.id, *sizes, row.caption, place, row.start, cached=cached)
+    return VideoClip(row.id, *sizes, row.caption, place, row.start, cached=cached, title=row.title)
 
 
 def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tuple[VideoClip, ...]:
@@ -458,7 +459,7 @@ def row_of(clip: VideoClip) -> ClipRow:
     """A clip as a row, without tensors."""
     place = None if clip.path is None else str(clip.path.absolute())
     cached = {name: str(path.absolute()) for name, path in clip.cached.items()}
-    return ClipRow(clip.id, *clip.shape, clip.caption, place, clip.start, cached)
+    return ClipRow(clip.id, *clip.shape, clip.caption, place, clip.start, cached, clip.title)
 
 
 def digest_of(data: bytes) -> str:

@@ -80,5 +80,5 @@ class ValidationBatches:
 
 
 def _planned(number: int, row: ValidationRow) -> Clip:
-    clip, attrs = row.clip, Attributes.of(name=str(row.clip.id), iteration=row.batch)
+    clip, attrs = row.clip, Attributes.of(name=clip_of(row.clip).name, iteration=row.batch)
     return Clip(number, clip.frames, clip.height, clip.width, clip.text_tokens, row.tokens, attrs)

@@ -78,7 +78,7 @@ def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], clus
     clips: list[Clip] = []
     for number, iteration in enumerate(iterations):
         for clip in iteration:
-            attrs = Attributes.of(name=str(clip.id), iteration=number)
+            attrs = Attributes.of(name=clip.name, iteration=number)
             sizes = clip.frames, clip.height, clip.width, clip.text_tokens, traced.tokens(clip)
             clips.append(Clip(len(clips), *sizes, attrs))
     return Module("manifest", Level.TRACED, cluster, tuple(clips), traced.stages, traced.graphs)

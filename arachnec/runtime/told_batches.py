@@ -75,7 +75,7 @@ def mark_of(source: BatchSource) -> Mark:
 
 
 def ir_clip(id: int, clip: VideoClip, tokens: int, iteration: int) -> Clip:
-    attrs = Attributes.of(name=str(clip.id), iteration=iteration)
+    attrs = Attributes.of(name=clip.name, iteration=iteration)
     return Clip(id, clip.frames, clip.height, clip.width, clip.text_tokens, tokens, attrs)
 
 

@@ -298,3 +298,17 @@ def test_a_batch_has_as_many_clips_as_are_planned_at_once_and_no_more(
     (problem,) = told.value.diagnostics
     assert isinstance(problem, BatchTooLarge)
     assert (problem.number, problem.clips) == (0, MOST_IN_BATCH + 1)
+
+
+def test_clips_are_named_by_their_files_stem_and_where_stems_are_equal_by_more(tmp_path: Path) -> None:
+    for name in ("a/cat.mp4", "b/cat.mp4", "b/dog.mp4", "fox.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    size = {"frames": 5, "height": 16, "width": 16, "caption": ""}
+    paths = ("a/cat.mp4", "b/cat.mp4", "b/dog.mp4", "fox.mp4", "fox.mp4", None)
+    (tmp_path / "clips.jsonl").write_text(
+        "".join(json.dumps(size | ({"path": path} if path else {})) + "\n" for path in paths)
+    )
+    clips = read_manifest(tmp_path / "clips.jsonl").clips
+    assert [clip.name for clip in clips] == ["a/cat", "b/cat", "dog", "fox#3", "fox#4", "5"]
+    assert [clip.id for clip in clips] == list(range(6))
