@@ -19,9 +19,10 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import has_gpus, machines, node_of
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.long_manifest import LongManifest, is_long, read_long_manifest
-from arachnec.data.manifest import Manifest, demand_plannable, read_manifest
+from arachnec.data.manifest import Batch, Manifest, demand_plannable, read_manifest
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
+from arachnec.executable.batch_size import require_batch
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
@@ -60,6 +61,7 @@ class Compiled:
     validation: str = ""  # the clips of the validation manifest, as the executable has them
     long: LongManifest | None = None  # what a run draws from, where ``manifest`` is its first batch only
     untried: tuple[tuple[int, int, int, int], ...] = ()  # clip shapes that a run tries before their step
+    notes: tuple[str, ...] = ()  # how the clips were read
 
     @property
     def report(self) -> dict[str, Any]:
@@ -89,14 +91,16 @@ class Compiled:
         )
 
 
-def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: int | None = None) -> Module:
+def trace(
+    model: str | Path, data: str | Path, cluster: str | Path, *, batch: Batch = None, columns: str = ""
+) -> Module:
     """The module at level ``traced``: stages, block graphs, and every clip of the manifest.
 
     Raises ``UserError`` for a model that cannot be traced, a clip the model cannot take, or a malformed file.
     """
     model_file = load_model_file(Path(model))
-    manifest = demand_plannable(read_manifest(Path(data), batch=batch))
     machine = parse_cluster(cluster)
+    manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
     return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
 
 
@@ -144,7 +148,7 @@ def compile(
     cluster: str | Path,
     *,
     passes: str | Pipeline = "default",
-    batch: int | None = None,
+    batch: Batch = None,
     training: Training | None = None,
     instruments: Sequence[Instrument] = (),
 ) -> Compiled:
@@ -163,8 +167,8 @@ def compile(
     demand_torch_takes(training)
     sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
     model_file = load_model_file(Path(model))
-    manifest, shapes, long = _manifest(data, batch, training)
     machine = parse_cluster(cluster)
+    manifest, shapes, long = _manifest(data, batch, training, machine)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(manifest.clips, training)
@@ -195,29 +199,30 @@ def compile(
         validation=validation,
         long=long,
         untried=trace.untried,
+        notes=tuple(manifest.notes),
     )
 
 
 def _manifest(
-    data: str | Path | None, batch: int | None, training: Training
+    data: str | Path | None, batch: Batch, training: Training, machine: Cluster
 ) -> tuple[Manifest, Manifest, LongManifest | None]:
     """The clips that are planned, those that the model is tried with, and the manifest where it is too long to list:
     then its first batch, and that and a clip of every shape."""
     if data is not None and not training.mix.manifests and is_long(Path(data)):
-        long, of_shapes = read_long_manifest(Path(data), batch)
+        long, of_shapes = read_long_manifest(Path(data), batch, training.columns)
         first = BatchSource(long.drawn(None, stratified=False), long.batch).draw()
         assert first is not None, "a long manifest has clips"
         planned = demand_plannable(Manifest((first,), Path(data)))
         return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
-    listed = demand_plannable(_listed(data, batch, training))
+    listed = demand_plannable(_listed(data, batch, training, machine))
     return listed, listed, None
 
 
-def _listed(data: str | Path | None, batch: int | None, training: Training) -> Manifest:
+def _listed(data: str | Path | None, batch: Batch, training: Training, machine: Cluster) -> Manifest:
     if not training.mix.manifests:
         if data is None:
             raise UserError(NoClipsGiven(None))
-        return read_manifest(Path(data), batch=batch)
+        return require_batch(read_manifest(Path(data), batch, training.columns), batch, machine)
     if data is not None or batch is not None:
         raise UserError(
             bad_value("mix", training.mix.paths, "clips are given twice", "leave out --data and --batch, or `mix`")
@@ -262,7 +267,8 @@ def compare(
     cluster: str | Path,
     pipelines: Mapping[str, Pipeline],
     *,
-    batch: int | None = None,
+    batch: Batch = None,
+    columns: str = "",
     instruments: Sequence[Instrument] = (),
 ) -> tuple[list[Compared], list[dict[str, str]]]:
     """What every pipeline makes of iteration 0, simulated, and why some pipelines cannot train it.
@@ -270,8 +276,8 @@ def compare(
     Raises ``UserError`` where no pipeline can.
     """
     model_file = load_model_file(Path(model))
-    manifest = demand_plannable(read_manifest(Path(data), batch=batch))
     machine = parse_cluster(cluster)
+    manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
     traced = front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)

@@ -62,9 +62,9 @@ def command(options: CacheOptions, cluster: str) -> None:
             joined.watchdog.enter("the plan of rank 0")
             follow(joined.rank, options.output, encode)
             return
-        manifest = read_manifest(options.data)
+        manifest = read_manifest(options.data, columns=options.columns)
         encoding = Encoding.of(options, manifest.clips, machine)
-        for note in encoding.notes:
+        for note in (*manifest.notes, *encoding.notes):
             print(note, file=sys.stderr, flush=True)
         cached = lead(encoding, manifest, options.output, options.batch, encode)
         report = (

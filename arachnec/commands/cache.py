@@ -24,10 +24,10 @@ def command(options: CacheOptions, cluster: str | None) -> None:
     from arachnec.cluster.file import parse_cluster
     from arachnec.data.manifest import read_manifest
 
-    manifest = read_manifest(options.data)
+    manifest = read_manifest(options.data, columns=options.columns)
     machine = parse_cluster(cluster) if cluster is not None else _this_machine()
     encoding = Encoding.of(options, manifest.clips, machine)
-    for note in encoding.notes:
+    for note in (*manifest.notes, *encoding.notes):
         click.echo(note, err=True)
     cached = cache(
         encoding, manifest, options.output, batch=options.batch, run=on_this_machine(_show, options.timeouts)

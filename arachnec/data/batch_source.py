@@ -198,7 +198,7 @@ class BatchSource:
         clip = clip_of_item(item, self._given)
         self._given += 1
         self._demand_tensors(clip)
-        for name, value in clip.values.items():
+        for name, value in clip.tensors.items():
             shape = tuple(value.shape)
             before, other = self._like.setdefault((clip.shape, name), (shape, clip.id))
             if shape != before:
@@ -208,12 +208,12 @@ class BatchSource:
 
     def _demand_tensors(self, clip: VideoClip) -> None:
         """Refuse a clip of which only the size is known beside one with tensors: it would be trained as zeros."""
-        if clip.values:
+        if clip.tensors:
             self._full = self._full or clip
         elif clip.path is None and not clip.cached and not clip.encoded and self._bare is None:
             self._bare = clip.id
         if self._full is not None and self._bare is not None:
-            names = ", ".join(f"`{name}`" for name in self._full.values)
+            names = ", ".join(f"`{name}`" for name in self._full.tensors)
             raise UserError(WithoutTensors(None, self._bare, self._full.id, names))
 
     def _item(self, *, again: bool) -> Any:

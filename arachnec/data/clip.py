@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arachnec.data.timesteps import UNIFORM, Timesteps
 
@@ -23,9 +23,10 @@ class VideoClip:
     ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
     name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders. ``cached`` are the
     files of such outputs, of encoders that ran beforehand. ``values`` are the tensors that a dataset gave with it, by
-    its own names; empty for a clip that only has a size.
+    its own names, and what columns of its manifest say that are no keys: files as paths, and numbers and texts.
     ``timesteps`` says how ``sample`` is to draw the noise level; in a step that drops the caption it is empty.
-    ``title`` is what people read where the file's stem would not be unique.
+    ``title`` is what people read where the file's stem would not be unique. ``captions`` are several of which every
+    step draws one. ``counted``: its ``text_tokens`` are those of its longest caption, which nobody else counted.
     """
 
     id: str | int
@@ -38,14 +39,26 @@ class VideoClip:
     start: int = 0
     encoded: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     cached: Mapping[str, Path] = field(default_factory=dict, compare=False)
-    values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
     timesteps: Timesteps = field(default=UNIFORM, compare=False)
     title: str = field(default="", compare=False)
+    captions: tuple[str, ...] = ()
+    counted: bool = field(default=False, compare=False)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """What equal clips share: frames, height, width, text tokens."""
         return self.frames, self.height, self.width, self.text_tokens
+
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Every caption that a step may have."""
+        return self.captions or (() if self.caption is None else (self.caption,))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the ``values`` that a dataset gave as tensors."""
+        return {name: value for name, value in self.values.items() if hasattr(value, "dtype")}
 
     @property
     def name(self) -> str:

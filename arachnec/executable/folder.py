@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
@@ -128,6 +128,9 @@ class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     start: int = 0
     encoded: dict[str, str] = {}
     title: str = ""
+    captions: tuple[str, ...] = ()
+    values: dict[str, Any] = {}
+    files: dict[str, str | tuple[str, ...]] = {}  # of the values those that are paths
 
 
 @dataclass(frozen=True)
@@ -439,7 +442,18 @@ def clip_of(row: ClipRow) -> VideoClip:
     place = None if row.path is None else Path(row.path)
     cached = {name: Path(path) for name, path in row.encoded.items()}
     sizes = row.frames, row.height, row.width, row.text_tokens
-    return VideoClip(row.id, *sizes, row.caption, place, row.start, cached=cached, title=row.title)
+    files = {n: Path(p) if isinstance(p, str) else tuple(map(Path, p)) for n, p in row.files.items()}
+    return VideoClip(
+        row.id,
+        *sizes,
+        row.caption,
+        place,
+        row.start,
+        cached=cached,
+        values={**row.values, **files},
+        title=row.title,
+        captions=row.captions,
+    )
 
 
 def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tuple[VideoClip, ...]:
@@ -459,7 +473,12 @@ def row_of(clip: VideoClip) -> ClipRow:
     """A clip as a row, without tensors."""
     place = None if clip.path is None else str(clip.path.absolute())
     cached = {name: str(path.absolute()) for name, path in clip.cached.items()}
-    return ClipRow(clip.id, *clip.shape, clip.caption, place, clip.start, cached, clip.title)
+    plain = {name: value for name, value in clip.values.items() if name not in clip.tensors}
+    files = {name: str(value) for name, value in plain.items() if isinstance(value, Path)}
+    files |= {name: tuple(map(str, value)) for name, value in plain.items() if isinstance(value, tuple)}
+    values = {name: value for name, value in plain.items() if name not in files}
+    row = ClipRow(clip.id, *clip.shape, clip.caption, place, clip.start, cached, clip.title)
+    return msgspec.structs.replace(row, captions=clip.captions, values=values, files=files)
 
 
 def digest_of(data: bytes) -> str:

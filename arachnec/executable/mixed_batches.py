@@ -77,7 +77,7 @@ def mixed_manifest(training: Training) -> Manifest:
     """
     mix = training.mix
     lists = [
-        _in_order(_named(name, _read(source.data))) for name, source in zip(_names(mix), mix.manifests, strict=True)
+        _in_order(_named(name, _read(source.data, training.columns))) for name, source in zip(_names(mix), mix.manifests, strict=True)
     ]
     named = iter(with_unique_names([clip for clips in lists for clip in clips]))
     lists = [[next(named) for _ in clips] for clips in lists]
@@ -89,8 +89,8 @@ def mixed_manifest(training: Training) -> Manifest:
     return Manifest((tuple(begin), *batches), Path(mix.manifests[0].data))
 
 
-def _read(path: str) -> Sequence[VideoClip]:
-    manifest = read_manifest(path)
+def _read(path: str, columns: str) -> Sequence[VideoClip]:
+    manifest = read_manifest(path, columns=columns)
     if len(manifest.iterations) > 1:
         reason = "its rows have `iteration`, and a mix draws its own batches"
         raise UserError(bad_value("mix.manifests", path, reason, "leave `iteration` out of that manifest"))

@@ -48,13 +48,16 @@ def clip_generator(seed: int, step: int, clip: str | int) -> torch.Generator:
 
 
 def clip_in_step(clip: VideoClip, seed: int, step: int, dropout: float, timesteps: Timesteps = UNIFORM) -> VideoClip:
-    """A clip as one step trains it: with these ``timesteps``, and with probability ``dropout`` an empty caption.
+    """A clip as one step trains it: with these ``timesteps``, one of its captions, and with probability ``dropout`` an
+    empty one.
 
-    Whether it is dropped follows from (seed, step, clip) alone; noise and timestep are the same either way. The clip
-    keeps its ``text_tokens``, which is what was planned: an encoder pads to them.
+    Which it is follows from (seed, step, clip) alone; noise and timestep are the same either way. The clip keeps its
+    ``text_tokens``, which is what was planned, those of its longest caption: an encoder pads to them.
     """
     dropped = dropout > 0 and clip_seed(seed, step, f"caption/{clip.id}") / 2**63 < dropout
-    return replace(clip, timesteps=timesteps, caption="" if dropped else clip.caption)
+    several = clip.captions
+    caption = several[clip_seed(seed, step, f"captions/{clip.id}") % len(several)] if several else clip.caption
+    return replace(clip, timesteps=timesteps, caption="" if dropped else caption, captions=())
 
 
 def make_batch(

@@ -440,10 +440,10 @@ def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tup
     return ((now(device) - started) * 1e3,)
 
 
-def main(model: str, data: str, planned_device: str, at_once: str, output: str, dtype: str) -> None:
+def main(model: str, data: str, planned_device: str, at_once: str, output: str, dtype: str, columns: str) -> None:
     def work(device: torch.device) -> None:
         model_file = in_training_precision(load_model_file(model), msgspec.structs.replace(TRAINING, dtype=dtype))
-        profiler = Profiler(model_file, read_manifest(data).clips, device, int(at_once))
+        profiler = Profiler(model_file, read_manifest(data, columns=columns).clips, device, int(at_once))
         measured = profiler.measure()
         size, attention = profiler.attention()
         measured = msgspec.structs.replace(measured, head_size=size, attention=attention)
