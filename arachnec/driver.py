@@ -26,8 +26,9 @@ from arachnec.executable.batch_size import require_batch
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.passes.infra.instruments import Instrument
+from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.report import clips_trained, plan_report, simulation_report
@@ -105,7 +106,12 @@ def trace(
 
 
 def trace_file(
-    model_file: ModelFile, manifest: Manifest, training: Training | None = None, *, gpu: bool = False
+    model_file: ModelFile,
+    manifest: Manifest,
+    training: Training | None = None,
+    *,
+    gpu: bool = False,
+    reporter: Reporter = unreported,
 ) -> Trace:
     """The model as the options train it: in their precision, with the state of their optimizer; its memory that of a
     processor's kernels, or of a ``gpu``'s.
@@ -116,7 +122,7 @@ def trace_file(
     from arachnec.backends.training_trace import training_trace
 
     clips = [clip for clips in manifest.iterations for clip in clips]
-    return training_trace(model_file, clips, training or Training(), gpu=gpu)
+    return training_trace(model_file, clips, training or Training(), gpu=gpu, reporter=reporter)
 
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
@@ -151,12 +157,13 @@ def compile(
     batch: Batch = None,
     training: Training | None = None,
     instruments: Sequence[Instrument] = (),
+    reporter: Reporter = unreported,
 ) -> Compiled:
     """What ``arachnec compile`` does, up to the executable folder (``Compiled.write``).
 
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
-    one; ``data`` is None where the training options have a ``mix``. Raises ``UserError`` for every mistake in the
-    input.
+    one; ``data`` is None where the training options have a ``mix``; ``reporter`` is given what is being done. Raises
+    ``UserError`` for every mistake in the input.
     """
     from arachnec.backends.staged_model import demand_own_parameters
     from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
@@ -173,13 +180,14 @@ def compile(
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(manifest.clips, training)
     started = time.perf_counter()
-    trace = trace_file(model_file, shapes, training, gpu=has_gpus(machine))
+    trace = trace_file(model_file, shapes, training, gpu=has_gpus(machine), reporter=reporter)
     if long is not None:
         tokens = [(*clip.shape, trace.tokens(clip)) for clip in shapes.iterations[-1]]
         long = msgspec.structs.replace(long, shapes=tuple(tokens))
     traced = front_end(trace, manifest, machine)
     validation = validation_of(trace, held_back)
     tracing_ms = (time.perf_counter() - started) * 1e3
+    instruments = (*instruments, ReportProgress(reporter))
     model_module, model_ms = plan_model(traced, pipeline, instruments)
     demand_optimizer_fits(trace, model_module, model_file, training)
     demand_own_parameters(model_module, model_file, training, shapes.clips)
@@ -270,6 +278,7 @@ def compare(
     batch: Batch = None,
     columns: str = "",
     instruments: Sequence[Instrument] = (),
+    reporter: Reporter = unreported,
 ) -> tuple[list[Compared], list[dict[str, str]]]:
     """What every pipeline makes of iteration 0, simulated, and why some pipelines cannot train it.
 
@@ -280,8 +289,8 @@ def compare(
     manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    traced = front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
-    return compared(traced, pipelines, instruments)
+    trace = trace_file(model_file, manifest, gpu=has_gpus(machine), reporter=reporter)
+    return compared(front_end(trace, manifest, machine), pipelines, instruments, reporter)
 
 
 def compare_requests(
@@ -292,6 +301,7 @@ def compare_requests(
     *,
     switch: str | None = None,
     instruments: Sequence[Instrument] = (),
+    reporter: Reporter = unreported,
 ) -> tuple[list[Compared], list[dict[str, str]]]:
     """What every pipeline makes of the requests of a sampler file, simulated, and why some cannot.
 
@@ -306,11 +316,15 @@ def compare_requests(
     sampling, _ = asked(Path(sampler), switch, None, "carry")
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    return compared(trace_requests(sampling, requests).module(machine), pipelines, instruments)
+    traced = trace_requests(sampling, requests, reporter=reporter).module(machine)
+    return compared(traced, pipelines, instruments, reporter)
 
 
 def compared(
-    traced: Module, pipelines: Mapping[str, Pipeline], instruments: Sequence[Instrument] = ()
+    traced: Module,
+    pipelines: Mapping[str, Pipeline],
+    instruments: Sequence[Instrument] = (),
+    reporter: Reporter = unreported,
 ) -> tuple[list[Compared], list[dict[str, str]]]:
     """What every pipeline makes of iteration 0 of a traced module, simulated, and why some cannot.
 
@@ -318,10 +332,12 @@ def compared(
     """
     rows: list[Compared] = []
     refused: list[tuple[str, UserError]] = []
-    for name, pipeline in pipelines.items():
+    for number, (name, pipeline) in enumerate(pipelines.items(), 1):
+        what = f"pipeline {number} of {len(pipelines)}, {name}"
+        watching = (*instruments, ReportProgress(lambda doing, what=what: reporter(f"{what}: {doing}")))
         try:
-            model_module, model_ms = plan_model(traced, pipeline, instruments)
-            module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
+            model_module, model_ms = plan_model(traced, pipeline, watching)
+            module, iteration_ms = plan_iteration(model_module, pipeline, 0, watching)
         except UserError as error:
             refused.append((name, error))
             continue

@@ -15,6 +15,7 @@ from arachnec.executable.training_options import Training
 from arachnec.executable.validation import validation_text
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
 from arachnec.passes.trace import Trace, trace_model
@@ -41,14 +42,19 @@ class HeldBackLacks(Diagnostic):
 
 
 def training_trace(
-    model_file: ModelFile, clips: Sequence[VideoClip], training: Training, *, gpu: bool = False
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    training: Training,
+    *,
+    gpu: bool = False,
+    reporter: Reporter = unreported,
 ) -> Trace:
     """``gpu``: memory is that of a GPU's kernels. Of each clip shape one clip's file is held against what the manifest
     says, where the file is here.
 
     Raises ``UserError``.
     """
-    traced = trace_model(in_training_precision(model_file, training), clips, gpu=gpu)
+    traced = trace_model(in_training_precision(model_file, training), clips, gpu=gpu, reporter=reporter)
     _hold_against_headers(traced, clips)
     encoders = meta_encoders(model_file)
     demand_timesteps_read(model_file, training.timesteps, clips[0], encoders, model_file.span("sample"))

@@ -12,6 +12,7 @@ import click
 
 from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import is_sampler
 
 if TYPE_CHECKING:
@@ -61,12 +62,19 @@ def command(
     instruments = options.instruments()
     if samples:
         if batch is not None or columns:
-            raise click.UsageError(f"--{'columns' if batch is None else 'batch'} is of training; requests come as they are")
-        plans, refused = compare_requests(model, data, cluster, named, switch=switch, instruments=instruments)
+            given = "columns" if batch is None else "batch"
+            raise click.UsageError(f"--{given} is of training; requests come as they are")
+        with progress_on_stderr() as reporter:
+            plans, refused = compare_requests(
+                model, data, cluster, named, switch=switch, instruments=instruments, reporter=reporter
+            )
     else:
         if switch is not None:
             raise click.UsageError(f"--switch is of a sampler file; {model} has no `models`")
-        plans, refused = compare(model, data, cluster, named, batch=batch, columns=columns, instruments=instruments)
+        with progress_on_stderr() as reporter:
+            plans, refused = compare(
+                model, data, cluster, named, batch=batch, columns=columns, instruments=instruments, reporter=reporter
+            )
     rows = [plan.report for plan in plans]
     if as_json:
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)

@@ -13,6 +13,7 @@ import msgspec
 from arachnec.backends.torch_distributed.options import training_options
 from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
 from arachnec.executable.training_options import Training
 
@@ -85,15 +86,18 @@ def command(
         demand_fit(init, model)
     if columns:
         training = msgspec.structs.replace(training, columns=columns)
-    compiled = compile_model(
-        model,
-        data,
-        cluster,
-        passes=options.pipeline("default" if passes is None else passes, profile),
-        batch=batch,
-        training=training,
-        instruments=options.instruments(),
-    )
+    pipeline = options.pipeline("default" if passes is None else passes, profile)
+    with progress_on_stderr() as reporter:
+        compiled = compile_model(
+            model,
+            data,
+            cluster,
+            passes=pipeline,
+            batch=batch,
+            training=training,
+            instruments=options.instruments(),
+            reporter=reporter,
+        )
     folder = compiled.write(output, load=options.files) if output is not None else None
     if as_json:
         json.dump(compiled.report, sys.stdout, indent=2)
@@ -130,7 +134,10 @@ def compile_sampler(
     pipeline = options.pipeline(DEFAULT if passes is None else passes, profile)
     switch, first, history = how
     sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
-    compiled = compile_requests(sampling, settings, requests, machine, pipeline, options.instruments())
+    with progress_on_stderr() as reporter:
+        compiled = compile_requests(
+            sampling, settings, requests, machine, pipeline, options.instruments(), reporter=reporter
+        )
     report = plan_report(compiled.module, compiled.planning_ms)
     folder = compiled.write(output, report, options.files) if output is not None else None
     if as_json:

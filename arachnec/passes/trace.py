@@ -19,6 +19,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.values import Attributes
 from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
@@ -148,7 +149,13 @@ class TokenCounter:
 
 
 def trace_model(
-    source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True, gradients: bool = True, gpu: bool = False
+    source: ModelSource,
+    clips: Sequence[VideoClip],
+    *,
+    meta: bool = True,
+    gradients: bool = True,
+    gpu: bool = False,
+    reporter: Reporter = unreported,
 ) -> Trace:
     """Trace a model file's transformer and its encoders for these clips.
 
@@ -156,7 +163,8 @@ def trace_model(
     where its ``build`` puts it. Without ``gradients`` it only runs forward, and none are verified. ``gpu``: memory is
     that of a GPU's kernels. Raises ``UserError`` for a model that cannot be traced.
     """
-    trace = partial(_trace, source, clips, gradients, gpu)
+    trace = partial(_trace, source, clips, gradients, gpu, reporter)
+    reporter("tracing")
     return _where_it_runs(source, trace) if meta else trace(source.build())
 
 
@@ -189,9 +197,16 @@ def _trace_encoders(source: ModelSource, clips: Sequence[VideoClip], model: nn.M
     return Trace(frozen, (), captured, counter, whole)
 
 
-def _trace(source: ModelSource, clips: Sequence[VideoClip], gradients: bool, gpu: bool, model: nn.Module) -> Trace:
+def _trace(
+    source: ModelSource,
+    clips: Sequence[VideoClip],
+    gradients: bool,
+    gpu: bool,
+    reporter: Reporter,
+    model: nn.Module,
+) -> Trace:
     encoders = meta_encoders(source)
-    special = specialise(model, source, clips, encoders, gradients=gradients)
+    special = specialise(model, source, clips, encoders, gradients=gradients, reporter=reporter)
     captured, calls = special.captured, special.calls
     counter = TokenCounter(model, captured, source, encoders)
     if special.step.graphs is Graphs.ONE and not captured.folded:

@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.tracing.captured import (
     CapturedBlock,
     CapturedCall,
@@ -57,6 +58,7 @@ def capture_blocks(
     at: Sequence[ExampleCall] = (),
     verify: bool = True,
     gradients: bool = True,
+    reporter: Reporter = unreported,
 ) -> CapturedModel:
     """Capture the blocks of ``model``, on any device, meta included.
 
@@ -70,11 +72,11 @@ def capture_blocks(
     groups = recorded.groups
     there = [recorded.again(model, example, grad=i == 0) for i, example in enumerate(at)]
     _refuse_unequal(model, [*recorded.recordings[:1], *there])
-    blocks = tuple(
-        _capture(name, recorded, members, there, at, verify=verify, gradients=gradients)
-        for name, members in zip(*groups, strict=True)
-    )
-    return _model(blocks, groups[1], recorded)
+    blocks = []
+    for number, (name, members) in enumerate(zip(*groups, strict=True), 1):
+        reporter(f"{'verifying' if verify else 'tracing'} block {number} of {len(groups[0])}")
+        blocks.append(_capture(name, recorded, members, there, at, verify=verify, gradients=gradients))
+    return _model(tuple(blocks), groups[1], recorded)
 
 
 def whole_blocks(model: nn.Module, examples: Sequence[ExampleCall]) -> CapturedModel:
