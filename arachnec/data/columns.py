@@ -168,7 +168,8 @@ class RowKeys:
         place = self.place(name)
         if place is not None:
             return place
-        near = close_to(name, (*self.keys, *(other for names in self.names.values() for other in names)))
+        others = [other for names in self.names.values() for other in names]
+        near = close_to(name, self.keys) or close_to(name, others)
         suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(self.keys)}"
         if self.extras and not near:
             suggestion += f"; --columns {VALUES}={name} gives it to `sample`, in `clip.values`"
