@@ -20,13 +20,14 @@ from arachnec.cluster.topology import has_gpus, machines, node_of
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.long_manifest import LongManifest, is_long, read_long_manifest
 from arachnec.data.manifest import Batch, Manifest, demand_plannable, read_manifest
+from arachnec.executable.batch_size import require_batch
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
-from arachnec.executable.batch_size import require_batch
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.progress import Reporter, unreported
+from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
@@ -102,6 +103,7 @@ def trace(
     model_file = load_model_file(Path(model))
     machine = parse_cluster(cluster)
     manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
+    manifest = CaptionCounter(model_file).manifest(manifest)
     return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
 
 
@@ -175,10 +177,12 @@ def compile(
     sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
     model_file = load_model_file(Path(model))
     machine = parse_cluster(cluster)
-    manifest, shapes, long = _manifest(data, batch, training, machine)
+    captions = CaptionCounter(model_file, training.long_captions == "refuse")
+    manifest, shapes, long = _manifest(data, batch, training, machine, captions)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(manifest.clips, training)
+    held_back = held_back and captions.manifest(held_back)
     started = time.perf_counter()
     trace = trace_file(model_file, shapes, training, gpu=has_gpus(machine), reporter=reporter)
     if long is not None:
@@ -207,22 +211,23 @@ def compile(
         validation=validation,
         long=long,
         untried=trace.untried,
-        notes=tuple(manifest.notes),
+        notes=(*manifest.notes, *captions.notes),
     )
 
 
 def _manifest(
-    data: str | Path | None, batch: Batch, training: Training, machine: Cluster
+    data: str | Path | None, batch: Batch, training: Training, machine: Cluster, captions: CaptionCounter
 ) -> tuple[Manifest, Manifest, LongManifest | None]:
     """The clips that are planned, those that the model is tried with, and the manifest where it is too long to list:
     then its first batch, and that and a clip of every shape."""
     if data is not None and not training.mix.manifests and is_long(Path(data)):
-        long, of_shapes = read_long_manifest(Path(data), batch, training.columns)
-        first = BatchSource(long.drawn(None, stratified=False), long.batch).draw()
+        long, of_shapes = read_long_manifest(Path(data), batch, training.columns, captions)
+        first = BatchSource(long.drawn(None, stratified=False), long.batch, captions=captions.clip).draw()
         assert first is not None, "a long manifest has clips"
         planned = demand_plannable(Manifest((first,), Path(data)))
         return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
     listed = demand_plannable(_listed(data, batch, training, machine))
+    listed = captions.manifest(listed)
     return listed, listed, None
 
 
@@ -287,6 +292,7 @@ def compare(
     model_file = load_model_file(Path(model))
     machine = parse_cluster(cluster)
     manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
+    manifest = CaptionCounter(model_file).manifest(manifest)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
     trace = trace_file(model_file, manifest, gpu=has_gpus(machine), reporter=reporter)

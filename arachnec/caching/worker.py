@@ -50,6 +50,7 @@ def command(options: CacheOptions, cluster: str) -> None:
         from arachnec.cluster.resize import cluster_for
         from arachnec.data.manifest import read_manifest
         from arachnec.executable.folder import read_executable
+        from arachnec.models.caption_tokens import CaptionCounter
 
         machine = cluster_for(parse_cluster(cluster), joined.world)
         device, _ = joined.agree_on_devices(cpu=machine.attrs.get("device") == "cpu", planned=machine)
@@ -64,7 +65,9 @@ def command(options: CacheOptions, cluster: str) -> None:
             return
         manifest = read_manifest(options.data, columns=options.columns)
         encoding = Encoding.of(options, manifest.clips, machine)
-        for note in (*manifest.notes, *encoding.notes):
+        captions = CaptionCounter(encoding.model_file)
+        manifest = captions.manifest(manifest)
+        for note in (*manifest.notes, *captions.notes, *encoding.notes):
             print(note, file=sys.stderr, flush=True)
         cached = lead(encoding, manifest, options.output, options.batch, encode)
         report = (

@@ -73,7 +73,10 @@ def command(
     if output is not None:
         demand_folder(output)
     if is_sampler(model):
-        refuse({"--batch": batch, "--columns": columns or None, "--init": init, "--steps": steps if steps != 1 else None}, OF_TRAINING)
+        refuse(
+            {"--batch": batch, "--columns": columns or None, "--init": init, "--steps": steps if steps != 1 else None},
+            OF_TRAINING,
+        )
         refuse({"--set and other training options": training if training != Training() else None}, OF_TRAINING)
         if data is None:
             raise click.UsageError("--data is missing: the requests to sample")

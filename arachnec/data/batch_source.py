@@ -81,10 +81,18 @@ class BatchSource:
     """Draws batches. ``batch`` is how many clips make one, where the dataset gives single clips. With ``repeat`` a
     dataset that can be begun again is, as often as needed."""
 
-    def __init__(self, batches: object, batch: int | None = None, *, repeat: bool = False) -> None:
+    def __init__(
+        self,
+        batches: object,
+        batch: int | None = None,
+        *,
+        repeat: bool = False,
+        captions: Callable[[VideoClip], VideoClip] = lambda clip: clip,
+    ) -> None:
         self._dataset = batches
         self._batch = batch
         self._repeat = repeat
+        self.captions = captions  # counts the text tokens of a clip
         self._items: Iterator[Any] | None = None
         self._in_epoch = 0  # items of the dataset since it was begun
         self._ahead: list[tuple[VideoClip, ...]] = []
@@ -195,7 +203,7 @@ class BatchSource:
         return [self._clip(clip) for clip in item]
 
     def _clip(self, item: object) -> VideoClip:
-        clip = clip_of_item(item, self._given)
+        clip = self.captions(clip_of_item(item, self._given))
         self._given += 1
         self._demand_tensors(clip)
         for name, value in clip.tensors.items():

@@ -147,7 +147,7 @@ class RowKeys:
         if not self.extras:
             return None
         joined = _JOINED.fullmatch(plain)
-        if place is not None or joined is not None and joined[1] in self._known:
+        if place is not None or (joined is not None and joined[1] in self._known):
             return (FILES if plain in self.names["path"] else VALUES), 0
         if _FILES.fullmatch(plain):
             return FILES, 0

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.manifest import clips_of_row
 from arachnec.data.columns import CLIP_KEYS
-from arachnec.data.rows import normalised
+from arachnec.data.manifest import clips_of_row
 from arachnec.data.rows import Row as ManifestRow
+from arachnec.data.rows import normalised
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 VIDEO = "video"  # pixels: channels x frames x height x width

@@ -20,8 +20,10 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.progress import Reporter, unreported
 
 SUFFIXES = frozenset(
-    ".mp4 .mov .m4v .mkv .webm .avi .mpg .mpeg .ts .m2ts .mts .wmv .flv .3gp .ogv .y4m .gif"
-    " .png .jpg .jpeg .webp .bmp .tif .tiff".split()
+    (
+        *(".mp4", ".mov", ".m4v", ".mkv", ".webm", ".avi", ".mpg", ".mpeg", ".ts", ".m2ts", ".mts", ".wmv", ".flv"),
+        *(".3gp", ".ogv", ".y4m", ".gif", ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"),
+    )
 )
 
 
@@ -91,7 +93,9 @@ def list_folder(
         place = path.absolute()
         inside = place.is_relative_to(beside.absolute())
         sizes = {"frames": header.frames, "height": header.height, "width": header.width}
-        rows.append({"path": str(place.relative_to(beside.absolute()) if inside else place), **sizes, "caption": caption})
+        rows.append(
+            {"path": str(place.relative_to(beside.absolute()) if inside else place), **sizes, "caption": caption}
+        )
     if not rows:
         first = next(iter(skipped.items()), None)
         raise UserError(NoVideos(None, str(folder), f": {first[1]}" if first else ""))

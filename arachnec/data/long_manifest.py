@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -40,6 +40,14 @@ class OtherManifest(Diagnostic):
     help: ClassVar[str] = "compile again, or put the file back"
     path: str
     reason: str
+
+
+class CountsCaptions(Protocol):
+    """Counts text tokens as a model's tokenizer does."""
+
+    def tokens(self, captions: Sequence[str]) -> int: ...
+
+    def clip(self, clip: VideoClip) -> VideoClip: ...
 
 
 class LongManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -81,26 +89,31 @@ def is_long(path: Path) -> bool:
         return False
 
 
-def read_long_manifest(path: Path, batch: Batch, columns: str = "") -> tuple[LongManifest, list[VideoClip]]:
+def read_long_manifest(
+    path: Path, batch: Batch, columns: str = "", captions: CountsCaptions | None = None
+) -> tuple[LongManifest, list[VideoClip]]:
     """The manifest without tokens, and a clip of every shape, the shortest first. Raises ``UserError``."""
     rows = ParquetClips(path, columns=columns).rows  # which holds the columns' names to what is known
     with unpacking(path):
-        return _read(path, rows, batch, columns)
+        return _read(path, rows, batch, columns, captions)
 
 
-def _read(path: Path, rows: int, batch: Batch, columns: str) -> tuple[LongManifest, list[VideoClip]]:
+def _read(
+    path: Path, rows: int, batch: Batch, columns: str, captions: CountsCaptions | None
+) -> tuple[LongManifest, list[VideoClip]]:
     import pyarrow.parquet
 
     file = pyarrow.parquet.ParquetFile(path, memory_map=True)
     keys = replace(CLIP_KEYS, columns=Columns.of(columns))
     _demand_listable(path, rows, keys.ordered(file.schema_arrow.names), batch)
     assert isinstance(batch, int)
-    first, count = _shapes(file, keys)
+    first, count = _shapes(file, keys, captions)
     for shape, place in first.items():
         if None in shape[: len(SIZES)]:
             remedy = "give it in every row: so many videos are not opened to look"
             raise UserError(LongManifestLacks(None, str(path), rows, f"row {place + 1} has no size", remedy))
-    clips = sorted(_clips_at(path, file, keys, sorted(first.values())), key=lambda clip: clip.shape)
+    found = _clips_at(path, file, keys, sorted(first.values()))
+    clips = sorted(map(captions.clip, found) if captions else found, key=lambda clip: clip.shape)
     shortest_first = {clip.shape: clip for clip in reversed(clips)}
     return LongManifest(str(path.absolute()), rows, count, batch, columns), list(reversed(shortest_first.values()))
 
@@ -110,14 +123,16 @@ def _demand_listable(path: Path, rows: int, names: Mapping[str, list[str]], batc
     if "iteration" in names:
         reason = "it has the column `iteration`"
     elif batch is None or batch == ALL:
-        reason = "nothing says how many clips make a global batch" if batch is None else "they would make one global batch"
+        reason = (
+            "nothing says how many clips make a global batch" if batch is None else "they would make one global batch"
+        )
     elif missing := [key for key in SIZES if key not in names]:
         reason, remedy = f"it has no column `{missing[0]}`", "add it: so many videos are not opened to look"
     if reason:
         raise UserError(LongManifestLacks(None, str(path), rows, reason, remedy))
 
 
-def _shapes(file: Any, keys: RowKeys) -> tuple[dict[tuple[Any, ...], int], int]:
+def _shapes(file: Any, keys: RowKeys, captions: CountsCaptions | None) -> tuple[dict[tuple[Any, ...], int], int]:
     """Of every shape the first row that has it, and the clips of all rows."""
     import numpy
     import pyarrow
@@ -130,7 +145,7 @@ def _shapes(file: Any, keys: RowKeys) -> tuple[dict[tuple[Any, ...], int], int]:
     for window in file.iter_batches(batch_size=WINDOW, columns=columns):
         given = key_columns(window, keys)
         texts = [given["text_tokens"]] if "text_tokens" in given else []
-        texts += [caption_lengths(given["caption"])] if "caption" in given else []
+        texts += [caption_lengths(given["caption"], captions)] if "caption" in given else []
         table = {key: given[key] for key in SIZES} | ({"text": pyarrow.compute.coalesce(*texts)} if texts else {})
         table["place"] = pyarrow.array(numpy.arange(start, start + len(window)))
         keys = [key for key in table if key != "place"]

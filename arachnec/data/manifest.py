@@ -76,8 +76,9 @@ def read_manifest(path: str | Path, batch: Batch = None, columns: str = "") -> M
     ``caption=prompt,path=video``.
 
     Rows that carry ``iteration`` are grouped by it, in order of first appearance; otherwise every ``batch`` clips make
-    one global batch (the last may be smaller: nothing is dropped), and without ``batch``, or with ``all``, all clips make one. Sizes that
-    a row with a ``path`` leaves out are read from the video's header. Raises ``UserError`` with file and line.
+    one global batch (the last may be smaller: nothing is dropped), and without ``batch``, or with ``all``, all clips
+    make one. Sizes that a row with a ``path`` leaves out are read from the video's header. Raises ``UserError`` with
+    file and line.
     """
     path = Path(path)
     groups: dict[object, list[VideoClip]] = {}
@@ -196,7 +197,8 @@ def _plain(value: object) -> object:
 def _extra_file(row: Row, column: str, value: str) -> Path:
     path = (row.file.parent / value).absolute()
     if column not in NAMES["path"] and not _is_file(path):
-        remedy = f"correct the path; a relative one starts at the manifest's folder. For what is no file: --columns values={column}"
+        other = f"what is no file is asked for by --columns values={column}"
+        remedy = f"correct the path; a relative one starts at the manifest's folder; {other}"
         raise UserError(BadValue(row.span(column), column, repr(value)[:200], "a file that is there", remedy))
     return path
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.manifest import clips_of_row
 from arachnec.data.columns import CLIP_KEYS, Columns, RowKeys
+from arachnec.data.manifest import clips_of_row
 from arachnec.data.rows import NoManifest, NoPyArrow, Row, normalised, parquet_row, unpacking
 from arachnec.data.stratified import stratified
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -152,15 +152,17 @@ def key_columns(window: Any, keys: RowKeys) -> dict[str, Any]:
     return columns
 
 
-def caption_lengths(captions: Any) -> Any:
-    """Bytes of each caption of a column; of a list of captions those of the longest."""
+def caption_lengths(captions: Any, counter: Any = None) -> Any:
+    """Bytes of each caption of a column, or its tokens as a ``counter`` has them; of a list of captions those of the
+    longest."""
     import pyarrow
     import pyarrow.compute
 
-    if not pyarrow.types.is_list(captions.type):
+    if counter is None and not pyarrow.types.is_list(captions.type):
         return pyarrow.compute.binary_length(captions)
-    longest = [max((len(text.encode()) for text in texts), default=0) for texts in captions.fill_null([]).to_pylist()]
-    return pyarrow.array(longest, pyarrow.int32())
+    given = ([texts] if isinstance(texts, str) else texts for texts in captions.to_pylist())
+    count = counter.tokens if counter is not None else lambda texts: max(len(text.encode()) for text in texts)
+    return pyarrow.array([count(texts) if texts else None for texts in given], pyarrow.int32())
 
 
 def _gaps_as_null(column: Any) -> Any:

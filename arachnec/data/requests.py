@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from arachnec.data.clip import VideoClip, caption_tokens
-from arachnec.data.row_values import MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
 from arachnec.data.columns import NAMES, RowKeys
+from arachnec.data.row_values import MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
 from arachnec.data.rows import Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 

@@ -1,4 +1,4 @@
-"""Manifest rows. In: a JSON, JSONL, CSV or Parquet file. Out: rows whose keys are known, each with its place in the file."""
+"""Manifest rows. In: a JSON, JSONL, CSV or Parquet file. Out: rows by known keys, each with its place in the file."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ ENDLESS = "a number or a nesting without end"
 _ARRAY = re.compile(r"\s*\[\s*(\{|\]|$)")  # where it begins: a row that is an array of numbers is a mistake
 _SPACE = re.compile(r"[ \t\r\n]*")
 
+
 @dataclass(frozen=True)
 class NoManifest(Diagnostic):
     title: ClassVar[str] = "there is no manifest `{path}`"
@@ -44,7 +45,9 @@ class FolderGiven(Diagnostic):
 class OtherSeparator(Diagnostic):
     title: ClassVar[str] = "`{path}` is separated by {separator}, and a .csv file is by commas"
     label: ClassVar[str] = "no comma in the names of its columns"
-    help: ClassVar[str] = "write it again with commas: pandas.read_csv({name!r}, sep={written!r}).to_csv({name!r}, index=False)"
+    help: ClassVar[str] = (
+        "write it again with commas: pandas.read_csv({name!r}, sep={written!r}).to_csv({name!r}, index=False)"
+    )
     path: str
     name: str
     separator: str
@@ -439,7 +442,10 @@ def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
     if others and not keys.extras:
         key, name = others[-1]
         raise UserError(KeyTwice(row.span(name), key, name if name != key else first[key]))
-    more = {name: row.values[name] for name in (*(name for _, name in extras), *(name for key, name in others if key != "path"))}
+    more = {
+        name: row.values[name]
+        for name in (*(name for _, name in extras), *(name for key, name in others if key != "path"))
+    }
     values = {key: row.values[name] for key, name in first.items()}
     if isinstance(more.get(RESOLUTION), dict):
         values = {key: size for key in ("height", "width") if (size := more[RESOLUTION].get(key)) is not None} | values

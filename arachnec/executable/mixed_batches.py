@@ -77,7 +77,8 @@ def mixed_manifest(training: Training) -> Manifest:
     """
     mix = training.mix
     lists = [
-        _in_order(_named(name, _read(source.data, training.columns))) for name, source in zip(_names(mix), mix.manifests, strict=True)
+        _in_order(_named(name, _read(source.data, training.columns)))
+        for name, source in zip(_names(mix), mix.manifests, strict=True)
     ]
     named = iter(with_unique_names([clip for clips in lists for clip in clips]))
     lists = [[next(named) for _ in clips] for clips in lists]

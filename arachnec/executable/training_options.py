@@ -100,7 +100,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average. A parameter has the arguments of the
     first of the ``groups`` that it fits. An update is made of ``accumulate`` global batches; with ``shuffle`` clips
     come in another order in every epoch, with ``stratified`` also each batch has its share of every shape. In a step a
-    clip has no caption with probability ``caption_dropout``. ``columns`` says which of manifests are read.
+    clip has no caption with probability ``caption_dropout``. ``columns`` says which of manifests are read, and
+    ``long_captions`` what becomes of those with more text tokens than the model takes.
     """
 
     lr: float = 1e-4
@@ -121,6 +122,7 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sampling: SampledRequests = SampledRequests()
     mix: Mix = Mix()
     columns: str = ""
+    long_captions: Literal["cut", "refuse"] = "cut"
 
 
 @dataclass(frozen=True)

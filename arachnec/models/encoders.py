@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import TooFewFrames, UnreadableVideo, count_frames, probe, read_frames
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.file import ModelFile
 from arachnec.models.fixed_tiles import FixedTiles
 from arachnec.models.latents import encode
@@ -168,18 +169,30 @@ class TextEncoder(nn.Module):
     """A frozen transformers text encoder and its tokenizer.
 
     A caption becomes exactly the clip's ``text_tokens`` tokens: cut or padded where the tokenizer counts otherwise, so
-    that what was planned is what runs. A manifest without ``text_tokens`` has ByT5's count. Without ``masked`` padding
-    is a token like others. ``tidy`` is what the model's pipeline does to captions before.
+    that what was planned is what runs. In a manifest without ``text_tokens`` captions are counted by the tokenizer, up
+    to ``most``. Without ``masked`` padding is a token like others: then every caption has ``most``, where it is given.
+    ``tidy`` is what the model's pipeline does to captions before.
     """
 
     def __init__(
-        self, tokenizer: Any, model: nn.Module, *, masked: bool = True, tidy: Callable[[str], str] = str
+        self,
+        tokenizer: Any,
+        model: nn.Module,
+        *,
+        masked: bool = True,
+        tidy: Callable[[str], str] = str,
+        most: int | None = None,
     ) -> None:
         super().__init__()
         self.tidy = tidy
         self.tokenizer = tokenizer
         self.masked = masked
+        self.most = most
         self.model = model.requires_grad_(False).eval()
+
+    @property
+    def tokenization(self) -> Tokenization:
+        return Tokenization(self.tokenizer, self.tidy, self.most, padded=not self.masked)
 
     def length(self, clip: VideoClip) -> int:
         """Tokens that the model is given."""

@@ -60,7 +60,13 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def profile_here(
-    model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False, dtype: str = "fp32",
+    model: Path,
+    data: Path,
+    cluster: str | Path,
+    output: Path,
+    *,
+    samples: bool = False,
+    dtype: str = "fp32",
     columns: str = "",
 ) -> Profile:
     """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file;

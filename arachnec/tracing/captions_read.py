@@ -25,7 +25,9 @@ class CaptionsEncoded(Diagnostic):
 
 @dataclass(frozen=True)
 class SeveralCaptions(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has several captions, of which every step draws one, and `{encoder}` reads one beforehand"
+    title: ClassVar[str] = (
+        "clip `{clip}` has several captions, of which every step draws one, and `{encoder}` reads one beforehand"
+    )
     help: ClassVar[str] = (
         "leave that encoder to the training, with `arachnec cache --encoders` and the names of the others, or give one "
         "caption"

@@ -14,7 +14,11 @@ from arachnec.data.video_file import write_video
 @pytest.fixture
 def videos(tmp_path: Path) -> Path:
     folder = tmp_path / "videos"
-    for name, frames, height, width in (("cat.mp4", 5, 32, 48), ("deep/in/dog.mp4", 3, 48, 32), ("b/fox.mp4", 2, 16, 16)):
+    for name, frames, height, width in (
+        ("cat.mp4", 5, 32, 48),
+        ("deep/in/dog.mp4", 3, 48, 32),
+        ("b/fox.mp4", 2, 16, 16),
+    ):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_video(folder / name, torch.zeros(3, frames, height, width))
     (folder / "cat.txt").write_text("\ufeffa cat\n")

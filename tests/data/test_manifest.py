@@ -372,8 +372,10 @@ def test_captions_are_a_list_and_the_longest_is_planned_for(tmp_path: Path) -> N
 def test_what_is_wrong_with_a_file_of_rows_is_said(tmp_path: Path) -> None:
     for text, separator in (("path;caption\na.mp4;x\n", "semicolons"), ("path\tcaption\na.mp4\tx\n", "tabs")):
         assert f"is separated by {separator}" in message(written(tmp_path, text, "c.csv"))
-    assert "error: this row is not JSON\n  --> c.json:2:1" in message(written(tmp_path, "[" + ROW + "\n" + ROW, "c.json"))
-    bad = '[\n' + ROW + ',\n{"frames": 5,\n "hieght": 3}]'
+    assert "error: this row is not JSON\n  --> c.json:2:1" in message(
+        written(tmp_path, "[" + ROW + "\n" + ROW, "c.json")
+    )
+    bad = "[\n" + ROW + ',\n{"frames": 5,\n "hieght": 3}]'
     assert "error: unknown key `hieght`\n  --> c.json:4:2" in message(written(tmp_path, bad, "c.json"))
     assert "arachnec manifest" in message(tmp_path)
     (tmp_path / "v.mp4").touch()

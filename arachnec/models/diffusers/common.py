@@ -70,7 +70,7 @@ class NoText(Diagnostic):
 @dataclass(frozen=True)
 class TooMuchText(Diagnostic):
     title: ClassVar[str] = "clip `{clip}` has {found} text tokens, and {model} takes {limit}"
-    help: ClassVar[str] = "shorten the caption, or raise `text_length`"
+    help: ClassVar[str] = "correct its `text_tokens`, or raise `text_length`"
     clip: str | int
     model: str
     found: int
@@ -168,6 +168,16 @@ def _of_folder(model: str, parameters: Any, named: Mapping[str, Mapping[str, Any
         reason = f", but a {kind}'s" if config else ""
         raise UserError(NoConfig(None, name, model, reason))
     return {key: value for key, value in config.items() if not key.startswith("_")}
+
+
+def folder_of(name: str | None) -> Path | None:
+    """The folder that a configuration's name is; None where it is a name."""
+    return Path(name) if name is not None and Path(name).is_dir() else None
+
+
+def is_of_pipeline(folder: Path) -> bool:
+    """Whether a folder is a pipeline's, or the transformer of one, with its tokenizer."""
+    return any((place / "tokenizer").is_dir() for place in (folder, folder.parent))
 
 
 def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
