@@ -59,7 +59,7 @@ class Compiled:
     tracing_ms: float
     training: Training
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
-    limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
+    limits: tuple[str, ...] = ()  # notes of the videos; what it costs that one graph does not serve all clips
     validation: str = ""  # the clips of the validation manifest, as the executable has them
     long: LongManifest | None = None  # what a run draws from, where ``manifest`` is its first batch only
     untried: tuple[tuple[int, int, int, int], ...] = ()  # clip shapes that a run tries before their step

@@ -233,10 +233,11 @@ def _listed(manifest: Manifest, files: EncodedFiles, aside: Mapping[str | int, s
 def _row(clip: VideoClip, files: EncodedFiles, videos: bool) -> dict[str, Any]:
     sizes = {"frames": clip.frames, "height": clip.height, "width": clip.width, "text_tokens": clip.text_tokens}
     given = row_of(clip)
-    row = {"id": clip.id, **sizes, "caption": list(clip.captions) or clip.caption}
+    row = {"id": clip.id, **sizes, "caption": list(clip.captions) or clip.caption, "fps": clip.fps}
     row |= {name: values for name in ("values", "files") if (values := getattr(given, name))}
     if videos and clip.path is not None:
-        row |= {"path": str(clip.path.absolute()), "start": clip.start}
+        row |= {"path": str(clip.path.absolute()), "start": clip.start, "stride": clip.stride}
+        row |= {"target_fps": clip.target_fps}
     before = {name: str(path.absolute()) for name, path in clip.cached.items()}
     now = {name: str(place.relative_to(files.folder)) for name, place in files.of(clip).items()}
     return {key: value for key, value in row.items() if value is not None} | {"encoded": before | now}

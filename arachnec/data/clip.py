@@ -23,7 +23,9 @@ class VideoClip:
     ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
     name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders. ``cached`` are the
     files of such outputs, of encoders that ran beforehand. ``values`` are the tensors that a dataset gave with it, by
-    its own names, and what columns of its manifest say that are no keys: files as paths, and numbers and texts.
+    its own names, and what columns of its manifest say that are no keys: files as paths, and numbers and texts. ``fps``
+    is the file's own frame rate, None where nothing says it; of the file's frames those shown at ``target_fps`` times a
+    second are taken, or every ``stride``-th.
     ``timesteps`` says how ``sample`` is to draw the noise level; in a step that drops the caption it is empty.
     ``title`` is what people read where the file's stem would not be unique. ``captions`` are several of which every
     step draws one. ``counted``: its ``text_tokens`` are those of its longest caption, which nobody else counted.
@@ -44,6 +46,9 @@ class VideoClip:
     title: str = field(default="", compare=False)
     captions: tuple[str, ...] = ()
     counted: bool = field(default=False, compare=False)
+    fps: float | None = None
+    target_fps: float | None = None
+    stride: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -64,6 +69,11 @@ class VideoClip:
     def name(self) -> str:
         """The clip for people: its file's stem, else its id."""
         return self.title or _stem(self)
+
+    @property
+    def frame_rate(self) -> float | None:
+        """Frames a second of the training clip; None where nothing says it."""
+        return self.target_fps or (self.fps and self.fps / self.stride)
 
 
 def caption_tokens(caption: str) -> int:

@@ -27,6 +27,7 @@ NAMES: Mapping[str, tuple[str, ...]] = {
 }
 KEYS = (
     *("frames", "height", "width", "text_tokens", "caption", "path", "id", "clips", "iteration", "start", "encoded"),
+    *("fps", "target_fps", "stride"),
     # How another system grouped these clips; read and not used, because partitioning is a pass.
     "micro_batch",
 )
@@ -37,7 +38,7 @@ RESOLUTION = "resolution"  # an object of height and width in some data sets, a 
 _FILES = re.compile(r"(.+_)?(video|image|mask|audio|control|path|file)s?\d*")
 _VALUES = re.compile(
     r"(unnamed.*)?|index|(.+_)?(scores?|ratio|url|id|timestamp|motion|quality|hash|category|tags?)|aes|aesthetics?|tech"
-    r"|clarity|flow|ocr|nsfw|watermark|blur|fps|duration|seconds|vid|videoid|youtubeid|source|dataset|split|license"
+    r"|clarity|flow|ocr|nsfw|watermark|blur|duration|seconds|vid|videoid|youtubeid|source|dataset|split|license"
     r"|title|language|codec|bitrate|md5|sha256|type|media_type|file_size|(camera|main_object|background|style)_caption"
 )
 _JOINED = re.compile(r"(.+)_[xy]")  # a column that both tables had, as pandas' merge calls it
@@ -114,7 +115,15 @@ class RowKeys:
     names: Mapping[str, tuple[str, ...]]
     texts: tuple[str, ...] = ("caption", "path")
     fractions: tuple[str, ...] = ()
-    counts: tuple[str, ...] = ("frames", "height", "width", "text_tokens", "clips", "start")  # written 33.0, too
+    counts: tuple[str, ...] = (
+        "frames",
+        "height",
+        "width",
+        "text_tokens",
+        "clips",
+        "start",
+        "stride",
+    )  # written 33.0, too
     extras: bool = False
     columns: Columns = Columns()
 
@@ -176,4 +185,4 @@ class RowKeys:
         raise UserError(UnknownKey(span, name, suggestion))
 
 
-CLIP_KEYS = RowKeys(KEYS, NAMES, extras=True)
+CLIP_KEYS = RowKeys(KEYS, NAMES, fractions=("fps", "target_fps"), extras=True)

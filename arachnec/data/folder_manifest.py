@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from arachnec.data.columns import CLIP_KEYS, Columns
 from arachnec.data.row_values import texts
 from arachnec.data.rows import read_rows
-from arachnec.data.video import probe
+from arachnec.data.video import read_header
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.progress import Reporter, unreported
 
@@ -79,7 +79,7 @@ def list_folder(
     for number, path in enumerate(files, start=1):
         reporter(f"reading {number} of {len(files)} files")
         try:
-            header = probe(path)
+            header = read_header(path)
             found = next((table[key] for key in (str(path.resolve()), path.name, path.stem) if key in table), None)
             caption = _text_beside(path) if found is None else found.caption
             str(path).encode()
@@ -93,6 +93,7 @@ def list_folder(
         place = path.absolute()
         inside = place.is_relative_to(beside.absolute())
         sizes = {"frames": header.frames, "height": header.height, "width": header.width}
+        sizes |= {} if header.fps is None else {"fps": header.fps}
         rows.append(
             {"path": str(place.relative_to(beside.absolute()) if inside else place), **sizes, "caption": caption}
         )

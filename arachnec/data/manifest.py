@@ -10,8 +10,19 @@ from typing import Any, ClassVar, Final, Literal, TypeAlias
 
 from arachnec.data.clip import VideoClip, with_unique_names
 from arachnec.data.columns import CLIP_KEYS, FILES, NAMES, VALUES, Columns
-from arachnec.data.row_values import BadValue, MissingKey, SameId, bad_value, identifier, integer, texts, tokens_of_text
+from arachnec.data.row_values import (
+    BadValue,
+    MissingKey,
+    SameId,
+    bad_value,
+    identifier,
+    integer,
+    rate,
+    texts,
+    tokens_of_text,
+)
 from arachnec.data.rows import Row, read_rows
+from arachnec.data.video import VideoHeader, frames_taken, read_header
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
@@ -137,9 +148,17 @@ def clips_of_row(row: Row) -> Iterator[VideoClip]:
     """The clips of a row: one, or as many equal ones as it says. Raises ``UserError`` for a value that cannot be."""
     path = _path(row)
     sizes = {key: integer(row, key) for key in ("frames", "height", "width")}
-    start = integer(row, "start") or 0
+    start, stride = integer(row, "start") or 0, integer(row, "stride") or 1
+    fps, target_fps = rate(row, "fps"), rate(row, "target_fps")
+    if target_fps is not None and stride > 1:
+        remedy = "frames are taken by time, or by number: keep one of the two"
+        raise UserError(BadValue(row.span("stride"), "stride", str(stride), "no `stride` beside `target_fps`", remedy))
     if None in sizes.values():
-        sizes = _probed(row, path, start, sizes)
+        path, header = _header(row, path, start, sizes)
+        taken = None if sizes["frames"] else frames_taken(path, start, target_fps, stride, header.frames)
+        probed = {"frames": taken, "height": header.height, "width": header.width}
+        sizes = {key: probed[key] if value is None else value for key, value in sizes.items()}
+        fps = fps or header.fps
     captions = texts(row, "caption")
     text_tokens, row_id = tokens_of_text(row, CLIP, captions), identifier(row)
     cached = _encoded(row)
@@ -156,6 +175,9 @@ def clips_of_row(row: Row) -> Iterator[VideoClip]:
             values=_values(row),
             captions=captions if len(captions) > 1 else (),
             counted="text_tokens" not in row.values,
+            fps=fps,
+            target_fps=target_fps,
+            stride=stride,
         )
 
 
@@ -222,18 +244,16 @@ def _encoded(row: Row) -> dict[str, Path]:
     return {name: _file_at(row, "encoded", path) for name, path in value.items()}
 
 
-def _probed(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+def _header(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | None]) -> tuple[Path, VideoHeader]:
+    """A row's video and its header, for the sizes that the row leaves out. Raises ``UserError`` without a video."""
     if path is None or path.suffix == ".safetensors":
         key = next(key for key, value in sizes.items() if value is None)
         raise UserError(MissingKey(row.span(), CLIP, key, f"add `{key}`, or the `path` of a video to read it from"))
-    from arachnec.data.video import probe
-
-    header = probe(path)
+    header = read_header(path)
     if start >= header.frames:
         remedy = f"the video has {header.frames} frames, counted from 0"
         raise UserError(BadValue(row.span("start"), "start", str(start), f"less than {header.frames}", remedy))
-    probed = {"frames": header.frames - start, "height": header.height, "width": header.width}
-    return {key: probed[key] if value is None else value for key, value in sizes.items()}
+    return path, header
 
 
 def _is_file(path: Path) -> bool:

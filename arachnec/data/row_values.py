@@ -13,9 +13,12 @@ from arachnec.data.clip import caption_tokens
 from arachnec.data.rows import Row
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0, "steps": 1, "seed": 0}
+LEAST = dict.fromkeys(("frames", "height", "width", "clips", "stride", "steps"), 1)
+LEAST |= dict.fromkeys(("text_tokens", "start", "seed"), 0)
 # larger numbers are typing mistakes
 MOST = dict.fromkeys(LEAST, 2**20) | {"start": 2**31, "steps": 10_000, "seed": 2**63 - 1}
+
+LOWEST_RATE, HIGHEST_RATE = 0.001, 1000  # frames a second
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,17 @@ def _is_text(value: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def rate(row: Row, key: str) -> float | None:
+    """The row's frames a second; None where it has none. Raises ``UserError`` for what is no rate of a video."""
+    value = row.values.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not LOWEST_RATE <= value <= HIGHEST_RATE:
+        expected = f"a number of frames a second, from {LOWEST_RATE} to {HIGHEST_RATE}"
+        raise UserError(bad_value(row, key, expected, f"write `{key}` as a number, such as 16 or 29.97"))
+    return float(value)
 
 
 def text(row: Row, key: str) -> str | None:

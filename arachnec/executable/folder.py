@@ -131,6 +131,9 @@ class ClipRow(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defa
     captions: tuple[str, ...] = ()
     values: dict[str, Any] = {}
     files: dict[str, str | tuple[str, ...]] = {}  # of the values those that are paths
+    fps: float | None = None
+    target_fps: float | None = None
+    stride: int = 1
 
 
 @dataclass(frozen=True)
@@ -453,6 +456,9 @@ def clip_of(row: ClipRow) -> VideoClip:
         values={**row.values, **files},
         title=row.title,
         captions=row.captions,
+        fps=row.fps,
+        target_fps=row.target_fps,
+        stride=row.stride,
     )
 
 
@@ -476,9 +482,21 @@ def row_of(clip: VideoClip) -> ClipRow:
     plain = {name: value for name, value in clip.values.items() if name not in clip.tensors}
     files = {name: str(value) for name, value in plain.items() if isinstance(value, Path)}
     files |= {name: tuple(map(str, value)) for name, value in plain.items() if isinstance(value, tuple)}
-    values = {name: value for name, value in plain.items() if name not in files}
-    row = ClipRow(clip.id, *clip.shape, clip.caption, place, clip.start, cached, clip.title)
-    return msgspec.structs.replace(row, captions=clip.captions, values=values, files=files)
+    return ClipRow(
+        clip.id,
+        *clip.shape,
+        clip.caption,
+        place,
+        clip.start,
+        cached,
+        title=clip.title,
+        captions=clip.captions,
+        values={name: value for name, value in plain.items() if name not in files},
+        files=files,
+        fps=clip.fps,
+        target_fps=clip.target_fps,
+        stride=clip.stride,
+    )
 
 
 def digest_of(data: bytes) -> str:

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.video import TooFewFrames, UnreadableVideo, count_frames, probe, read_frames
+from arachnec.data.header_check import disagreement
+from arachnec.data.video import TooFewFrames, UnreadableVideo, read_frames, read_header
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.file import ModelFile
@@ -55,24 +56,13 @@ class UnreadableClip(WrongClip):
 
 
 def hold_against_header(clip: VideoClip, multiple: int = 16) -> None:
-    """Raises ``UserError`` where a clip has more frames than its video from its start on, or is larger than it.
-
-    Sizes may be rounded up to a multiple. A video whose header states too few frames is counted before it is refused.
-    """
+    """Raises ``UserError`` where a clip wants more of its video than there is (``disagreement``)."""
     if clip.path is None or clip.path.suffix == ".safetensors":
         return
     with _named(clip):
-        header = probe(clip.path)
-        if clip.start + clip.frames > header.frames:
-            header = replace(header, frames=count_frames(clip.path))
-    if clip.start + clip.frames > header.frames:
-        reason = f"the video `{clip.path}` has {header.frames} frames, not {clip.start + clip.frames}"
-        raise UserError(WrongClip(None, clip.id, reason, "take fewer frames or an earlier start"))
-    if clip.height >= header.height + multiple or clip.width >= header.width + multiple:
-        sizes = f"{clip.height} x {clip.width}", f"{header.height} x {header.width}"
-        reason = f"it is {sizes[0]}, and the video `{clip.path}` is {sizes[1]} (height x width)"
-        remedy = "give sizes that the video has, or leave out `height` and `width`: they are read from its header"
-        raise UserError(WrongClip(None, clip.id, reason, remedy))
+        wrong = disagreement(clip, read_header(clip.path), multiple)
+    if wrong is not None:
+        raise UserError(WrongClip(None, clip.id, *wrong))
 
 
 @contextmanager
@@ -144,7 +134,9 @@ class VideoEncoder(nn.Module):
             raise UserError(NoVideo(None, clip.id))
         self.check(clip)
         with _named(clip):
-            return read_frames(clip.path, clip.start, clip.frames, height, width)[None].to(device)
+            sizes = clip.frames, height, width
+            pixels = read_frames(clip.path, clip.start, *sizes, target_fps=clip.target_fps, stride=clip.stride)
+        return pixels[None].to(device)
 
     def check(self, clip: VideoClip) -> None:
         """Hold a clip against the VAE's tiles and its video's header, without decoding. Raises ``UserError`` where they

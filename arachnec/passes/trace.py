@@ -51,7 +51,7 @@ class Trace:
     captured: CapturedModel
     counter: TokenCounter
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
-    limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
+    limits: tuple[str, ...] = ()  # notes of the videos; what it costs that one graph does not serve all clips
 
     def tokens(self, clip: VideoClip) -> int:
         """S of one clip: the tokens that the first block is given. Raises ``UserError`` if it is refused."""

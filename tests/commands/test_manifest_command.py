@@ -38,9 +38,9 @@ def test_a_folder_is_listed_with_sizes_lengths_and_captions(videos: Path, capfd:
     assert "3 clips; 1 file skipped; 2 without a caption" in printed.out
     assert "broken.mp4" in printed.err
     assert rows_of(output) == [
-        {"path": "videos/cat.mp4", "frames": 5, "height": 32, "width": 48, "caption": "a cat"},
-        {"path": "videos/b/fox.mp4", "frames": 2, "height": 16, "width": 16, "caption": ""},
-        {"path": "videos/deep/in/dog.mp4", "frames": 3, "height": 48, "width": 32, "caption": ""},
+        {"path": "videos/cat.mp4", "frames": 5, "height": 32, "width": 48, "fps": 16.0, "caption": "a cat"},
+        {"path": "videos/b/fox.mp4", "frames": 2, "height": 16, "width": 16, "fps": 16.0, "caption": ""},
+        {"path": "videos/deep/in/dog.mp4", "frames": 3, "height": 48, "width": 32, "fps": 16.0, "caption": ""},
     ]
     assert [clip.name for clip in read_manifest(output).clips] == ["cat", "fox", "dog"]
 

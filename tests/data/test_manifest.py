@@ -233,9 +233,9 @@ error: this row is not complete
 
 
 def test_an_unknown_csv_column_is_an_error_even_where_it_is_empty(tmp_path: Path) -> None:
-    text = "frames,height,width,text_tokens,widht\n5,64,96,7,\n"
+    text = "frames,height,width,text_tokens,mood\n5,64,96,7,\n"
     assert message(written(tmp_path, text, "c.csv")).splitlines()[:2] == [
-        "error: unknown key `widht`",
+        "error: unknown key `mood`",
         "  --> c.csv:1:33",
     ]
 
