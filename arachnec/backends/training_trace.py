@@ -78,7 +78,7 @@ def validation_manifest(clips: Sequence[VideoClip], training: Training) -> Manif
         if all(has(clip) for clip in islice(clips, LOOKED_AT)):
             for clip in manifest.clips:
                 if not has(clip):
-                    raise UserError(HeldBackLacks(None, clip.id, str(manifest.path), key))
+                    raise UserError(HeldBackLacks(None, clip.name, str(manifest.path), key))
     return manifest
 
 

@@ -62,7 +62,7 @@ def hold_against_header(clip: VideoClip, multiple: int = 16) -> None:
     with _named(clip):
         wrong = disagreement(clip, read_header(clip.path), multiple)
     if wrong is not None:
-        raise UserError(WrongClip(None, clip.id, *wrong))
+        raise UserError(WrongClip(None, clip.name, *wrong))
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def _named(clip: VideoClip) -> Iterator[None]:
     except UserError as error:
         file = all(isinstance(d, UnreadableVideo | TooFewFrames) for d in error.diagnostics)
         kind = UnreadableClip if file else WrongClip
-        raise UserError(*(kind(None, clip.id, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
+        raise UserError(*(kind(None, clip.name, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
 
 
 def running_encoders(model_file: ModelFile, names: Collection[str]) -> ModelFile:
@@ -131,7 +131,7 @@ class VideoEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 3, clip.frames, height, width), dtype=torch.uint8, device=device)
         if clip.path is None:
-            raise UserError(NoVideo(None, clip.id))
+            raise UserError(NoVideo(None, clip.name))
         self.check(clip)
         with _named(clip):
             sizes = clip.frames, height, width
@@ -195,7 +195,7 @@ class TextEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 2, self.length(clip)), dtype=torch.int64, device=device)
         if clip.caption is None:
-            raise UserError(NoCaption(None, clip.id))
+            raise UserError(NoCaption(None, clip.name))
         tokens = self.tokenizer(
             self.tidy(clip.caption),
             padding="max_length", max_length=self.length(clip), truncation=True, return_tensors="pt",

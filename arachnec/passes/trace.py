@@ -144,7 +144,7 @@ class TokenCounter:
             handle.remove()
         if not counted or counted[0] < 1:
             reason = "the first block is given no tokens"
-            raise UserError(CannotTake(None, str(clip.id), sizes_of(clip), clip.text_tokens, reason))
+            raise UserError(CannotTake(None, clip.name, sizes_of(clip), clip.text_tokens, reason))
         return counted[0]
 
 

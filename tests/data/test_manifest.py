@@ -310,15 +310,17 @@ SIZE = {"frames": 5, "height": 64, "width": 96}
 # The columns of public data sets, each with what a row of it says.
 PUBLIC = {
     "DiffSynth.csv": 'video,prompt\nplain.mp4,"from sunset to night, a small town"\n',
-    "fastvideo.json": '[{"path": "plain.mp4", "resolution": {"width": 160, "height": 96}, "fps": 24.0, "duration": 1.375,'
-    ' "cap": ["a cat on a wall", "a grey cat"]}]',
+    "fastvideo.json": '[{"path": "plain.mp4", "resolution": {"width": 160, "height": 96}, "fps": 24.0,'
+    ' "duration": 1.375, "cap": ["a cat on a wall", "a grey cat"]}]',
     "floats.csv": "path,caption,num_frames,height,width\nplain.mp4,a,33.0,96.0,160.0\n",
     "metadata.jsonl": '{"file_name": "plain.mp4", "caption": "a cat"}',
     "ltx.json": '[\n  {"caption": "a cat",\n "media_path": "plain.mp4"}\n]\n',
     "musubi.jsonl": '{"video_path": "plain.mp4", "caption": "a cat"}',
-    "opensora.csv": "\ufeffpath,id,relpath,num_frames,height,width,aspect_ratio,fps,resolution,aes,text,num_frames_y\r\n"
+    "opensora.csv": "\ufeffpath,id,relpath,num_frames,height,width,aspect_ratio,fps,resolution,aes,text,"
+    "num_frames_y\r\n"
     "plain.mp4,scene-0,elsewhere.mp4,33,96,160,0.6,24.0,15360,4.68,bunny,33\r\n",
-    "openvid.csv": "video,caption,aesthetic score,motion score,temporal consistency score,camera motion,frame,fps,seconds\n"
+    "openvid.csv": "video,caption,aesthetic score,motion score,temporal consistency score,camera motion,frame,"
+    "fps,seconds\n"
     'plain.mp4,"a woman,\nsmiling",5.1,3.2,0.99,static,33,24.0,1.375\n',
     "vace.csv": 'video,vace_video,vace_video_mask,prompt\nplain.mp4,other.mp4,other.mp4,"Outpaint."\n',
     "videox.json": '[{"file_path": "plain.mp4", "text": "a cat", "type": "video", "width": 160, "height": 96}]',
