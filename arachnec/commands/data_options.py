@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import click
 
@@ -11,7 +12,10 @@ from arachnec.data.columns import Columns
 from arachnec.data.manifest import ALL, Batch
 
 
-class BatchType(click.ParamType):
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class BatchType(click.ParamType):  # type: ignore[type-arg]
     """A number of clips, or ``all``."""
 
     name = "N|all"
@@ -29,7 +33,7 @@ def columns_of(context: click.Context, parameter: click.Parameter, text: str) ->
     return text
 
 
-def data_option(*, required: bool = True, more: str = "") -> Any:
+def data_option(*, required: bool = True, more: str = "") -> Callable[[F], F]:
     return click.option(
         "--data",
         required=required,

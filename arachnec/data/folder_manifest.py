@@ -92,7 +92,7 @@ def list_folder(
         used |= set() if found is None else {found.row}
         place = path.absolute()
         inside = place.is_relative_to(beside.absolute())
-        sizes = {"frames": header.frames, "height": header.height, "width": header.width}
+        sizes: dict[str, float] = {"frames": header.frames, "height": header.height, "width": header.width}
         sizes |= {} if header.fps is None else {"fps": header.fps}
         rows.append(
             {"path": str(place.relative_to(beside.absolute()) if inside else place), **sizes, "caption": caption}

@@ -148,9 +148,9 @@ def _shapes(file: Any, keys: RowKeys, captions: CountsCaptions | None) -> tuple[
         texts += [caption_lengths(given["caption"], captions)] if "caption" in given else []
         table = {key: given[key] for key in SIZES} | ({"text": pyarrow.compute.coalesce(*texts)} if texts else {})
         table["place"] = pyarrow.array(numpy.arange(start, start + len(window)))
-        keys = [key for key in table if key != "place"]
-        grouped = pyarrow.table(table).group_by(keys).aggregate([("place", "min")]).to_pydict()
-        for *shape, place in zip(*(grouped[key] for key in (*keys, "place_min")), strict=True):
+        sizes = [key for key in table if key != "place"]
+        grouped = pyarrow.table(table).group_by(sizes).aggregate([("place", "min")]).to_pydict()
+        for *shape, place in zip(*(grouped[key] for key in (*sizes, "place_min")), strict=True):
             first.setdefault(tuple(shape), place)
         copies = given["clips"].fill_null(1) if "clips" in given else None
         clips += len(window) if copies is None else int(pyarrow.compute.sum(copies).as_py())

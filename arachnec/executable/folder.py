@@ -480,7 +480,9 @@ def row_of(clip: VideoClip) -> ClipRow:
     place = None if clip.path is None else str(clip.path.absolute())
     cached = {name: str(path.absolute()) for name, path in clip.cached.items()}
     plain = {name: value for name, value in clip.values.items() if name not in clip.tensors}
-    files = {name: str(value) for name, value in plain.items() if isinstance(value, Path)}
+    files: dict[str, str | tuple[str, ...]] = {
+        name: str(value) for name, value in plain.items() if isinstance(value, Path)
+    }
     files |= {name: tuple(map(str, value)) for name, value in plain.items() if isinstance(value, tuple)}
     return ClipRow(
         clip.id,
