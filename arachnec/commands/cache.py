@@ -25,12 +25,15 @@ def command(options: CacheOptions, cluster: str | None) -> None:
     from arachnec.data.manifest import read_manifest
 
     demand_inputs(options.model, init=options.init)
-    manifest = read_manifest(options.data)
+    manifest = read_manifest(options.data, columns=options.columns)
     machine = parse_cluster(cluster) if cluster is not None else _this_machine()
     from arachnec.caching.manifest import Encoding, cache, on_this_machine
+    from arachnec.models.caption_tokens import CaptionCounter
 
     encoding = Encoding.of(options, manifest.clips, machine)
-    for note in encoding.notes:
+    captions = CaptionCounter(encoding.model_file)
+    manifest = captions.manifest(manifest)
+    for note in (*manifest.notes, *captions.notes, *encoding.notes):
         click.echo(note, err=True)
     cached = cache(
         encoding, manifest, options.output, batch=options.batch, run=on_this_machine(_show, options.timeouts)

@@ -51,6 +51,8 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
     console.print(
         f"  {len(module.clips)} clips each counted once, no deadlock, inputs before use, memory within the device"
     )
+    for line in compiled.notes:
+        console.print(line, highlight=False, soft_wrap=True)
     for line in compiled.limits:
         console.print(bold("warning:"), line, highlight=False, soft_wrap=True)
     if compiled.warnings and any(cascade.degree > 1 for cascade in module.cascades):

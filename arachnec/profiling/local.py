@@ -59,10 +59,17 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def profile_here(
-    model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False, dtype: str = "fp32"
+    model: Path,
+    data: Path,
+    cluster: str | Path,
+    output: Path,
+    *,
+    samples: bool = False,
+    dtype: str = "fp32",
+    columns: str = "",
 ) -> Profile:
     """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file;
-    ``dtype`` is the training option: ``fp32`` leaves the model as it is built.
+    ``dtype`` is the training option: ``fp32`` leaves the model as it is built. ``columns`` as for ``read_manifest``.
 
     Raises ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
     """
@@ -74,13 +81,13 @@ def profile_here(
         load_sampler_file(model)
     else:
         demand_python_file(model, MODEL_FILE)
-        read_manifest(data)
+        read_manifest(data, columns=columns)
         load_model_file(model)
     _demand_devices(machine)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
-        arguments += [] if samples else [dtype]
+        arguments += [] if samples else [dtype, columns]
         try:
             launch(machine.world, arguments, lambda line: None, worker=SAMPLER_WORKER if samples else WORKER)
         except RankCrashed as crash:
