@@ -21,6 +21,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_like
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.span import Span
+from arachnec.models.argument_trees import register_dataclasses
 from arachnec.models.batch import is_batched
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.models.file import ModelFile, line_span
@@ -143,6 +144,7 @@ def _on(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
         return leaf.to(device)
 
+    register_dataclasses(kwargs)
     moved_kwargs: dict[str, Any] = pytree.tree_map(moved, dict(kwargs))
     return moved_kwargs
 
