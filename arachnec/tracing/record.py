@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from arachnec.models.argument_trees import flatten, register_dataclasses
+from arachnec.models.compiled_modules import running_as_written
 from arachnec.tracing.find import SettingsWatch, Unread, structure
 from arachnec.tracing.token_views import TOKEN_VIEWS
 
@@ -227,7 +228,8 @@ def run_once(model: nn.Module, call: ExampleCall) -> None:
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """``train()`` without gradient checkpointing, which export would drop silently; afterwards as before.
+    """``train()`` without gradient checkpointing, which export would drop silently, and without ``torch.compile``;
+    afterwards as before.
 
     On the meta device, which has no values, every place of a mask is taken to be set: a size is the most it can be.
     """
@@ -237,7 +239,8 @@ def training_mode(model: nn.Module) -> Iterator[None]:
     for module in checkpointing:
         module.__dict__["gradient_checkpointing"] = False
     try:
-        with torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+        all_set = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+        with all_set, running_as_written():
             yield
     finally:
         for module, mode in modes:
