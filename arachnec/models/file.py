@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.users_code import line_of, users_frames
-from arachnec.models.adapters_on_meta import with_adapters_cast
+from arachnec.models.adapters_on_meta import built_by_libraries
 from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.neighbours import Source, make_importable, neighbours
 
@@ -244,7 +244,7 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             if name in MAKE_MODULES:
-                return with_adapters_cast(lambda: function(*args, **kwargs))
+                return built_by_libraries(lambda: function(*args, **kwargs))
             return function(*args, **kwargs)
         except UserError:
             raise

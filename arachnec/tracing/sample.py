@@ -204,10 +204,17 @@ def calls_of_shape(
 
 
 def meta_encoders(source: ModelSource) -> dict[str, nn.Module]:
+    """The encoders on the meta device: made there, or where making them needs values, moved."""
     if source.encoders is None:
         return {}
-    with torch.device("meta"):
-        return source.encoders()
+    try:
+        with torch.device("meta"):
+            encoders = source.encoders()
+    except Exception as error:
+        if not needs_values(error):
+            raise
+        encoders = source.encoders()
+    return {name: encoder.to("meta") for name, encoder in encoders.items()}
 
 
 class _Probe:
