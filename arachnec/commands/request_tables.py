@@ -14,6 +14,7 @@ from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import branches_of, forecast_of, models_of, outcomes_of
 from arachnec.views.executable_page import PAGE
+from arachnec.views.planned_and_measured import cost_sources
 
 COLUMNS = ("request", "video", "stage", "steps", "degree", "branches", "attention", "ranks", "start", "end")
 NUMBERS = {"steps", "degree", "start", "end"}
@@ -23,12 +24,11 @@ def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: fl
     """The segments of a lowered module, the plan's figures, what is proved, and where the executable lies."""
     console = terminal()
     print_segments(console, module, report["cascades"])
-    source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
     last = max(report["requests"], key=lambda row: float(row["latency_ms"]))
     of = "" if report["objective"] == "makespan" else f" of {report['objective']}"
     console.print(
         bold("predicted"),
-        f"(costs from: {', '.join(sorted(source))})\n"
+        f"(costs from: {cost_sources(module)})\n"
         f"  makespan {ms(report['makespan_ms'])}, lower bound{of} {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
         f"{', proved optimal' if report['proved_optimal'] else ''}\n"
         f"  latency: mean {ms(report['mean_latency_ms'])}, 95th percentile {ms(report['p95_latency_ms'])}, "

@@ -17,6 +17,7 @@ from arachnec.views.format import ms as ms
 from arachnec.views.format import ranges as ranges
 from arachnec.views.format import terminal as terminal
 from arachnec.views.format import title_of
+from arachnec.views.planned_and_measured import cost_sources
 
 if TYPE_CHECKING:
     from arachnec.driver import Compiled
@@ -33,10 +34,9 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
     if left_out > 0:
         console.print(f"  ... and {left_out} more; `--json` has them all")
     everything = f"{ms(report['makespan_ms'])} + exposed gradient all-reduce + optimizer"
-    source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
     console.print(
         bold("predicted"),
-        f"(costs from: {', '.join(sorted(source))})\n"
+        f"(costs from: {cost_sources(module)})\n"
         f"  iteration {ms(report['iteration_ms'])} = makespan {everything}\n"
         f"  lower bound {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
         f"{', proved optimal' if report['proved_optimal'] else ''}\n"

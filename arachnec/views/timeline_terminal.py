@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from rich.text import Text
 
 from arachnec.ir.nodes import Module
+from arachnec.views.colours import PALETTE, stage_numbers
 from arachnec.views.format import printable
 from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance, scale_end
-from arachnec.views.timeline_svg import stage_colours, time_text
+from arachnec.views.timeline_svg import stage_loads, time_text
 
 WIDTH = 100
 MOST_ROWS = 32
@@ -41,7 +42,8 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     margin = max([len("rank"), *map(len, names)]) + 1
     cells = width - margin - len(" 100%")
     stage_of = {cascade.name: cascade.stage for cascade in module.cascades}
-    colours = stage_colours(module, (timeline,))
+    numbers = stage_numbers(stage_loads(module, (timeline,)))
+    colours = {name: PALETTE[number % len(PALETTE)] for name, number in numbers.items()}
     fills = _fills(timeline, stage_of)
     busy = {rank: timeline.busy_ms(rank) for rank in ranks}
     text = Text(no_wrap=True)

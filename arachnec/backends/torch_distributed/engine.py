@@ -467,7 +467,8 @@ def train(
         events.emit(report.Note(f"all {engine.end} steps were done before"))
         trainer.close_groups()
         return
-    write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals)
+    peak = report.peak_memory_gib(DeviceRuntime.of(device))
+    write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals, peak)
     if dist.get_rank() == 0:
         attention = attention_by_grid(trainer.module, precision_of(trainer.model), device)
         ranks, reused = dist.get_world_size(), engine.plans_reused

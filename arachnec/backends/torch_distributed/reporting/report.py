@@ -95,12 +95,13 @@ class RunReport(msgspec.Struct, frozen=True):
 class Measured(msgspec.Struct, frozen=True):
     """``measured.json``: when each instruction of the last step ran on each rank, ms from the step's start.
 
-    ``iteration`` is the global batch of that step.
+    ``iteration`` is the global batch of that step, ``peak_gib`` the most memory that each rank held in it.
     """
 
     step: int
     iteration: int
     intervals: list[Interval]
+    peak_gib: list[float] = []
 
 
 def run_report(
