@@ -64,9 +64,11 @@ def size_of(cascade: Cascade, stage: Stage) -> str:
 
 
 def clip_names(names: Mapping[int, str], clips: Sequence[int], most: int = MOST_NAMES) -> str:
-    """``cat, dog and 3 more``: clips by the names of their numbers."""
+    """``cat, dog and 3 more``: clips by the names of their numbers. Of those without a file ``clips 0, 4``."""
+    shown = [names.get(clip, str(clip)) for clip in clips[:most]]
+    noun = ("clips " if len(clips) > 1 else "clip ") if shown and all(name.isdecimal() for name in shown) else ""
     more = f" and {len(clips) - most} more" if len(clips) > most else ""
-    return ", ".join(names.get(clip, str(clip)) for clip in clips[:most]) + more
+    return noun + ", ".join(shown) + more
 
 
 def names_of(module: Module) -> dict[int, str]:

@@ -16,6 +16,7 @@ from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance, scale_
 WIDTH = 1200
 LEFT, RIGHT = 72, 24
 AXIS, GAP, LINE = 26, 18, 17
+LEAST_NODE = 10  # px of a node that lines separate from others
 TOKENS = "tokens of a clip:"
 CHARACTER = 6.4  # px of one character at 11 px
 
@@ -119,13 +120,10 @@ def op_entries(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
     """A legend of the operations that are drawn, on grey: what tells them apart is no colour."""
     seen = {interval.op for timeline in timelines for interval in timeline.intervals}
     ops = [op for op in DRAWN if op in seen]
-    solid = [op for op in ops if op not in TEXTURES]
-    entries = [(", ".join(solid), "sync")] if solid else []
     marks: dict[str, list[str]] = {}
     for op in ops:
-        if op in TEXTURES:
-            marks.setdefault(TEXTURES[op], []).append(op)
-    return entries + [(", ".join(same), f"sync {same[0]}") for same in marks.values()]
+        marks.setdefault(TEXTURES.get(op, ""), []).append(op)
+    return [(", ".join(same), f"sync {same[0]}" if texture else "sync") for texture, same in marks.items()]
 
 
 def _head(module: Module, lengths: Lengths, timelines: Sequence[Timeline]) -> tuple[list[str], float]:
@@ -184,7 +182,7 @@ def _panel(
         elements.append(
             f'<text x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle" class="quiet">{time_text(time)}</text>'
         )
-    for row in first_rows(module, list(rows)):
+    for row in first_rows(module, list(rows)) if module.cluster and module.cluster.gpus * height >= LEAST_NODE else ():
         y = top + 20 + row * height
         elements.append(f'<line x1="{LEFT - 60}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" class="quiet-line"/>')
     shown = Shown(module, lengths)
@@ -265,5 +263,10 @@ def _label(shown: Shown, interval: Interval, cascade: Cascade | None, width: flo
     choices = [f"{interval.op} {interval.target}"]
     if cascade is not None:
         clips = clip_names(shown.names, cascade.clips, 1)
-        choices = [f"{clips}, {shown.size(cascade)} tokens", f"{clips}, {shown.size(cascade)}", interval.target]
+        choices = [
+            f"{clips}, {shown.size(cascade)} tokens",
+            f"{clips}, {shown.size(cascade)}",
+            clips,
+            f"%{interval.target}",
+        ]
     return next((choice for choice in choices if CHARACTER * len(choice) + 4 <= width), "")

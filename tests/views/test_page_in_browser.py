@@ -290,18 +290,20 @@ def test_dark_pages_are_dark(opened: Browser) -> None:
 
 
 TEXTS = """
-const solid = (element) => {
+const parts = (colour) => colour.match(/[0-9.]+/g).map(Number);
+const behind = (element) => {
   for (let each = element; each; each = each.parentElement) {
-    const found = getComputedStyle(each).backgroundColor.match(/[0-9.]+/g).map(Number);
+    const found = parts(getComputedStyle(each).backgroundColor);
     if (found.length < 4 || found[3] > 0) return found;
   }
-  return getComputedStyle(document.documentElement).getPropertyValue("--ground");
+  return [];
 };
-const shown = [...document.querySelectorAll("body *")].filter((e) => e.tagName !== "SCRIPT" && e.getClientRects().length);
+const all = [...document.querySelectorAll("body *")];
+const shown = all.filter((e) => e.tagName !== "SCRIPT" && e.getClientRects().length);
 const own = shown.filter((e) => [...e.childNodes].some((n) => n.nodeType === 3 && n.data.trim()));
-const placeholder = document.getElementById("filter");
-return own.map((e) => [e.textContent.trim().slice(0, 40), getComputedStyle(e).color.match(/[0-9.]+/g).map(Number), solid(e)])
-  .concat([["placeholder", getComputedStyle(placeholder, "::placeholder").color.match(/[0-9.]+/g).map(Number), solid(placeholder)]]);
+const filter = document.getElementById("filter");
+return [...own.map((e) => [e.textContent.trim().slice(0, 40), parts(getComputedStyle(e).color), behind(e)]),
+  ["placeholder", parts(getComputedStyle(filter, "::placeholder").color), behind(filter)]];
 """
 
 

@@ -58,14 +58,15 @@ function length(flat) {
   return sum;
 }
 
+// Clips by name; of rows without a file, which have numbers, `clip 3`.
 function clipText(flat, most = 4) {
   const named = ids(flat, most).map((id) => {
     const at = clipAt.get(id);
-    const name = at === undefined ? `${id}` : plan.clips.name[at];
-    return name;
+    return at === undefined ? `${id}` : plan.clips.name[at];
   });
-  const more = length(flat) - named.length;
-  return named.join(", ") + (more > 0 ? ` and ${more} more` : "");
+  const all = length(flat), more = all > named.length ? ` and ${all - named.length} more` : "";
+  const numbers = named.length && named.every((name) => /^[0-9]+$/.test(name));
+  return `${numbers ? (all > 1 ? "clips " : "clip ") : ""}${named.join(", ")}${more}`;
 }
 
 // Clips and tokens of each; of a stage that reads captions alone, those of captions.

@@ -65,7 +65,7 @@ function drawAll() {
   const lastRow = Math.min(plan.ranks.length - 1, Math.ceil(view.top + seen - 1e-6) - 1);
   byId("window").textContent =
     `${time(view.start)} to ${time(view.end)} of ${time(planEnd)}, ranks ${plan.ranks[first]} to ${plan.ranks[lastRow]} of ${plan.ranks.length}` +
-    (plan.nodes.length ? `; lines between rows separate ${plan.nodes.length + 1} nodes` : "");
+    (nodesShown() ? `; lines between rows separate ${plan.nodes.length + 1} nodes` : "");
   const details = byId("details");
   if (view.picked === null) details.replaceChildren();
   else if (details.dataset.of !== `${view.picked}` || !details.firstChild) {

@@ -37,7 +37,7 @@ const table = { by: null, down: false, page: 0, rows: cascades };
 // One word of the filter as a test of a row.
 function condition(word) {
   const clip = /^clip=(.+)$/.exec(word);
-  if (clip) return (row) => has(row.clips, Number(clip[1])) || clipText(row.clips, Infinity).toLowerCase().split(", ").includes(clip[1]);
+  if (clip) return (row) => has(row.clips, Number(clip[1])) || ids(row.clips, Infinity).some((id) => plan.clips.name[clipAt.get(id)]?.toLowerCase() === clip[1]);
   const compared = /^([a-z]+)(<=|>=|=|<|>)(-?[0-9.]+)$/.exec(word);
   if (compared) {
     const [, name, sign, text] = compared;

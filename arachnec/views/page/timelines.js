@@ -1,5 +1,6 @@
 // The timelines, below each other on one axis.
 
+const LEAST_NODE = 10; // px
 const FADED = 0.13;
 const charts = [];
 
@@ -150,8 +151,14 @@ function drawRows(context, from, to, right) {
   }
 }
 
+// Whether nodes are tall enough for lines between them.
+function nodesShown() {
+  return plan.nodes.length > 0 && plan.gpus * view.row >= LEAST_NODE;
+}
+
 // A line where another node begins.
 function drawNodes(context, from, to, right) {
+  if (!nodesShown()) return;
   context.fillStyle = style("--quiet");
   for (const row of plan.nodes) {
     if (row > from && row < to) context.fillRect(LEFT, (row - view.top) * view.row - 0.5, right - LEFT, 1);
