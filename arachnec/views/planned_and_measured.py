@@ -53,6 +53,20 @@ def differences(module: Module, plan: Timeline, measured: Timeline) -> list[str]
     return found
 
 
+def memory_words(module: Module, measured: Timeline) -> list[str]:
+    """What the ranks held at most, in a sentence; none where that was not measured."""
+    if not measured.peak_gib:
+        return []
+    rank, peak = max(measured.peak_gib.items(), key=lambda pair: pair[1])
+    process = " (of a CPU rank the whole process, its libraries among it)" if on_cpu(module) else ""
+    return [f"Measured memory: at most {peak:.3g} GiB, on rank {rank}{process}."]
+
+
+def on_cpu(module: Module) -> bool:
+    """Whether its ranks are processes on CPUs, of which memory is measured as a whole."""
+    return module.cluster is not None and module.cluster.attrs.get("device") == "cpu"
+
+
 def ratio_words(planned_ms: float, measured_ms: float) -> str | None:
     """``3.8 times the planned 1.94 s``; None within a factor of two."""
     if planned_ms <= 0 or 1 / FACTOR <= measured_ms / planned_ms <= FACTOR:

@@ -70,6 +70,22 @@ def scale_end(*ends: float) -> float:
     return longest if longest > SHORTEST_MS else 1.0
 
 
+def cascade_times(timeline: Timeline) -> dict[str, tuple[float, float, float]]:
+    """For every cascade that ran: first start, last end, and the most ms that one of its ranks was in it."""
+    starts: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    inside: dict[tuple[str, int], float] = {}
+    for i in timeline.intervals:
+        if i.op in COMPUTE:
+            starts[i.target] = min(starts.get(i.target, i.start), i.start)
+            ends[i.target] = max(ends.get(i.target, i.end), i.end)
+            inside[i.target, i.rank] = inside.get((i.target, i.rank), 0.0) + i.end - i.start
+    longest: dict[str, float] = {}
+    for (target, _), time in inside.items():
+        longest[target] = max(longest.get(target, 0.0), time)
+    return {target: (starts[target], ends[target], longest[target]) for target in starts}
+
+
 def imbalance(busy: Iterable[float]) -> float:
     """Mean over ranks of (t_max - t_rank) / t_max."""
     times = list(busy)

@@ -23,12 +23,14 @@ from arachnec.views.colours import TEXTURE_SIZE, TEXTURES, Lengths, stage_number
 from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.format import ms, names_of, reads_text_alone, runs, title_of
 from arachnec.views.memory_curve import Curve, memory_curves
-from arachnec.views.timeline import COMPUTE, DRAWN, Timeline, imbalance
+from arachnec.views.planned_and_measured import on_cpu
+from arachnec.views.timeline import COMPUTE, DRAWN, Timeline, cascade_times, imbalance
 from arachnec.views.timeline_svg import Shown, boxes, first_rows, stage_loads
 
 PARTS = Path(__file__).with_name("page")
 SCRIPTS = ("data", "view", "timelines", "memory", "table", "main")
 CAPTION = 160  # characters of a caption or path that are shown
+NOT_RUN = (None, None, None)
 DIGITS = 3  # of ms and GiB
 
 
@@ -100,7 +102,7 @@ def page_data(module: Module, timelines: Sequence[Timeline], clips: Sequence[Vid
             for program in module.programs
         ],
         "measured_memory": _measured_memory(module, timelines),
-        "whole_process": str(module.cluster.attrs.get("device", "")) == "cpu",
+        "whole_process": on_cpu(module),
     }
 
 
@@ -149,11 +151,10 @@ def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Cu
 
 
 def _memory_tile(module: Module, timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
-    assert module.cluster is not None
     peaks = _measured_memory(module, timelines)
     if peaks is None:
         return []
-    process = ", whole process" if module.cluster.attrs.get("device") == "cpu" else ""
+    process = ", whole process" if on_cpu(module) else ""
     return [(f"memory, measured{process}", f"{max(peaks, default=0.0):.3g} GiB")]
 
 
@@ -170,7 +171,7 @@ def _cascades(shown: Shown, timelines: Sequence[Timeline]) -> dict[str, list[Any
     stages = {stage.name: number for number, stage in enumerate(module.stages)}
     rows = module.cascades
     numbers = {cascade.name: number for number, cascade in enumerate(rows)}
-    spans = [_spans(timeline) for timeline in timelines]
+    spans = [cascade_times(timeline) for timeline in timelines]
     columns: dict[str, list[Any]] = {
         "name": [cascade.name for cascade in rows],
         "stage": [stages[cascade.stage] for cascade in rows],
@@ -189,25 +190,10 @@ def _cascades(shown: Shown, timelines: Sequence[Timeline]) -> dict[str, list[Any
         "inputs": [[numbers[name] for name in cascade.inputs if name in numbers] for cascade in rows],
     }
     columns["spans"] = [
-        [number for span in spans for number in span.get(cascade.name, (None,) * 3)] for cascade in rows
+        [None if number is None else _round(number) for span in spans for number in span.get(cascade.name, NOT_RUN)]
+        for cascade in rows
     ]
     return columns
-
-
-def _spans(timeline: Timeline) -> dict[str, tuple[float, float, float]]:
-    """For every cascade: first start, last end, and the most ms that one of its ranks was in it."""
-    starts: dict[str, float] = {}
-    ends: dict[str, float] = {}
-    inside: dict[tuple[str, int], float] = {}
-    for i in timeline.intervals:
-        if i.op in COMPUTE:
-            starts[i.target] = min(starts.get(i.target, i.start), i.start)
-            ends[i.target] = max(ends.get(i.target, i.end), i.end)
-            inside[i.target, i.rank] = inside.get((i.target, i.rank), 0.0) + i.end - i.start
-    longest: dict[str, float] = {}
-    for (target, _), time in inside.items():
-        longest[target] = max(longest.get(target, 0.0), time)
-    return {target: (_round(starts[target]), _round(ends[target]), _round(longest[target])) for target in starts}
 
 
 def _clips(module: Module, clips: Sequence[VideoClip]) -> dict[str, list[Any]]:
