@@ -476,7 +476,7 @@ def train(
         events.emit(step.report)
         if len(engine.steps) == 1:
             events.emit(report.Note(engine.start_times.text()))
-        if len(engine.steps) == min(2, engine.end - (engine.done - len(engine.steps))):  # the first one warms up
+        if len(engine.steps) == min(2, engine.end - engine.first):  # the first of several warms up
             for note in _notes_of_costs(trainer.module, step.report):
                 events.emit(report.Note(note))
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
