@@ -4,28 +4,24 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from typing import TYPE_CHECKING
 
 import click
 
 from arachnec.caching.options import CacheOptions, cache_options
-
-if TYPE_CHECKING:
-    from arachnec.ir.nodes import Cluster
+from arachnec.commands.cluster_option import cluster_option
 
 
 @click.command("cache")
 @cache_options
-@click.option("--cluster", help="A TOML file, or a short form such as 8:h100-80g; default: this machine.")
-def command(options: CacheOptions, cluster: str | None) -> None:
+@cluster_option("This machine", default="auto")
+def command(options: CacheOptions, cluster: str) -> None:
     """Run the encoders of MODEL for every clip, on all ranks of this machine. Run again, it encodes what is missing."""
     from arachnec.caching.manifest import Encoding, cache, on_this_machine
     from arachnec.cluster.file import parse_cluster
     from arachnec.data.manifest import read_manifest
 
     manifest = read_manifest(options.data)
-    machine = parse_cluster(cluster) if cluster is not None else _this_machine()
+    machine = parse_cluster(cluster)
     encoding = Encoding.of(options, manifest.clips, machine)
     for note in encoding.notes:
         click.echo(note, err=True)
@@ -49,13 +45,3 @@ def _show(data: bytes) -> None:
     event = decode(data)
     if isinstance(event, Note):
         click.echo(event.text, err=True)
-
-
-def _this_machine() -> Cluster:
-    from arachnec.cluster.file import parse_cluster
-    from arachnec.commands.cluster import detected
-
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(detected())
-        file.flush()
-        return parse_cluster(file.name)

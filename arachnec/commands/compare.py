@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.commands.sampler_options import is_sampler
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 @click.command("compare")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@cluster_option()
 @click.option("--pipelines", help="Names of pipelines, or pipelines, separated by `;` or (names) `,`. Default: all.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")

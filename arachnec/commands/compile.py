@@ -10,6 +10,7 @@ from typing import Literal
 import click
 
 from arachnec.backends.torch_distributed.options import training_options
+from arachnec.commands.cluster_option import cluster_option
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
 from arachnec.executable.training_options import Training
@@ -20,7 +21,7 @@ from arachnec.executable.training_options import Training
 @click.option(
     "--data", type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet; or a `mix` of options."
 )
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@cluster_option()
 @click.option(
     "-o",
     "--output",

@@ -6,11 +6,13 @@ from pathlib import Path
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
+
 
 @click.command("profile")
 @click.argument("model", type=click.Path(path_type=Path))
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
-@click.option("--cluster", required=True, help="This machine: a TOML file, or a short form such as 4:cpu.")
+@cluster_option("This machine")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Write the profile here.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="The training option of this name.")
 def command(model: Path, data: Path, cluster: str, output: Path, dtype: str) -> None:

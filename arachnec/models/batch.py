@@ -109,7 +109,7 @@ def prediction_of(output: Any) -> Tensor:
 
 
 def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
-    check_sample(result, lambda: model_file.span("sample"), clip.id)
+    check_sample(result, lambda: model_file.span("sample"), clip.name)
     kwargs, target = result
     return kwargs, target
 
@@ -122,7 +122,7 @@ def _names(
         other = sorted(set(names) ^ set(kwargs))
         if other:
             difference = "given for one of them only"
-            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].id, clip.id, difference))
+            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].name, clip.name, difference))
     return names
 
 
@@ -134,12 +134,12 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
         for clip, value in zip(clips, values, strict=True):
             if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
                 difference = f"{_described(first)} and {_described(value)}"
-                raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].id, clip.id, difference))
+                raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].name, clip.name, difference))
         return torch.cat(list(values))
     for clip, value in zip(clips, values, strict=True):
         if not _equal(first, value):
             difference = f"{_described(first)} and {_described(value)}"
-            raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].id, clip.id, difference))
+            raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].name, clip.name, difference))
     return first
 
 

@@ -66,12 +66,12 @@ def hold_against_header(clip: VideoClip, multiple: int = 16) -> None:
             header = replace(header, frames=count_frames(clip.path))
     if clip.start + clip.frames > header.frames:
         reason = f"the video `{clip.path}` has {header.frames} frames, not {clip.start + clip.frames}"
-        raise UserError(WrongClip(None, clip.id, reason, "take fewer frames or an earlier start"))
+        raise UserError(WrongClip(None, clip.name, reason, "take fewer frames or an earlier start"))
     if clip.height >= header.height + multiple or clip.width >= header.width + multiple:
         sizes = f"{clip.height} x {clip.width}", f"{header.height} x {header.width}"
         reason = f"it is {sizes[0]}, and the video `{clip.path}` is {sizes[1]} (height x width)"
         remedy = "give sizes that the video has, or leave out `height` and `width`: they are read from its header"
-        raise UserError(WrongClip(None, clip.id, reason, remedy))
+        raise UserError(WrongClip(None, clip.name, reason, remedy))
 
 
 @contextmanager
@@ -82,7 +82,7 @@ def _named(clip: VideoClip) -> Iterator[None]:
     except UserError as error:
         file = all(isinstance(d, UnreadableVideo | TooFewFrames) for d in error.diagnostics)
         kind = UnreadableClip if file else WrongClip
-        raise UserError(*(kind(None, clip.id, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
+        raise UserError(*(kind(None, clip.name, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
 
 
 def running_encoders(model_file: ModelFile, names: Collection[str]) -> ModelFile:
@@ -140,7 +140,7 @@ class VideoEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 3, clip.frames, height, width), dtype=torch.uint8, device=device)
         if clip.path is None:
-            raise UserError(NoVideo(None, clip.id))
+            raise UserError(NoVideo(None, clip.name))
         self.check(clip)
         with _named(clip):
             return read_frames(clip.path, clip.start, clip.frames, height, width)[None].to(device)
@@ -190,7 +190,7 @@ class TextEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 2, self.length(clip)), dtype=torch.int64, device=device)
         if clip.caption is None:
-            raise UserError(NoCaption(None, clip.id))
+            raise UserError(NoCaption(None, clip.name))
         tokens = self.tokenizer(
             self.tidy(clip.caption),
             padding="max_length", max_length=self.length(clip), truncation=True, return_tensors="pt",

@@ -188,7 +188,7 @@ def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
         frames = pixels[0] - geometry.stride[0] + 1  # a causal VAE makes the first latent frame from one frame
         raise UserError(
             WrongLatents(
-                None, clip.id, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
+                None, clip.name, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
             )
         )
     return encoded
@@ -202,9 +202,9 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     """
     real = clip.text_tokens
     if real < 1:
-        raise UserError(NoText(None, clip.id, model))
+        raise UserError(NoText(None, clip.name, model))
     if length is not None and real > length:
-        raise UserError(TooMuchText(None, clip.id, model, real, length))
+        raise UserError(TooMuchText(None, clip.name, model, real, length))
     if "text" in clip.encoded:
         encoded = clip.encoded["text"]
         real = encoded.shape[1]
@@ -308,5 +308,5 @@ def _precomputed(clip: VideoClip, path: Path, shape: tuple[int, ...]) -> Tensor:
         with safe_open(path, framework="pt") as file:
             stored: Tensor = file.get_tensor("latents").float()
     except (SafetensorError, OSError) as error:
-        raise UserError(UnreadableLatents(None, str(path), clip.id, str(error).splitlines()[0])) from None
+        raise UserError(UnreadableLatents(None, str(path), clip.name, str(error).splitlines()[0])) from None
     return stored if stored.ndim == 5 else stored[None]

@@ -54,7 +54,7 @@ class PooledEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, POOLED_TOKENS), dtype=torch.int64, device=device)
         if clip.caption is None:
-            raise UserError(NoCaption(None, clip.id))
+            raise UserError(NoCaption(None, clip.name))
         tokens = self.tokenizer(
             clip.caption, padding="max_length", max_length=POOLED_TOKENS, truncation=True, return_tensors="pt"
         )
