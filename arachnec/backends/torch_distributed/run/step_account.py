@@ -15,7 +15,7 @@ from arachnec.backends.torch_distributed.executor.iteration import Iteration, Ru
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report
-from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog
+from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, ValidationLine
 from arachnec.backends.torch_distributed.run.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -115,6 +115,11 @@ class StepAccount:
             lr=context.optimizer.rate,
             set_aside=aside,
         )
+
+    def add_validation(self, step: int, loss: float | None) -> None:
+        """Note the validation loss behind an optimizer step."""
+        if self.audit is not None:
+            self.audit.add_validation(ValidationLine((step + 1) * self.batches - 1, loss))
 
     def sync(self, step: int) -> None:
         """Have on the disk the lines of an optimizer step, which a checkpoint is about to count as done."""
