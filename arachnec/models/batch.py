@@ -114,7 +114,7 @@ def prediction_of(output: Any) -> Tensor:
 
 
 def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
-    check_sample(result, lambda: model_file.span("sample"), clip.id)
+    check_sample(result, lambda: model_file.span("sample"), clip.name)
     kwargs, target = result
     return kwargs, target
 

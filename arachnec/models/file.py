@@ -265,7 +265,7 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
             result = without_compilation(result)
         if name == "sample":
             clip: Any = args[0]
-            check_sample(result, lambda: defined, clip.id)
+            check_sample(result, lambda: defined, clip.name)
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
             raise UserError(WrongResult(defined, name, *wrong, form.page))
