@@ -93,8 +93,8 @@ def page(default: Trained, baseline: Trained) -> str:
     links = " ".join(f'<a href="{t.name}/timeline.html">{escape(t.name)}, to zoom in</a>' for t in (default, baseline))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>arachnec demo</title>\n'
-        "<style>:root { color-scheme: light dark } body { font: 15px/1.5 Helvetica, Arial, sans-serif; max-width: 1200px; "
-        "margin: 24px auto } "
+        "<style>:root { color-scheme: light dark } body { font: 15px/1.5 Helvetica, Arial, sans-serif; "
+        "max-width: 1200px; margin: 24px auto } "
         "svg { max-width: 100%; height: auto } a { margin-right: 24px }</style></head><body>\n"
         f"<h1>{baseline.step_ms / default.step_ms:.2f} times as fast as data parallelism, with {same} losses</h1>\n"
         "<p>Above: the median step of each program. Below: what each process did in its last step. Blue is the "
