@@ -287,6 +287,7 @@ class Trainer:
                 self._prepare(planned.module, MEASURES)
                 loss.add(self._context, planned, self._received(planned, self._messages(planned)))
         drop_gradients(self._context.parameters)
+        self._account.add_validation(number, loss.mean)
         told = "is not finite" if loss.mean is None else f"{loss.mean:.6f}"
         events.emit(report.Note(f"step {number}: validation loss {told}, {counted(loss.clips, 'clip')}"))
         return loss.mean
