@@ -64,7 +64,7 @@ def run_here(
     crashed = None
     with Display(console) as display:
         try:
-            beside = partial(_while_ranks_start, options, training, tells)
+            beside = partial(_while_ranks_start, options, training, executable.digests[MODEL], tells)
             shared = shared_modules(executable, cluster)
             launch(
                 world,
@@ -98,12 +98,20 @@ def shared_modules(executable: Executable, cluster: Cluster) -> tuple[str, ...]:
     return (ENGINE, *imported_libraries(files))
 
 
-def _while_ranks_start(options: RunOptions, training: Training, tells: Callable[[], None] | None) -> None:
-    """Look at what takes torch to be looked at. Raises ``UserError``."""
+def _while_ranks_start(
+    options: RunOptions, training: Training, model: str, tells: Callable[[], None] | None
+) -> None:
+    """Look at what takes torch to be looked at, what is quick first. ``model`` is the model file's digest. Raises
+    ``UserError``."""
+    from arachnec.backends.torch_distributed.checkpoints import checkpoint
     from arachnec.models.initial_weights import model_folder
     from arachnec.models.weight_files import weight_files
     from arachnec.optimizers.recipe import demand_torch_takes
 
+    if options.checkpoint is not None and not options.resume:
+        checkpoint.demand_empty(options.checkpoint)
+    elif options.checkpoint is not None:
+        checkpoint.demand_own(options.checkpoint, model, training.seed, training.accumulate)
     try:
         demand_torch_takes(training)
     except UserError as error:

@@ -22,6 +22,7 @@ from arachnec.backends.cascade_step import batch_loss, batch_of
 from arachnec.backends.finite_losses import finite_rows
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.batches.batch_preparation import BatchPreparation, HostBatch
+from arachnec.backends.torch_distributed.executor.shared_batches import digest_of
 from arachnec.backends.torch_distributed.batches.set_aside import usable
 from arachnec.backends.torch_distributed.executor.attention import attention_of, precision_of
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
@@ -139,6 +140,8 @@ def _host_batch(context: RankContext, iteration: Iteration, run: Run, cascade: C
     encoded, kept = usable(encoded_inputs(iteration.module, cascade, here), len(cascade.clips))
     clips = [iteration.clips[clip] for clip in cascade.clips]
     batch = batch_of(context.model_file, clips, encoded, context.training, iteration.step)
+    if cascade.clips in iteration.compares:
+        run.digests[cascade.clips] = digest_of(encoded, batch)
     return HostBatch(*batch, kept)
 
 
@@ -285,7 +288,8 @@ class _Walk:
         context = self.context
         message = self._message(self.staged.messages.before(cascade))
         whole = None if len(self.kept[cascade.name]) == len(cascade.clips) else self.kept[cascade.name]
-        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
+        clips = naming(self._clips(cascade))
+        with clips, self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective, handed_on = self.staged.forward(
                 cascade, context.model, context.model_file, kwargs, target, message, share, whole
             )

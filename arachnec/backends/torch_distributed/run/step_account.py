@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from arachnec.backends.torch_distributed.batches.set_aside import NothingLeft, notes_of_left_out
+from arachnec.backends.torch_distributed.executor.shared_batches import demand_equal_batches, difference
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
@@ -86,9 +87,12 @@ class StepAccount:
         copies = context.host_copies
         moved = (0, 0) if copies is None else copies.counted()
         rate = [context.optimizer.first_group, context.optimizer.rate]
-        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, asked, *rate]
+        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, asked]
+        mine += [difference(own.compares, run.digests, context.rank), *rate]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
-        demand_equal_rates(own.step, everyone[:, 9:].tolist())
+        demand_equal_rates(own.step, everyone[:, 10:].tolist())
+        if float(everyone[:, 9].sum()):
+            demand_equal_batches(own.step, own.compares, run.digests, own.clips)
         self.stopped_by = int(everyone[:, 8].max())
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         aside, clips = _left_out(context, own, run), len(own.module.clips)

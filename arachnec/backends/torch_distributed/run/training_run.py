@@ -19,6 +19,7 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed.batches.drawn_batches import demand_no_order, drawn_batches
 from arachnec.backends.torch_distributed.batches.load_ahead import encoded_here
+from arachnec.backends.torch_distributed.executor.shared_batches import SharedBatches
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.checkpoints.initial_run import (
     demand_average_goes_on,
@@ -171,6 +172,7 @@ class Trainer:
         self._ready: Module | None = None  # the program that was made ready last
         self.clips: tuple[VideoClip, ...] = ()  # of the latest optimizer step
         self.intervals: list[Interval] = []  # of the latest step on this rank
+        self._shared = SharedBatches()
         self.stop: StopRequest | None = None  # where a signal is to end the run after a step
         self.plans_reused = 0  # steps that ran a plan which an earlier batch of the same shapes was given
 
@@ -302,7 +304,8 @@ class Trainer:
         self._prepare(self.module, share)
         context = self._context
         given = self._ahead.values if self._ahead is not None and self._ahead.clips is planned.clips else {}
-        own = replace(self._iteration(planned, given), share=share)
+        compares = self._shared.wanted(self.module, planned.clips) if dist.get_world_size() > 1 else {}
+        own = replace(self._iteration(planned, given), share=share, compares=compares)
         self._load(planned)
         self._ahead = None if following is None else self._look_ahead(following)
         if following is not None:
