@@ -115,8 +115,8 @@ def launch(
     ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any more. ``RankCrashed``
     with one traceback for a bug.
 
-    With ``on_stop`` the first SIGTERM or Ctrl-C is passed on to ranks, which end after their step, and ``on_stop`` tells
-    of it. Then, and where a rank was told by itself, it exits with 128 and the signal's number.
+    With ``on_stop`` the first SIGTERM or Ctrl-C is passed on to ranks, which end after their step, and ``on_stop``
+    tells of it. Then, and where a rank was told by itself, it exits with 128 and the signal's number.
     """
     with ExitStack() as open_files, _told_to_end(on_stop) as told:
         listening = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces

@@ -159,7 +159,7 @@ class Watchdog:
         self._next_beat = 0.0
         self._place = Place()
         self._step = -1  # of a loop of somebody's own
-        self._stop: StopRequest | None = None
+        self._stop_request: StopRequest | None = None
         self._own_interrupts = False
         self._closing = threading.Event()
         self._ended_by = threading.Lock()
@@ -185,14 +185,14 @@ class Watchdog:
 
     def stops_after_step(self) -> StopRequest:
         """From now on the first SIGTERM or Ctrl-C is noted in what is returned, and a second one ends this rank."""
-        if self._stop is None:
-            self._stop = StopRequest()
+        if self._stop_request is None:
+            self._stop_request = StopRequest()
             if threading.current_thread() is threading.main_thread() and (
                 signal.getsignal(signal.SIGINT) is signal.default_int_handler
             ):
                 signal.signal(signal.SIGINT, lambda signum, frame: None)
                 self._own_interrupts = True
-        return self._stop
+        return self._stop_request
 
     def begins(self, step: int) -> None:
         """This rank begins a step, which all ranks are to take."""
@@ -241,7 +241,7 @@ class Watchdog:
         asking = ThreadPoolExecutor(1, "watchdog-store")
         while not self._closing.is_set():
             told_to_end = self._sleep()
-            if told_to_end and self._stop is not None and self._stop.take(told_to_end):
+            if told_to_end and self._stop_request is not None and self._stop_request.take(told_to_end):
                 told_to_end = frozenset()
             try:
                 asked = asking.submit(self._look, told_to_end)

@@ -1,4 +1,4 @@
-"""Errors of a clip. In: what ``sample``, an encoder, a forward or ``loss`` raised. Out: a message that names the clip."""
+"""Errors of a clip. In: what ``sample``, an encoder, a forward or ``loss`` raised. Out: a message that names clips."""
 
 from __future__ import annotations
 

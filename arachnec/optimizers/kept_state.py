@@ -142,7 +142,7 @@ class KeptState:
         like, held = self._expected(name, master), self.optimizer.state[master]
         for key, value in held.items():
             expected = like.get(key)
-            if _stands_for(value, expected):  # a single number, as of a parameter of zeros, for all of a tensor
+            if expected is not None and _stands_for(value, expected):  # a single number, as of a parameter of zeros, for all of a tensor
                 value = held[key] = value.to(master.device).expand(expected.shape).contiguous()
             if value is None or (key in like and self._fits(value, expected, master)):
                 continue
@@ -159,7 +159,7 @@ class KeptState:
 def _counts(like: Mapping[str, Any]) -> bool:
     """Whether a parameter's state says how often it was updated: its `step` is not 0 behind one update."""
     step = like.get(STEP)
-    return step is not None and (isinstance(step, Tensor) and step.is_meta or bool(step))
+    return step is not None and ((isinstance(step, Tensor) and step.is_meta) or bool(step))
 
 
 def _stands_for(value: Any, expected: Any) -> bool:

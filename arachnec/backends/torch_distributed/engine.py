@@ -233,9 +233,7 @@ class Engine:
         self.done = self.first = self._trainer.done  # optimizer steps
         self.steps: list[report.StepReport] = []  # of this run
         one_pass = self._trainer.end_of(1) if batches is None else None
-        self.end = end_of_job(
-            options.checkpoint, self.first, self._asked(), one_pass, restarted=self._script.restarted
-        )
+        self.end = end_of_job(options.checkpoint, self.first, self._asked(), one_pass, restarted=self._script.restarted)
         self.stopped_by = 0  # the signal that has ended the loop after a step
         self._saved = self.first
         self._closed = self._left = False

@@ -98,9 +98,7 @@ def shared_modules(executable: Executable, cluster: Cluster) -> tuple[str, ...]:
     return (ENGINE, *imported_libraries(files))
 
 
-def _while_ranks_start(
-    options: RunOptions, training: Training, model: str, tells: Callable[[], None] | None
-) -> None:
+def _while_ranks_start(options: RunOptions, training: Training, model: str, tells: Callable[[], None] | None) -> None:
     """Look at what takes torch to be looked at, what is quick first. ``model`` is the model file's digest. Raises
     ``UserError``."""
     from arachnec.backends.torch_distributed.checkpoints import checkpoint

@@ -38,9 +38,7 @@ def end_of_job(
     if dist.get_rank() == 0:
         own = os.environ.get("TORCHELASTIC_RUN_ID", "")
         before = _read(folder / JOB)
-        if before is not None and (
-            (restarted and before.name == own) or (asked is None and 0 < done < before.until)
-        ):
+        if before is not None and ((restarted and before.name == own) or (asked is None and 0 < done < before.until)):
             end = before.until
         folder.mkdir(parents=True, exist_ok=True)
         draft = folder / f"{JOB}.draft"

@@ -22,13 +22,13 @@ from arachnec.backends.cascade_step import batch_loss, batch_of
 from arachnec.backends.finite_losses import finite_rows
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.batches.batch_preparation import BatchPreparation, HostBatch
-from arachnec.backends.torch_distributed.executor.shared_batches import digest_of
 from arachnec.backends.torch_distributed.batches.set_aside import usable
 from arachnec.backends.torch_distributed.executor.attention import attention_of, precision_of
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.encoding import Encoding
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.executor.learning import learn
+from arachnec.backends.torch_distributed.executor.shared_batches import digest_of
 from arachnec.backends.torch_distributed.executor.side_by_side import own_part
 from arachnec.backends.torch_distributed.executor.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages

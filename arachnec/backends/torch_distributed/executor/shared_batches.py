@@ -1,4 +1,4 @@
-"""Whether the ranks that share a clip have made the same batch of it. In: digests of each rank. Out: nothing, or an error.
+"""Whether the ranks that share a clip made the same batch of it. In: digests of each rank. Out: nothing, or an error.
 
 ``sample`` may draw random numbers that are not its generator's, and then every rank trains on another clip. So in the
 first step that a run takes with a clip its ranks compare what they made, by one number in what all ranks exchange of a

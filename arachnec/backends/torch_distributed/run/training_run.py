@@ -19,7 +19,6 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed.batches.drawn_batches import demand_no_order, drawn_batches
 from arachnec.backends.torch_distributed.batches.load_ahead import encoded_here
-from arachnec.backends.torch_distributed.executor.shared_batches import SharedBatches
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.checkpoints.initial_run import (
     demand_average_goes_on,
@@ -32,6 +31,7 @@ from arachnec.backends.torch_distributed.checkpoints.initial_run import (
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run, Share, program_of
+from arachnec.backends.torch_distributed.executor.shared_batches import SharedBatches
 from arachnec.backends.torch_distributed.executor.specs import Specs
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.options import RunOptions

@@ -1,4 +1,4 @@
-"""Ranks that share a clip and draw other numbers for it are told so in its first step; so is who raised for which clip."""
+"""Ranks that share a clip and draw other numbers for it are told in its first step; an error names its clip."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError
 
 CLIPS = (clip("a", 3), clip("b", 5))
-SHARED = [Work((0,), (0, 1), 0.0), Work((1,), (0, 1), 0.0)]
+SHARED = [Work((0,), (0, 1), 0.0), Work((1,), (0, 1), 1.0)]
 ALONE = [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0)]
 FOREIGN = """
 
@@ -49,7 +49,7 @@ def test_clips_that_one_rank_trains_are_not_compared_and_equal_ones_pass(tmp_pat
 
 
 def test_what_sample_raises_names_the_clip_and_its_path(tmp_path: Path) -> None:
-    clips = (CLIPS[0], replace(CLIPS[1], path="films/b.mp4"))
+    clips = (CLIPS[0], replace(CLIPS[1], path=Path("/films/b.mp4")))
     folder = executable(tmp_path / "build", [clips], ALONE, 2, more=RAISES)
-    with pytest.raises(RankError, match=r"AttributeError: .*no_such_thing.* in sample\(\), of clip b \(films/b.mp4\)"):
+    with pytest.raises(RankError, match=r"AttributeError: .*no_such_thing.* in sample\(\), of clip b \(/films/b.mp4\)"):
         train_on(2, folder, steps=1)
