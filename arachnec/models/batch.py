@@ -90,8 +90,8 @@ def make_batch(
             own |= {name: value[index : index + 1].to(sample_device) for name, value in (encoded or {}).items()}
             sampled = replace(clip, encoded=own) if own else clip
             with naming([clip]):
-                made = model_file.sample(sampled, clip_generator(seed, step, clip.id))
-                samples.append(_checked(model_file, clip, made))
+                pair = model_file.sample(sampled, clip_generator(seed, step, clip.id))
+                samples.append(_checked(model_file, clip, pair))
     arguments = {
         name: _joined(model_file, name, clips, [kwargs.get(name) for kwargs, _ in samples])
         for name in _names(model_file, clips, samples)

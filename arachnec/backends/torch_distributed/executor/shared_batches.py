@@ -25,7 +25,7 @@ from arachnec.ir.nodes import Module
 from arachnec.models.clip_errors import shown_clips
 from arachnec.runtime.agreement import gather_text
 
-BITS = 0xFFFFFF  # of a digest: sums over all ranks and clips are exact in fp64
+BITS = 0xFFFFFF  # of a digest: a sum over all ranks and clips is exact in fp64
 Makers = Mapping[tuple[int, ...], tuple[int, ...]]  # by clips the ranks that make a batch of them
 Digest = tuple[int, int]  # of what encoders gave, and of the batch
 
@@ -83,9 +83,9 @@ class SharedBatches:
 def difference(makers: Makers, digests: Mapping[tuple[int, ...], Digest], rank: int) -> float:
     """A rank's term of a sum that is 0 where all ranks of each batch have made the same."""
     total = 0
-    for clips, (_, made) in digests.items():
+    for clips, (_, digest) in digests.items():
         first, *others = makers[clips]
-        total += -len(others) * made if rank == first else made
+        total += -len(others) * digest if rank == first else digest
     return float(total)
 
 
@@ -97,13 +97,13 @@ def demand_equal_batches(
     Encoders that several kinds of device share may differ by rounding, which is no mistake.
     """
     rows = gather_text(msgspec.json.encode([(list(key), digest) for key, digest in digests.items()]).decode())
-    made = [
+    by_rank = [
         {tuple(key): digest for key, digest in msgspec.json.decode(row, type=list[tuple[list[int], Digest]])}
         for row in rows
     ]
     for key, ranks in sorted(makers.items()):
         first, *others = ranks
         for other in others:
-            own, given = made[first].get(key), made[other].get(key)
+            own, given = by_rank[first].get(key), by_rank[other].get(key)
             if own is not None and given is not None and own[0] == given[0] and own != given:
                 raise UserError(BatchesDiffer(None, shown_clips([clips[clip] for clip in key]), step, first, other))
