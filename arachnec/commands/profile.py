@@ -6,13 +6,16 @@ from pathlib import Path
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.data_options import columns_option, data_option
 from arachnec.commands.progress import progress_on_stderr
 
 
 @click.command("profile")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
-@click.option("--cluster", required=True, help="This machine: a TOML file, or a short form such as 4:cpu.")
+@data_option()
+@columns_option
+@cluster_option("This machine")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Write the profile here.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="The training option of this name.")
 @click.option(
@@ -22,7 +25,7 @@ from arachnec.commands.progress import progress_on_stderr
     show_default=True,
     help="How long ranks measure, about: the shortest and the longest clips first, then what lies between.",
 )
-def command(model: Path, data: Path, cluster: str, output: Path, dtype: str, seconds: float) -> None:
+def command(model: Path, data: Path, columns: str, cluster: str, output: Path, dtype: str, seconds: float) -> None:
     """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
     the cost formulas that `annotate{profile=FILE}` reads.
 
@@ -38,9 +41,19 @@ def command(model: Path, data: Path, cluster: str, output: Path, dtype: str, sec
     samples = is_sampler(model)
     if samples and dtype != "fp32":
         raise click.UsageError("the models of a sampler file are timed as they are built: leave --dtype out")
+    if samples and columns:
+        raise click.UsageError("--columns is of clips, and a sampler file has requests: leave it out")
     with progress_on_stderr() as reporter:
         profile = profile_here(
-            model, data, cluster, output, samples=samples, dtype=dtype, seconds=seconds, reporter=reporter
+            model,
+            data,
+            cluster,
+            output,
+            samples=samples,
+            dtype=dtype,
+            columns=columns,
+            seconds=seconds,
+            reporter=reporter,
         )
     from arachnec.commands.tables import plain_table, terminal
 

@@ -7,6 +7,7 @@ import platform
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
@@ -69,11 +70,13 @@ def profile_here(
     *,
     samples: bool = False,
     dtype: str = "fp32",
+    columns: str = "",
     seconds: float = 120.0,
     reporter: Reporter = unreported,
 ) -> Profile:
     """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file;
-    ``dtype`` is the training option: ``fp32`` leaves the model as it is built. ``seconds`` is the budget of the ranks.
+    ``dtype`` is the training option: ``fp32`` leaves the model as it is built. ``columns`` as for ``read_manifest``;
+    ``seconds`` is the budget of the ranks.
 
     Interrupted, or told to end, it writes what was measured so far, reports that, and ends as it was told to. Raises
     ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
@@ -86,13 +89,13 @@ def profile_here(
         load_sampler_file(model)
     else:
         demand_python_file(model, MODEL_FILE)
-        read_manifest(data)
+        read_manifest(data, columns=columns)
         load_model_file(model)
     _demand_devices(machine)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
-        arguments += [str(seconds)] if samples else [str(seconds), dtype]
+        arguments += [str(seconds)] if samples else [str(seconds), dtype, columns]
         try:
             reporter("starting ranks")
             worker = SAMPLER_WORKER if samples else WORKER
@@ -133,7 +136,7 @@ def _demand_devices(machine: Cluster) -> None:
 def fitted(measured: Measured, machine: Cluster) -> Profile:
     """The profile of what the ranks of this machine found."""
     name = f"{platform.machine()}, {os.cpu_count()} cores, {measuring_at_once(machine)} ranks at once"
-    return fit_profile(
+    profile = fit_profile(
         measured.stages,
         machine=name,
         device=measured.device,
@@ -143,6 +146,7 @@ def fitted(measured: Measured, machine: Cluster) -> Profile:
         dtype=measured.dtype,
         sparsity=[fit_sparse(measured.head_size, measured.attention)] if measured.attention else [],
     )
+    return msgspec.structs.replace(profile, measured_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
 
 
 def measuring_at_once(machine: Cluster) -> int:

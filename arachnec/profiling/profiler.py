@@ -4,7 +4,7 @@ All measurements take turns, one of each a round, so that a machine whose speed 
 measurement is the median over the rounds. ``profiling.in_turns`` takes the most telling first, in a budget of seconds.
 Ranks measure at the same time, as many as have a core of their own, so that what they take from each other is in the
 numbers. One rank of ``arachnec profile``:
-``python -m arachnec.profiling.profiler MODEL DATA DEVICE AT_ONCE OUTPUT SECONDS DTYPE``.
+``python -m arachnec.profiling.profiler MODEL DATA DEVICE AT_ONCE OUTPUT SECONDS DTYPE COLUMNS``.
 """
 
 from __future__ import annotations
@@ -55,6 +55,7 @@ from arachnec.lowering.attention import head_size
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import Optimizer
+from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.clock import now
@@ -461,11 +462,14 @@ def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tup
     return ((now(device) - started) * 1e3,)
 
 
-def main(model: str, data: str, planned_device: str, at_once: str, output: str, seconds: str, dtype: str) -> None:
+def main(
+    model: str, data: str, planned_device: str, at_once: str, output: str, seconds: str, dtype: str, columns: str
+) -> None:
     def work(device: torch.device) -> None:
         report("tracing")
         model_file = in_training_precision(load_model_file(model), msgspec.structs.replace(TRAINING, dtype=dtype))
-        profiler = Profiler(model_file, read_manifest(data).clips, device, int(at_once))
+        clips = CaptionCounter(model_file).manifest(read_manifest(data, columns=columns)).clips
+        profiler = Profiler(model_file, clips, device, int(at_once))
         keep, budget = partial(write_measured, Path(output)), Budget(float(seconds))
         measured = profiler.measure(budget, report, keep)
         keep(measured)
