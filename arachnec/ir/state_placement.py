@@ -1,8 +1,8 @@
 """Bytes of a stage's state on a rank: parameters, gradients, optimizer state and buffers, by where they lie.
 
 In: a stage, which says of what tensors it consists (``tensors``, ``outside``, ``unsharded``) and where these lie
-(``cell``, ``sharded``, ``host``, ``gradients``). Out: the bytes on the rank that has most, the first of a cell. Shards
-are cut, and the last one padded, as ``arachnec.model_state`` does. ``place`` writes the sums into ``state``,
+(``cell``, ``sharded``, ``host``, ``gradients``). Out: the bytes on the rank that has most. Shards are cut, and the
+last one padded, as ``arachnec.model_state`` does. ``place`` writes the sums into ``state``,
 ``host_state`` and ``optimizer``. They follow from where things lie, and not from the order in which that was decided.
 
 A stage without ``tensors``, written by hand, has sums alone: of these the parts are taken to be as large as the numbers
@@ -116,20 +116,22 @@ class _Placement:
             total += Bytes(size) + self.optimizer(tensor, tensor.elements, whole=True)
         return total
 
-    def layer(self, tensors: tuple[TensorSize, ...]) -> Bytes:
-        """Of one layer: on the first rank of a cell the first shard of each flat tensor."""
+    def layer(self, tensors: tuple[TensorSize, ...]) -> list[Bytes]:
+        """Of one layer, on each rank of a cell: its shards of the flat tensors, and the optimizer for its pieces."""
         if self.cell is None:
-            return self.unsharded(tensors)
-        total = Bytes()
+            return [self.unsharded(tensors)]
+        members = [Bytes()] * self.cell
         for own in flat_tensors(tensors):
-            shard, first = math.ceil(sum(tensor.elements for tensor in own) / self.cell), 0
+            shard, first = max(1, math.ceil(sum(tensor.elements for tensor in own) / self.cell)), 0
             size = shard * (own[0].element + (self.gradient(own[0]) if own[0].trained else 0))
-            total += Bytes(0, size) if self.layers_in_host else Bytes(size)
-            for tensor in own:
-                if first < shard:
-                    total += self.optimizer(tensor, min(tensor.elements, shard - first), whole=False)
-                first += tensor.elements
-        return total
+            members = [each + (Bytes(0, size) if self.layers_in_host else Bytes(size)) for each in members]
+            for tensor in own if own[0].trained else ():
+                end = first + tensor.elements
+                for member in range(first // shard, -(-end // shard)):
+                    held = min(end, (member + 1) * shard) - max(first, member * shard)
+                    members[member] += self.optimizer(tensor, held, whole=False)
+                first = end
+        return members
 
 
 def flat_tensors(tensors: Iterable[TensorSize]) -> list[list[TensorSize]]:
@@ -145,9 +147,13 @@ def state_bytes(stage: Stage) -> Bytes | None:
     if "tensors" not in stage.attrs:
         return None
     placement = _Placement.of(stage)
-    every = (placement.layer(tensors).times(count) for tensors, count in Counter(_layers(stage)).items())
-    total = sum(every, Bytes(count_in(stage, "unsharded")))
-    return total + placement.unsharded(tensor for group in outside_of(stage) if group.parts for tensor in group.tensors)
+    shared = placement.unsharded(tensor for group in outside_of(stage) if group.parts for tensor in group.tensors)
+    kinds = [(placement.layer(tensors), count) for tensors, count in Counter(_layers(stage)).items()]
+    members = [Bytes()] * (placement.cell or 1)
+    for layer, count in kinds:
+        members = [total + own.times(count) for total, own in zip(members, layer, strict=True)]
+    most = Bytes(*(max(getattr(each, name) for each in members) for name in ("device", "host", "optimizer")))
+    return most + shared + Bytes(count_in(stage, "unsharded"))
 
 
 def _layers(stage: Stage) -> list[tuple[TensorSize, ...]]:
