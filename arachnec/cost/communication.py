@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
 from arachnec.cost.compute import Share, is_divided, passes_of, shares
@@ -152,6 +153,17 @@ class GroupLinks:
     contention: float
 
 
+@lru_cache(maxsize=1 << 14)
+def links_of(cluster: Cluster, group: tuple[int, ...], ulysses: int) -> GroupLinks:
+    """The links of a group, ``ulysses`` of whose ranks trade heads; every layout of a model asks for the same ones."""
+    return GroupLinks(
+        group_link(cluster, group),
+        ulysses_link(cluster, group, ulysses),
+        ring_link(cluster, group, ulysses),
+        penalty(cluster, group),
+    )
+
+
 @dataclass(frozen=True)
 class Communication:
     """Communication times in ms of cascades of these stages on a cluster."""
@@ -160,6 +172,9 @@ class Communication:
     cluster: Cluster
     sparse: SparseLoads
     _links: dict[tuple[object, ...], GroupLinks] = field(default_factory=dict, repr=False, compare=False)
+    _sent: dict[tuple[object, ...], tuple[float, float | None, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def time(
         self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
@@ -191,32 +206,35 @@ class Communication:
             return encoder_volumes(cascade, stage, attention)
         forward, backward = passes_of(cascade, stage, recompute)
         cascade = as_forward(cascade)
+        traffic, output, exchanged = self._sizes_sent(cascade, stage)
         return volumes(
             ulysses=attention.ulysses,
             ring=attention.ring,
             heads=count_in(stage, "heads") or attention.ulysses,
             attentions=count_in(stage, "attentions"),
-            traffic=evaluated(stage, "traffic", cascade),
+            traffic=traffic,
             forward=forward,
             backward=backward,
-            output=token_bytes(stage, cascade.batch * cascade.tokens),
+            output=output,
             sparse=self.sparse.of(cascade, attention.ulysses * attention.ring),
-            exchanged=evaluated(stage, "halo", cascade),
+            exchanged=exchanged,
             exchanges=count_in(stage, "exchanges"),
             most=_largest(shares(cascade, attention)),
         )
+
+    def _sizes_sent(self, cascade: Cascade, stage: Stage) -> tuple[float, float | None, float]:
+        """GiB of ``traffic``, bytes of the last block's output, GiB of ``halo``, whatever the degree."""
+        key = cascade.stage, cascade.batch, cascade.tokens, cascade.text
+        if key not in self._sent:
+            output = token_bytes(stage, cascade.batch * cascade.tokens)
+            self._sent[key] = evaluated(stage, "traffic", cascade), output, evaluated(stage, "halo", cascade)
+        return self._sent[key]
 
     def _links_of(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> GroupLinks:
         key = (degree if ranks is None else ranks, ulysses)
         links = self._links.get(key)
         if links is None:
-            group = self._group(degree, ranks)
-            links = self._links[key] = GroupLinks(
-                group_link(self.cluster, group),
-                ulysses_link(self.cluster, group, ulysses),
-                ring_link(self.cluster, group, ulysses),
-                penalty(self.cluster, group),
-            )
+            links = self._links[key] = links_of(self.cluster, self._group(degree, ranks), ulysses)
         return links
 
     def _group(self, degree: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:

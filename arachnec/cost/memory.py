@@ -319,7 +319,4 @@ def divided(stage: Stage, name: str, cascade: Cascade, share: float) -> float:
 
 def divided_formula(formula: Formula, cascade: Cascade, share: float) -> float:
     """A formula for a cascade on a rank that has this ``share`` of the tokens."""
-    return math.fsum(
-        term_value(term, cascade) * (share if any(symbol == "S" for symbol, _ in term.powers) else 1.0)
-        for term in formula.terms
-    )
+    return math.fsum(term_value(term, cascade) * (share if "S" in dict(term.powers) else 1.0) for term in formula.terms)

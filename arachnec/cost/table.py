@@ -16,7 +16,7 @@ they are first asked for, and cascades of one shape share them. A new dimension 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
@@ -34,10 +34,11 @@ from arachnec.cost.strategy import CHEAPEST, Attention, Strategy, even_ranks, fi
 from arachnec.cost.timed_steps import TimedStep, correction, timed_steps
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import sparse_layers
-from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.sampling import branches_of, on_one_side
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
+from arachnec.ir.values import Value
 
 MOST_UNEVEN = 16  # ranks of an unconditional branch that has ranks of its own number
 
@@ -54,6 +55,16 @@ class Entry:
     def recompute(self) -> int:
         """How many blocks run again in the backward."""
         return self.strategy.recompute
+
+
+Rows = dict[object, dict[tuple[object, ...], Entry]]
+STATE = ("state", "sharded", "optimizer")  # what a stage says of its state alone: no row depends on it
+
+
+def costs_alike(cluster: Cluster, stages: Iterable[Stage]) -> object:
+    """The key under which modules have the same rows."""
+    without: dict[str, Value | None] = dict.fromkeys(STATE)
+    return cluster, tuple((stage.name, stage.trained, stage.attrs.updated(**without)) for stage in stages)
 
 
 @dataclass(frozen=True)
@@ -239,8 +250,7 @@ class CostTable:
         """``_time``, as far from it as measured steps of one machine were, whatever the product of Ulysses and ring."""
         time = self._time(cascade, degree, attention, recompute, ranks)
         rows = self._timed[cascade.stage]
-        on_one_node = len({node_of(self.devices.cluster, rank) for rank in ranks or range(degree)}) == 1
-        if not rows or not on_one_node:
+        if not rows or len({node_of(self.devices.cluster, rank) for rank in ranks or range(degree)}) > 1:
             return time
         key = self.shape(cascade), degree
         if key not in self._corrections:

@@ -7,6 +7,7 @@ a stage are numbered as they run. One more, the last number, holds what lies in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Stage, integer
@@ -65,6 +66,7 @@ def last_layer(stage: Stage) -> int:
     return len(layers_of(stage))
 
 
+@lru_cache(maxsize=1024)
 def layer_sizes(stage: Stage) -> tuple[LayerSize, ...]:
     """Every layer's size, the last one's too. Without `layer_params` frozen ones count as evenly in blocks."""
     if "tensors" in stage.attrs:
@@ -100,6 +102,7 @@ def gathered_gib(stage: Stage, held: int = HELD) -> float:
     return whole_gib(stage, held) + scattered_gib(stage)
 
 
+@lru_cache(maxsize=1024)
 def whole_gib(stage: Stage, held: int = HELD) -> float:
     """GiB of that while no backward runs: ``held`` times the largest layer, and the last layer."""
     if cell_of(stage) is None:
@@ -112,6 +115,7 @@ def whole_gib(stage: Stage, held: int = HELD) -> float:
     return (held * largest + last.parameters) * element_bytes(stage) / GIB
 
 
+@lru_cache(maxsize=1024)
 def scattered_gib(stage: Stage) -> float:
     """GiB of the gradients that are not reduce-scattered yet: of the last layer, and of two others."""
     if cell_of(stage) is None:

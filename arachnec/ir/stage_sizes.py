@@ -128,8 +128,7 @@ def squared(cost: Formula | None) -> float:
 
 def term_value(term: Term, cascade: Cascade) -> float:
     """One term of a formula for a cascade."""
-    sizes = {"B": cascade.batch, "S": cascade.tokens, "T": cascade.text}
-    return term.coefficient * math.prod(float(sizes[symbol]) ** power for symbol, power in term.powers)
+    return term.of({"B": float(cascade.batch), "S": float(cascade.tokens), "T": float(cascade.text)})
 
 
 def tied_sets(value: Value | None) -> tuple[tuple[tuple[int, ...], int], ...]:

@@ -39,7 +39,9 @@ def least_degrees(module: Module) -> tuple[int | None, ...]:
     assert module.cluster is not None
     gathered = max((gathered_gib(stage) for stage in module.stages if stage.trained), default=0.0)
     room = (1 - RESERVE) * module.cluster.memory - Memory(module, Devices(module.cluster)).resident - gathered
-    return tuple(_least_degree(module, clip, room) for clip in module.clips)
+    alike = {(clip.tokens, clip.text): clip for clip in module.clips}
+    least = {sizes: _least_degree(module, clip, room) for sizes, clip in alike.items()}
+    return tuple(least[clip.tokens, clip.text] for clip in module.clips)
 
 
 def _least_degree(module: Module, clip: Clip, room: float) -> int | None:

@@ -58,7 +58,7 @@ from arachnec.planning.pipeline_places import (
 )
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.program_memory import overflow
-from arachnec.planning.replica_orders import Replica, exceeds_alone, group_size, planned_order
+from arachnec.planning.replica_orders import DECODED, Replica, exceeds_alone, group_size, planned_order
 
 ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
@@ -80,18 +80,21 @@ class Options:
     policy: WarmUp = "A"
     orders: str | None = None  # a file of torch's pipelining, instead of a schedule
     degrees: tuple[int, ...] | None = None
-    quick: bool = False  # a small part of the search for an order, for a comparison
+    decoded: int = DECODED  # actions in the orders that are looked at; less for a comparison
 
 
-def pipelined(module: Module, options: Options) -> Module:
+def pipelined(module: Module, options: Options, cost: CostModel | None = None, *, bounded: bool = True) -> Module:
     """The module at level placed, scheduled by ``options``. Raises UserError where that fits no memory.
+
+    ``cost`` is the module's own. Where it is not ``bounded``, 0 ms stand as the bound of all schedules.
 
     What was handed on and waits to be read is known once everything is placed. Where there is too much of it, so much
     memory is left free for it, and all is chosen again.
     """
-    cost, waiting = CostModel(module), 0.0
+    cost, waiting = cost or CostModel(module), 0.0
+    bound = bound_of(module, cost) if bounded else 0.0
     for _ in range(ATTEMPTS):
-        placed, needed = _chosen(module, cost, options, waiting)
+        placed, needed = _chosen(module, cost, options, waiting, bound)
         over = overflow(placed, needed, cost)
         if over <= 0:
             break
@@ -99,7 +102,7 @@ def pipelined(module: Module, options: Options) -> Module:
     return placed
 
 
-def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -> tuple[Module, float]:
+def _chosen(module: Module, cost: CostModel, options: Options, waiting: float, bound: float) -> tuple[Module, float]:
     """The shortest plan, so many GiB left free on every rank for what waits; and the GiB that it needs beside that."""
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
@@ -127,7 +130,6 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -
         needed = least.needed[worst] + waiting
         raise UserError(PipelineDoesNotFit(None, options.schedule, needed, stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
-    bound = bound_of(module, cost)
     placed = [
         (at_level_placed(module, plan.placed(), lies_on, bound), plan.grouping, max(plan.needed)) for plan in offered
     ]
@@ -326,7 +328,7 @@ class _Plan:
             return kfkb(ranks, len(batches), group_size(replica, options.k))
         every = zip(self._alike, self.replicas, strict=True)
         kinds = {(alike, *(batch.kind for batch in own)) for alike, own in every if own}
-        return planned_order(replica, len(kinds), quick=options.quick)
+        return planned_order(replica, len(kinds), options.decoded)
 
     def _replica(self, batches: Sequence[MicroBatch], number: int = 0) -> Replica:
         return Replica(
