@@ -148,7 +148,8 @@ def state_bytes(stage: Stage) -> Bytes | None:
         return None
     placement = _Placement.of(stage)
     shared = placement.unsharded(tensor for group in outside_of(stage) if group.parts for tensor in group.tensors)
-    kinds = [(placement.layer(tensors), count) for tensors, count in Counter(_layers(stage)).items()]
+    layers = _gathered_layers(layer_tensors(stage), outside_of(stage))
+    kinds = [(placement.layer(tensors), count) for tensors, count in Counter(layers).items()]
     members = [Bytes()] * (placement.cell or 1)
     for layer, count in kinds:
         members = [total + own.times(count) for total, own in zip(members, layer, strict=True)]
@@ -156,13 +157,15 @@ def state_bytes(stage: Stage) -> Bytes | None:
     return most + shared + Bytes(count_in(stage, "unsharded"))
 
 
-def _layers(stage: Stage) -> list[tuple[TensorSize, ...]]:
+def _gathered_layers(
+    layers: Iterable[tuple[TensorSize, ...]], outside: Iterable[Outside]
+) -> list[tuple[TensorSize, ...]]:
     """The tensors that every layer gathers; the last one's lie in no layer, or in several."""
-    layers = [*layer_tensors(stage), ()]
-    for group in outside_of(stage):
+    gathered = [*layers, ()]
+    for group in outside:
         if not group.parts:
-            layers[group.layer] += group.tensors
-    return layers
+            gathered[group.layer] += group.tensors
+    return gathered
 
 
 def place(stage: Stage, **placement: Value | None) -> Stage:
@@ -221,24 +224,39 @@ def predictor_gib(stage: Stage) -> float:
     return PREDICTOR_BYTES * count_in(stage, "predictors") / GIB
 
 
-def gathered_elements(stage: Stage) -> list[tuple[int, int]]:
+def gathered_elements(stage: Stage) -> tuple[tuple[int, int], ...]:
     """Of every layer, the one outside all of them last, how many parameters are gathered, and how many train."""
-    layers = _layers(stage)
-    return [(sum(t.elements for t in own), sum(t.elements for t in own if t.trained)) for own in layers]
+    return _gathered(*_texts(stage), None)
 
 
-def gathered_bytes(stage: Stage) -> list[tuple[int, int]]:
+def gathered_bytes(stage: Stage) -> tuple[tuple[int, int], ...]:
     """Of every layer, the one outside all of them last, bytes of its parameters and of its gradients as they are while
     it is gathered, with the padding; empty where the stage does not list its tensors."""
-    cell, placement = _integer(stage, "cell") or 1, _Placement.of(stage)
-    sizes = []
-    for tensors in _layers(stage) if "tensors" in stage.attrs else ():
-        flat = flat_tensors(tensors)
-        whole = [(math.ceil(sum(t.elements for t in own) / cell) * cell, own[0]) for own in flat]
+    return _gathered(*_texts(stage), _Placement.of(stage)) if "tensors" in stage.attrs else ()
+
+
+@lru_cache(maxsize=256)
+def _gathered(
+    tensors: Value, kinds: tuple[int, ...], outside: Value, placement: _Placement | None
+) -> tuple[tuple[int, int], ...]:
+    """Elements, or bytes of a placement. By the attributes, whose hashes are quick."""
+    layers = _gathered_layers(_parsed_layers(tensors, kinds), _parsed_outside(outside))
+    sizes: dict[tuple[TensorSize, ...], tuple[int, int]] = {}
+    for own in dict.fromkeys(layers):
+        if placement is None:
+            sizes[own] = sum(t.elements for t in own), sum(t.elements for t in own if t.trained)
+            continue
+        cell = placement.cell or 1
+        whole = [(math.ceil(sum(t.elements for t in flat) / cell) * cell, flat[0]) for flat in flat_tensors(own)]
         parameters = sum(size * first.element for size, first in whole)
         gradients = sum(size * placement.gradient(first) for size, first in whole if first.trained)
-        sizes.append((parameters, gradients))
-    return sizes
+        sizes[own] = parameters, gradients
+    return tuple(sizes[own] for own in layers)
+
+
+def _texts(stage: Stage) -> tuple[Value, tuple[int, ...], Value]:
+    attrs = stage.attrs
+    return attrs.get("tensors", ()), integers(attrs.get("tensor_kinds", ())), attrs.get("outside", ())
 
 
 # -- the attributes ------------------------------------------------------------------------------------------------
@@ -246,7 +264,8 @@ def gathered_bytes(stage: Stage) -> list[tuple[int, int]]:
 
 def layer_tensors(stage: Stage) -> tuple[tuple[TensorSize, ...], ...]:
     """Of every layer what it alone consists of, in order."""
-    return _parsed_layers(stage.attrs.get("tensors", ()), integers(stage.attrs.get("tensor_kinds", ())))
+    tensors, kinds, _ = _texts(stage)
+    return _parsed_layers(tensors, kinds)
 
 
 @lru_cache(maxsize=256)
