@@ -159,7 +159,7 @@ class KeptState:
 def _counts(like: Mapping[str, Any]) -> bool:
     """Whether a parameter's state says how often it was updated: its `step` is not 0 behind one update."""
     step = like.get(STEP)
-    return step is not None and (isinstance(step, Tensor) and step.is_meta or bool(step))
+    return step is not None and ((isinstance(step, Tensor) and step.is_meta) or bool(step))
 
 
 def _stands_for(value: Any, expected: Any) -> bool:
