@@ -124,7 +124,7 @@ class _Placement:
         for own in flat_tensors(tensors):
             shard, first = max(1, math.ceil(sum(tensor.elements for tensor in own) / self.cell)), 0
             size = shard * (own[0].element + (self.gradient(own[0]) if own[0].trained else 0))
-            members = [each + (Bytes(0, size) if self.layers_in_host else Bytes(size)) for each in members]
+            members = [before + (Bytes(0, size) if self.layers_in_host else Bytes(size)) for before in members]
             for tensor in own if own[0].trained else ():
                 end = first + tensor.elements
                 for member in range(first // shard, -(-end // shard)):
@@ -153,7 +153,7 @@ def state_bytes(stage: Stage) -> Bytes | None:
     members = [Bytes()] * (placement.cell or 1)
     for layer, count in kinds:
         members = [total + own.times(count) for total, own in zip(members, layer, strict=True)]
-    most = Bytes(*(max(getattr(each, name) for each in members) for name in ("device", "host", "optimizer")))
+    most = Bytes(*(max(getattr(member, name) for member in members) for name in ("device", "host", "optimizer")))
     return most + shared + Bytes(count_in(stage, "unsharded"))
 
 
@@ -196,7 +196,7 @@ def held_twice(stages: Iterable[Stage]) -> Bytes:
     for stage in stages:
         whole = str(stage.attrs.get("part_of", stage.name))
         own: Counter[object] = Counter()
-        sizes = {}
+        sizes: dict[object, Bytes] = {}
         for group in outside_of(stage):
             if group.parts:
                 key = whole, group.parts, group.tensors
@@ -422,9 +422,9 @@ def _buffers(stage: Stage) -> float:
     placement = _Placement.of(stage)
     if not placement.optimizer_in_host or placement.layers_in_host:
         return 0.0
-    each = gradient_element_bytes(stage) + (element_bytes(stage) if placement.sharded == 1 else 0)
-    each += element_bytes(stage) if element_bytes(stage) >= FP32 else 0
-    return trained_count(stage) * each / placement.sharded / (placement.cell or 1) / GIB
+    element_size = gradient_element_bytes(stage) + (element_bytes(stage) if placement.sharded == 1 else 0)
+    element_size += element_bytes(stage) if element_bytes(stage) >= FP32 else 0
+    return trained_count(stage) * element_size / placement.sharded / (placement.cell or 1) / GIB
 
 
 def _by_sums(stage: Stage, placed: Stage) -> Stage:

@@ -137,11 +137,11 @@ class Case:
         module = Module("m", Level.TRACED, cluster, (), (stage,))
         for step in self.order:
             stages = [stage for stage in module.stages if "part_of" in stage.attrs]
-            each = self.stages_each if stages else 1
+            stages_on_a_rank = self.stages_each if stages else 1
             if step == "cells" and self.cell > 1:
-                module = ShardParameters(cell=str(self.cell), stages_each=each).run(module)
+                module = ShardParameters(cell=str(self.cell), stages_each=stages_on_a_rank).run(module)
             if step == "optimizer" and self.spread:
-                module = crowded(module, ShardOptimizer(stages_each=each).run)
+                module = crowded(module, ShardOptimizer(stages_each=stages_on_a_rank).run)
             if step == "stages" and self.cuts:
                 module = Stages(cuts=self.cuts).run(module)
             if step == "host" and self.host != "none":
@@ -246,7 +246,7 @@ def rank_bytes(module: Module, case: Case, places: Mapping[str, tuple[int, ...]]
         paths = tuple(path for path, _ in layers_of(stage))
         whole = dealt.DealtStage("dit", paths, None, places["dit"], cell_of(stage) or 1, layers_in_host(stage))
         cut = (whole,) if cell_of(stage) else ()
-    copies = HostCopies(runtime) if any("host" in each.attrs for each in stages) else None
+    copies = HostCopies(runtime) if any("host" in stage.attrs for stage in stages) else None
     streamed = dealt.streamed_model
 
     def here(*args: object) -> nn.Module:
@@ -257,7 +257,7 @@ def rank_bytes(module: Module, case: Case, places: Mapping[str, tuple[int, ...]]
 
     dealt.streamed_model = here  # type: ignore[assignment]
     try:
-        host = copies if any(each.in_host for each in cut) else None
+        host = copies if any(stage.in_host for stage in cut) else None
         model, flats_of, _ = dealt.dealt_out_model(None, training, CPU, cut, own, host)  # type: ignore[arg-type]
     finally:
         dealt.streamed_model = streamed
@@ -269,12 +269,12 @@ def rank_bytes(module: Module, case: Case, places: Mapping[str, tuple[int, ...]]
     pieces = {n: p for flat in flats if flat.layout.trained for n, p in flat.pieces.items()}
     for training_here in (trained_parameters(model), pieces):
         keep_gradients(training_here, module)
-    spread = any("sharded" in each.attrs for each in stages)
+    spread = any("sharded" in stage.attrs for stage in stages)
     group = pipeline.place if pipeline is not None else tuple(range(dist.get_world_size()))
     if spread and cell_of(stage) and pipeline is None:
         group = replicas(rank, cell_of(stage) or 1, group or ())
     parts = spread if pipeline is None else pipeline.place is not None
-    masters = copies is not None and any(optimizer_in_host(each) and not layers_in_host(each) for each in stages)
+    masters = copies is not None and any(optimizer_in_host(stage) and not layers_in_host(stage) for stage in stages)
     optimizer = Optimizer(
         {**trained, **pieces},
         training,
@@ -395,9 +395,9 @@ def parts_given(optimizer: Optimizer, updated: Mapping[str, Tensor], *, in_cells
 def cases(draw: st.DrawFn) -> Case:
     low, cuts = draw(st.booleans()), draw(st.sampled_from([(), (), (1,), (2,), (1, 2, 3), (1, 3)]))
     runs = len(cuts) + 1
-    each = draw(st.sampled_from([n for n in (1, 2) if runs % n == 0 and 8 % (runs // n) == 0] or [1]))
-    if 8 % (runs // each):
-        cuts, each = (2,), 1
+    stages_each = draw(st.sampled_from([n for n in (1, 2) if runs % n == 0 and 8 % (runs // n) == 0] or [1]))
+    if 8 % (runs // stages_each):
+        cuts, stages_each = (2,), 1
     host = draw(st.sampled_from(["none", "none", "optimizer", "parameters"]))
     order = draw(st.sampled_from([o for o in permutations(Case.order) if o.index("stages") < o.index("host")]))
     return Case(
@@ -408,11 +408,11 @@ def cases(draw: st.DrawFn) -> Case:
         frozen=draw(st.sampled_from(["", "", "embed", "blocks.0", "head"])),
         adapters=draw(st.integers(0, 4)) == 0,
         ema=draw(st.booleans()),
-        cell=draw(st.sampled_from([size for size in (1, 2, 4, 8) if size <= 8 * each // (len(cuts) + 1)])),
+        cell=draw(st.sampled_from([size for size in (1, 2, 4, 8) if size <= 8 * stages_each // (len(cuts) + 1)])),
         spread=draw(st.booleans()),
         host=host,
         cuts=cuts,
-        stages_each=each,
+        stages_each=stages_each,
         order=order,
     )
 
