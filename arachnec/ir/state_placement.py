@@ -199,9 +199,9 @@ def held_twice(stages: Iterable[Stage]) -> Bytes:
         sizes: dict[object, Bytes] = {}
         for group in outside_of(stage):
             if group.parts:
-                key = whole, group.parts, group.tensors
-                own[key] += 1
-                sizes[key] = _Placement.of(stage).unsharded(group.tensors)
+                shared = whole, group.parts, group.tensors
+                own[shared] += 1
+                sizes[shared] = _Placement.of(stage).unsharded(group.tensors)
         buffers = whole, "buffers"
         own[buffers] += 1
         sizes[buffers] = Bytes(count_in(stage, "unsharded"))
