@@ -290,8 +290,8 @@ class CostTable:
         if own is None:
             slowdown, slowed = self.devices.slowdown(ranks), self.devices.slowed(ranks)
             return self.compute.halves(cascade, degree, attention, recompute, slowdown, slowed)
-        each = [(rank,) for rank in ranks] if ranks else [None] * degree
-        rows = {(share, self.devices.slowdown(r), self.devices.slowed(r)) for share, r in zip(own, each, strict=True)}
+        groups = [(rank,) for rank in ranks] if ranks else [None] * degree
+        rows = {(share, self.devices.slowdown(r), self.devices.slowed(r)) for share, r in zip(own, groups, strict=True)}
         halves = [
             self.compute.halves(cascade, degree, attention, recompute, slowdown, slowed, share)
             for share, slowdown, slowed in rows

@@ -1,8 +1,8 @@
 """Bytes of a stage's state on a rank: parameters, gradients, optimizer state and buffers, by where they lie.
 
 In: a stage, which says of what tensors it consists (``tensors``, ``outside``, ``unsharded``) and where these lie
-(``cell``, ``sharded``, ``host``, ``gradients``). Out: the bytes on the rank that has most, the first of a cell. Shards
-are cut, and the last one padded, as ``arachnec.model_state`` does. ``place`` writes the sums into ``state``,
+(``cell``, ``sharded``, ``host``, ``gradients``). Out: the bytes on the rank that has most. Shards are cut, and the
+last one padded, as ``arachnec.model_state`` does. ``place`` writes the sums into ``state``,
 ``host_state`` and ``optimizer``. They follow from where things lie, and not from the order in which that was decided.
 
 A stage without ``tensors``, written by hand, has sums alone: of these the parts are taken to be as large as the numbers
@@ -116,20 +116,22 @@ class _Placement:
             total += Bytes(size) + self.optimizer(tensor, tensor.elements, whole=True)
         return total
 
-    def layer(self, tensors: tuple[TensorSize, ...]) -> Bytes:
-        """Of one layer: on the first rank of a cell the first shard of each flat tensor."""
+    def layer(self, tensors: tuple[TensorSize, ...]) -> list[Bytes]:
+        """Of one layer, on each rank of a cell: its shards of the flat tensors, and the optimizer for its pieces."""
         if self.cell is None:
-            return self.unsharded(tensors)
-        total = Bytes()
+            return [self.unsharded(tensors)]
+        members = [Bytes()] * self.cell
         for own in flat_tensors(tensors):
-            shard, first = math.ceil(sum(tensor.elements for tensor in own) / self.cell), 0
+            shard, first = max(1, math.ceil(sum(tensor.elements for tensor in own) / self.cell)), 0
             size = shard * (own[0].element + (self.gradient(own[0]) if own[0].trained else 0))
-            total += Bytes(0, size) if self.layers_in_host else Bytes(size)
-            for tensor in own:
-                if first < shard:
-                    total += self.optimizer(tensor, min(tensor.elements, shard - first), whole=False)
-                first += tensor.elements
-        return total
+            members = [before + (Bytes(0, size) if self.layers_in_host else Bytes(size)) for before in members]
+            for tensor in own if own[0].trained else ():
+                end = first + tensor.elements
+                for member in range(first // shard, -(-end // shard)):
+                    held = min(end, (member + 1) * shard) - max(first, member * shard)
+                    members[member] += self.optimizer(tensor, held, whole=False)
+                first = end
+        return members
 
 
 def flat_tensors(tensors: Iterable[TensorSize]) -> list[list[TensorSize]]:
@@ -145,18 +147,25 @@ def state_bytes(stage: Stage) -> Bytes | None:
     if "tensors" not in stage.attrs:
         return None
     placement = _Placement.of(stage)
-    every = (placement.layer(tensors).times(count) for tensors, count in Counter(_layers(stage)).items())
-    total = sum(every, Bytes(count_in(stage, "unsharded")))
-    return total + placement.unsharded(tensor for group in outside_of(stage) if group.parts for tensor in group.tensors)
+    shared = placement.unsharded(tensor for group in outside_of(stage) if group.parts for tensor in group.tensors)
+    layers = _gathered_layers(layer_tensors(stage), outside_of(stage))
+    kinds = [(placement.layer(tensors), count) for tensors, count in Counter(layers).items()]
+    members = [Bytes()] * (placement.cell or 1)
+    for layer, count in kinds:
+        members = [total + own.times(count) for total, own in zip(members, layer, strict=True)]
+    most = Bytes(*(max(getattr(member, name) for member in members) for name in ("device", "host", "optimizer")))
+    return most + shared + Bytes(count_in(stage, "unsharded"))
 
 
-def _layers(stage: Stage) -> list[tuple[TensorSize, ...]]:
+def _gathered_layers(
+    layers: Iterable[tuple[TensorSize, ...]], outside: Iterable[Outside]
+) -> list[tuple[TensorSize, ...]]:
     """The tensors that every layer gathers; the last one's lie in no layer, or in several."""
-    layers = [*layer_tensors(stage), ()]
-    for group in outside_of(stage):
+    gathered = [*layers, ()]
+    for group in outside:
         if not group.parts:
-            layers[group.layer] += group.tensors
-    return layers
+            gathered[group.layer] += group.tensors
+    return gathered
 
 
 def place(stage: Stage, **placement: Value | None) -> Stage:
@@ -187,12 +196,12 @@ def held_twice(stages: Iterable[Stage]) -> Bytes:
     for stage in stages:
         whole = str(stage.attrs.get("part_of", stage.name))
         own: Counter[object] = Counter()
-        sizes = {}
+        sizes: dict[object, Bytes] = {}
         for group in outside_of(stage):
             if group.parts:
-                key = whole, group.parts, group.tensors
-                own[key] += 1
-                sizes[key] = _Placement.of(stage).unsharded(group.tensors)
+                shared = whole, group.parts, group.tensors
+                own[shared] += 1
+                sizes[shared] = _Placement.of(stage).unsharded(group.tensors)
         buffers = whole, "buffers"
         own[buffers] += 1
         sizes[buffers] = Bytes(count_in(stage, "unsharded"))
@@ -215,24 +224,39 @@ def predictor_gib(stage: Stage) -> float:
     return PREDICTOR_BYTES * count_in(stage, "predictors") / GIB
 
 
-def gathered_elements(stage: Stage) -> list[tuple[int, int]]:
+def gathered_elements(stage: Stage) -> tuple[tuple[int, int], ...]:
     """Of every layer, the one outside all of them last, how many parameters are gathered, and how many train."""
-    layers = _layers(stage)
-    return [(sum(t.elements for t in own), sum(t.elements for t in own if t.trained)) for own in layers]
+    return _gathered(*_texts(stage), None)
 
 
-def gathered_bytes(stage: Stage) -> list[tuple[int, int]]:
+def gathered_bytes(stage: Stage) -> tuple[tuple[int, int], ...]:
     """Of every layer, the one outside all of them last, bytes of its parameters and of its gradients as they are while
     it is gathered, with the padding; empty where the stage does not list its tensors."""
-    cell, placement = _integer(stage, "cell") or 1, _Placement.of(stage)
-    sizes = []
-    for tensors in _layers(stage) if "tensors" in stage.attrs else ():
-        flat = flat_tensors(tensors)
-        whole = [(math.ceil(sum(t.elements for t in own) / cell) * cell, own[0]) for own in flat]
+    return _gathered(*_texts(stage), _Placement.of(stage)) if "tensors" in stage.attrs else ()
+
+
+@lru_cache(maxsize=256)
+def _gathered(
+    tensors: Value, kinds: tuple[int, ...], outside: Value, placement: _Placement | None
+) -> tuple[tuple[int, int], ...]:
+    """Elements, or bytes of a placement. By the attributes, whose hashes are quick."""
+    layers = _gathered_layers(_parsed_layers(tensors, kinds), _parsed_outside(outside))
+    sizes: dict[tuple[TensorSize, ...], tuple[int, int]] = {}
+    for own in dict.fromkeys(layers):
+        if placement is None:
+            sizes[own] = sum(t.elements for t in own), sum(t.elements for t in own if t.trained)
+            continue
+        cell = placement.cell or 1
+        whole = [(math.ceil(sum(t.elements for t in flat) / cell) * cell, flat[0]) for flat in flat_tensors(own)]
         parameters = sum(size * first.element for size, first in whole)
         gradients = sum(size * placement.gradient(first) for size, first in whole if first.trained)
-        sizes.append((parameters, gradients))
-    return sizes
+        sizes[own] = parameters, gradients
+    return tuple(sizes[own] for own in layers)
+
+
+def _texts(stage: Stage) -> tuple[Value, tuple[int, ...], Value]:
+    attrs = stage.attrs
+    return attrs.get("tensors", ()), integers(attrs.get("tensor_kinds", ())), attrs.get("outside", ())
 
 
 # -- the attributes ------------------------------------------------------------------------------------------------
@@ -240,7 +264,8 @@ def gathered_bytes(stage: Stage) -> list[tuple[int, int]]:
 
 def layer_tensors(stage: Stage) -> tuple[tuple[TensorSize, ...], ...]:
     """Of every layer what it alone consists of, in order."""
-    return _parsed_layers(stage.attrs.get("tensors", ()), integers(stage.attrs.get("tensor_kinds", ())))
+    tensors, kinds, _ = _texts(stage)
+    return _parsed_layers(tensors, kinds)
 
 
 @lru_cache(maxsize=256)
@@ -397,9 +422,9 @@ def _buffers(stage: Stage) -> float:
     placement = _Placement.of(stage)
     if not placement.optimizer_in_host or placement.layers_in_host:
         return 0.0
-    each = gradient_element_bytes(stage) + (element_bytes(stage) if placement.sharded == 1 else 0)
-    each += element_bytes(stage) if element_bytes(stage) >= FP32 else 0
-    return trained_count(stage) * each / placement.sharded / (placement.cell or 1) / GIB
+    element_size = gradient_element_bytes(stage) + (element_bytes(stage) if placement.sharded == 1 else 0)
+    element_size += element_bytes(stage) if element_bytes(stage) >= FP32 else 0
+    return trained_count(stage) * element_size / placement.sharded / (placement.cell or 1) / GIB
 
 
 def _by_sums(stage: Stage, placed: Stage) -> Stage:

@@ -177,7 +177,9 @@ def _shared_work(
     The fullest device is at best one with most memory, with an even share.
     """
     recompute = cost.recompute_at(cascade, degree, kinds[0].ranks[:1])
-    for side in cost.sides(cascade, degree) if recompute is not None else ():
+    if recompute is None:
+        return
+    for side in cost.sides(cascade, degree):
         one, ranks = on_one_side(cascade, side), degree // side
         time, slower = (cost.least_compute(one, ranks, slowdown, recompute=recompute) for slowdown in (1.0, 2.0))
         yield max(0.0, 2 * time - slower), degree * (slower - time)

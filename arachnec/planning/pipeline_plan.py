@@ -22,6 +22,7 @@ from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer, integers, 
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
+from arachnec.ir.values import Quantity
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
     FORWARD,
@@ -92,17 +93,19 @@ def pipelined(module: Module, options: Options, cost: CostModel | None = None, *
     memory is left free for it, and all is chosen again.
     """
     cost, waiting = cost or CostModel(module), 0.0
-    bound = bound_of(module, cost) if bounded else 0.0
     for _ in range(ATTEMPTS):
-        placed, needed = _chosen(module, cost, options, waiting, bound)
+        placed, needed = _chosen(module, cost, options, waiting)
         over = overflow(placed, needed, cost)
         if over <= 0:
             break
         waiting += over
-    return placed
+    if not bounded:
+        return placed
+    bound = Quantity(min(quantity(placed.attrs["makespan"]), bound_of(module, cost)), "ms")
+    return replace(placed, attrs=placed.attrs.updated(bound=bound))
 
 
-def _chosen(module: Module, cost: CostModel, options: Options, waiting: float, bound: float) -> tuple[Module, float]:
+def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -> tuple[Module, float]:
     """The shortest plan, so many GiB left free on every rank for what waits; and the GiB that it needs beside that."""
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
@@ -131,7 +134,7 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float, b
         raise UserError(PipelineDoesNotFit(None, options.schedule, needed, stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
     placed = [
-        (at_level_placed(module, plan.placed(), lies_on, bound), plan.grouping, max(plan.needed)) for plan in offered
+        (at_level_placed(module, plan.placed(), lies_on, 0.0), plan.grouping, max(plan.needed)) for plan in offered
     ]
     shortest, grouping, needed = min(placed, key=lambda one: quantity(one[0].attrs["makespan"]))
     return replace(shortest, attrs=shortest.attrs.updated(grouping=grouping)), needed

@@ -99,7 +99,7 @@ def stage_figures(
             (len(list(run)), _of_tokens(measured(series, "GiB", GIB)))
             for series, run in groupby(zip(*of_blocks, strict=True))
         ),
-        **tensor_sizes(model, paths, _readers(cuts[0])),
+        **tensor_sizes(model, paths, readers_of(cuts[0])),
         "tied_layers": _tied(model, cuts[0]) or None,
         "between_params": _between(model, cuts[0]) or None,
         "between_flops": between(0, "TFLOP", TERA),
@@ -117,7 +117,7 @@ def _of_tokens(size: Formula) -> Formula:
     return Formula(tuple(term for term in size.terms if any(symbol == "S" for symbol, _ in term.powers)), size.unit)
 
 
-def _readers(cut: Cut) -> dict[str, list[int]]:
+def readers_of(cut: Cut) -> dict[str, list[int]]:
     """The layers that every parameter is read with. ``cut`` has a stage for every layer."""
     readers: dict[str, list[int]] = defaultdict(list)
     for number, names in enumerate(cut.parameters):

@@ -80,7 +80,8 @@ def test_state_lies_on_the_ranks_of_its_stage() -> None:
         replace(traced_module, stages=(replace(traced_module.stages[0], attrs=stage),))
     )
     states = [program.attrs["state"].value for program in module.programs]  # type: ignore[union-attr]
-    assert sum(states) == pytest.approx(1.0)
+    tied = 48 + 2 * 12  # parameters that further parts hold
+    assert sum(states) == pytest.approx(1 + tied / 4108)
     assert max(states) < 0.3
 
 

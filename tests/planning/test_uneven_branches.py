@@ -78,7 +78,7 @@ def test_a_way_that_needs_more_than_was_planned_is_taken_where_all_models_leave_
     cost, module = costed(((1, 2.0), (2, 2.0)), memory)
     guided = next(cascade for cascade in module.cascades if cascade.stage == "large")
     whole = guided.with_attrs(degree=3, start=Quantity(0.0, "ms"), end=Quantity(1.0, "ms"))
-    placed = with_ranks(whole, (0, 1, 2), cost)
+    placed = with_ranks(whole, (0, 1, 2), cost, 0)
     assert placed.sides == sides
 
 
