@@ -57,7 +57,7 @@ def _clean_aperture(file: BinaryIO, stream: int, height: int, width: int) -> Cro
     for wanted, fields in MP4:
         if body is None:
             return None
-        inside = (found for name, *found in _boxes(file, *body) if wanted in (None, name))
+        inside = (place for name, *place in _boxes(file, *body) if wanted in (None, name))
         body = next(([start + fields, stop] for start, stop in inside), None)
     if body is None:
         return None
@@ -92,7 +92,7 @@ def _pixel_crop(file: BinaryIO, stream: int, height: int, width: int) -> Crop | 
     for wanted, number in ((SEGMENT, 0), (TRACKS, 0), (TRACK, stream), (VIDEO, 0)):
         if body is None:
             return None
-        inside = (found for id, *found in _elements(file, *body) if id == wanted)
+        inside = (place for id, *place in _elements(file, *body) if id == wanted)
         body = next(islice(inside, number, None), None)
     if body is None:
         return None

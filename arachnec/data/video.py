@@ -181,25 +181,24 @@ def _taken(
     frames: Iterable[tuple[Fraction, Any]], timing: _Timing, target_fps: float | None, stride: int
 ) -> Iterator[Any]:
     """Of frames with their times those that a clip takes: every ``stride``-th, or at each of its own times, counted
-    from the first frame's, the frame that is shown then. The last one is shown for the mean of all."""
+    from the first frame's, the frame that is shown then. The last one is shown for the mean of all, and a single one, a still image, once."""
     if target_fps is None:
         yield from (frame for _, frame in itertools.islice(frames, 0, None, stride))
         return
     step = 1 / Fraction(target_fps)
-    due: Fraction | None = None
-    shown, since = None, Fraction(0)
-    for time, frame in itertools.chain(frames, [(None, None)]):
-        if due is None:
-            if time is None:
-                return
+    shown, since, due, number = None, Fraction(0), Fraction(0), 0
+    for time, frame in frames:
+        if number == 0:
             due = time + timing.slack
-        else:
-            until = since + timing.period if time is None else time
-            while due < until:
-                yield shown
-                due += step
-        if time is not None:
-            shown, since = frame, time
+        while due < time:
+            yield shown
+            due += step
+        shown, since, number = frame, time, number + 1
+    if number == 1:
+        yield shown
+    while number > 1 and due < since + timing.period:
+        yield shown
+        due += step
 
 
 @contextmanager
