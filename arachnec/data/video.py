@@ -181,7 +181,8 @@ def _taken(
     frames: Iterable[tuple[Fraction, Any]], timing: _Timing, target_fps: float | None, stride: int
 ) -> Iterator[Any]:
     """Of frames with their times those that a clip takes: every ``stride``-th, or at each of its own times, counted
-    from the first frame's, the frame that is shown then. The last one is shown for the mean of all, and a single one, a still image, once."""
+    from the first frame's, the frame that is shown then. The last one is shown for the mean of all; a single one, a
+    still image, is taken once."""
     if target_fps is None:
         yield from (frame for _, frame in itertools.islice(frames, 0, None, stride))
         return
