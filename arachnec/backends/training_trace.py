@@ -16,6 +16,7 @@ from arachnec.executable.training_options import Training
 from arachnec.executable.validation import validation_text
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
 from arachnec.passes.trace import Trace, trace_model
@@ -28,7 +29,7 @@ KEYS: Mapping[str, Callable[[VideoClip], bool]] = {
     "`path`": lambda clip: clip.path is not None,
     "`path` of latents (.safetensors)": lambda clip: clip.path is not None and clip.path.suffix == ".safetensors",
     "`caption`": lambda clip: clip.caption is not None,
-    "tensors": lambda clip: bool(clip.values),
+    "tensors": lambda clip: bool(clip.tensors),
 }
 
 
@@ -42,7 +43,12 @@ class HeldBackLacks(Diagnostic):
 
 
 def training_trace(
-    model_file: ModelFile, clips: Sequence[VideoClip], training: Training, *, gpu: bool = False
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    training: Training,
+    *,
+    gpu: bool = False,
+    reporter: Reporter = unreported,
 ) -> Trace:
     """``gpu``: memory is that of a GPU's kernels. Where the model file has encoders, clips are held against the headers
     of their videos, where these are here: before tracing by the manifest's words, and then, one clip of each shape, by
@@ -51,7 +57,7 @@ def training_trace(
     Raises ``UserError``.
     """
     notes = [] if model_file.encoders is None else hold_against_headers(clips)
-    traced = trace_model(in_training_precision(model_file, training), clips, gpu=gpu)
+    traced = trace_model(in_training_precision(model_file, training), clips, gpu=gpu, reporter=reporter)
     _hold_against_headers(traced, clips)
     encoders = meta_encoders(model_file)
     demand_timesteps_read(model_file, training.timesteps, clips[0], encoders, model_file.span("sample"))
@@ -66,13 +72,13 @@ def validation_manifest(clips: Sequence[VideoClip], training: Training) -> Manif
     """The options' validation manifest, beside the ``clips`` of training; None without one. Raises ``UserError``."""
     if training.validation.data is None:
         return None
-    manifest = read_manifest(training.validation.data)
+    manifest = read_manifest(training.validation.data, columns=training.columns)
     encoded_beforehand([clips[0], *manifest.clips])  # all or none, in training and here
     for key, has in KEYS.items():
         if all(has(clip) for clip in islice(clips, LOOKED_AT)):
             for clip in manifest.clips:
                 if not has(clip):
-                    raise UserError(HeldBackLacks(None, clip.id, str(manifest.path), key))
+                    raise UserError(HeldBackLacks(None, clip.name, str(manifest.path), key))
     return manifest
 
 
