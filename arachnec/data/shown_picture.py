@@ -1,9 +1,10 @@
 """One decoded frame as the picture that players show: upright, with square pixels, opaque, in sRGB.
 
-What is applied, in this order: transparent pixels are laid on white; colours are converted by the stream's matrix and
-range (without one BT.601, limited, as FFmpeg does); pixels that are not square are stretched in width; then the display
-matrix, which is also what FFmpeg makes of EXIF orientation, turns and mirrors. High dynamic range and wide gamuts are
-converted in ``arachnec/data/wide_colours.py``. What cannot be shown is a ``NotShown``, by its name.
+What is applied, in this order: the container's crop is cut off; transparent pixels are laid on white; colours are
+converted by the stream's matrix and range (without one BT.601, limited, as FFmpeg does); pixels that are not square are
+stretched in width; then the display matrix, which is also what FFmpeg makes of EXIF orientation, turns and mirrors.
+High dynamic range and wide gamuts are converted in ``arachnec/data/wide_colours.py``. What cannot be shown is a
+``NotShown``, by its name.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
+from arachnec.data.container_crop import Crop
 from arachnec.data.wide_colours import WideColours
 
 WHITE = 255
@@ -55,14 +57,18 @@ class Orientation:
 class ShownPictures:
     """Makes the pictures of one stream's frames. Its scalers and tables are kept from frame to frame."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, stream: Any, crop: Crop | None = None) -> None:
         self._stream = stream
+        self._crop = crop
         self._scalers: dict[Any, Any] = {}
         self._wide: WideColours | None = None
         self._orientation: Orientation | None = None
 
     def size(self, frame: Any) -> tuple[int, int]:
         """Height and width of the picture. Raises ``NotShown``."""
+        return self._size(self._cropped(frame))
+
+    def _size(self, frame: Any) -> tuple[int, int]:
         height, width = frame.height, max(1, round(frame.width * self._pixel_aspect()))
         return (width, height) if self._turned_as(frame).transposed else (height, width)
 
@@ -73,7 +79,8 @@ class ShownPictures:
     def picture(self, frame: Any, height: int, width: int) -> Any:
         """uint8 ``[3, height, width]``: scaled, keeping its aspect, to cover the size (bicubic), and cropped at the
         centre. Raises ``NotShown``."""
-        shown_height, shown_width = self.size(frame)
+        frame = self._cropped(frame)
+        shown_height, shown_width = self._size(frame)
         scale = max(height / shown_height, width / shown_width)
         tall, wide = max(height, round(shown_height * scale)), max(width, round(shown_width * scale))
         orientation = self._turned_as(frame)
@@ -81,6 +88,15 @@ class ShownPictures:
         pixels = orientation.turned(self._colours(frame, *stored))
         top, left = (tall - height) // 2, (wide - width) // 2
         return pixels[top : top + height, left : left + width].transpose(2, 0, 1)
+
+    def _cropped(self, frame: Any) -> Any:
+        if self._crop is None or not self._crop.leaves(frame.height, frame.width):
+            return frame
+        crop = self._crop
+        size = f"{frame.width - crop.left - crop.right}:{frame.height - crop.top - crop.bottom}"
+        graph = _graph(frame, ("crop", f"{size}:{crop.left}:{crop.top}:exact=1"))
+        graph.vpush(frame)
+        return graph.vpull()
 
     def _turned_as(self, frame: Any) -> Orientation:
         """As the stream's first frame."""

@@ -13,6 +13,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from arachnec.data.container_crop import container_crop
 from arachnec.data.shown_picture import NotShown, ShownPictures, deinterlaced
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
@@ -76,7 +77,7 @@ def read_header(path: str | Path) -> VideoHeader:
         frame = next(_decoded(container, stream), None)
         if frame is None:
             raise UserError(UnreadableVideo(None, str(path), "it has no frames"))
-        shown = ShownPictures(stream)
+        shown = _pictures(path, container, stream)
         (height, width), alpha = shown.size(frame), shown.has_alpha(frame)
         frames = _frames_of_index(container, stream)
         if stream.start_time is not None and frame.pts is not None and frame.pts > stream.start_time:
@@ -130,7 +131,7 @@ def read_frames(
     failure = previous = None
     try:
         with _opened(path) as (container, stream):
-            shown, timing = ShownPictures(stream), _Timing.of(stream)
+            shown, timing = _pictures(path, container, stream), _Timing.of(stream)
             before = min(start, 1)  # a frame from whose fields the next one's are interpolated
             decoded = timing.timed(_frames_from(path, container, stream, start - before))
             timed = itertools.islice(deinterlaced(decoded), before, None)
@@ -180,25 +181,25 @@ def _taken(
     frames: Iterable[tuple[Fraction, Any]], timing: _Timing, target_fps: float | None, stride: int
 ) -> Iterator[Any]:
     """Of frames with their times those that a clip takes: every ``stride``-th, or at each of its own times, counted
-    from the first frame's, the frame that is shown then. The last one is shown for the mean of all."""
+    from the first frame's, the frame that is shown then. The last one is shown for the mean of all; a single one, a
+    still image, is taken once."""
     if target_fps is None:
         yield from (frame for _, frame in itertools.islice(frames, 0, None, stride))
         return
     step = 1 / Fraction(target_fps)
-    due: Fraction | None = None
-    shown, since = None, Fraction(0)
-    for time, frame in itertools.chain(frames, [(None, None)]):
-        if due is None:
-            if time is None:
-                return
+    shown, since, due, number = None, Fraction(0), Fraction(0), 0
+    for time, frame in frames:
+        if number == 0:
             due = time + timing.slack
-        else:
-            until = since + timing.period if time is None else time
-            while due < until:
-                yield shown
-                due += step
-        if time is not None:
-            shown, since = frame, time
+        while due < time:
+            yield shown
+            due += step
+        shown, since, number = frame, time, number + 1
+    if number == 1:
+        yield shown
+    while number > 1 and due < since + timing.period:
+        yield shown
+        due += step
 
 
 @contextmanager
@@ -216,6 +217,11 @@ def _opened(path: str | Path) -> Iterator[tuple[Any, Any]]:
             raise UserError(NoPicture(None, str(path), "this FFmpeg does not decode animated WebP")) from None
         reason = str(getattr(error, "strerror", None) or error).lower()
         raise UserError(UnreadableVideo(None, str(path), reason)) from None
+
+
+def _pictures(path: str | Path, container: Any, stream: Any) -> ShownPictures:
+    size = stream.codec_context.height, stream.codec_context.width
+    return ShownPictures(stream, container_crop(path, container.format.name, stream.index, *size))
 
 
 def _decoded(container: Any, stream: Any) -> Iterator[Any]:

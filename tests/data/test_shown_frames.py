@@ -174,6 +174,19 @@ def test_a_slow_video_shows_a_frame_more_than_once(tmp_path: Path) -> None:
     assert taken(path, 0, 8, target_fps=16) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_a_still_image_is_one_frame_at_any_rate(tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "still.png"), "w") as container:
+        stream = container.add_stream("png", rate=1)
+        stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "rgb24"
+        pixels = numpy.full((HEIGHT, WIDTH, 3), 40, numpy.uint8)
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        container.mux(stream.encode())
+    (tmp_path / "clips.jsonl").write_text('{"path": "still.png", "target_fps": 60, "fps": 30, "text_tokens": 0}')
+    (clip,) = read_manifest(tmp_path / "clips.jsonl").clips
+    assert clip.frames == 1 and taken(tmp_path / "still.png", 0, 1, target_fps=60.0) == [10]
+    assert hold_against_headers([clip]) == []
+
+
 def test_a_stride_counts_frames_of_the_file(tmp_path: Path) -> None:
     written(tmp_path / "a.mp4", AT_24, base=TICK, options=GOP)
     (tmp_path / "clips.csv").write_text("path,start,stride,text_tokens\na.mp4,4,5,0\n")

@@ -128,6 +128,47 @@ def test_a_circle_stays_one_where_pixels_are_not_square(tmp_path: Path) -> None:
     assert abs(int(picture.any(0).sum()) - int(picture.any(1).sum())) <= 2
 
 
+def with_clean_aperture(content: bytes) -> bytes:
+    """An mp4 file of ``HEIGHT`` x ``WIDTH`` that shows 40 x 24, 4 to the right of the middle and 2 above it."""
+    values = (24, 1, 40, 1, 4, 1, -2, 1)
+    box = struct.pack(">I4s8i", 40, b"clap", *values)
+    moov = content.index(b"moov")
+    entry = content.index(b"mp4v", moov)
+    end = entry - 4 + struct.unpack(">I", content[entry - 4 : entry])[0]
+    patched = bytearray(content[:end] + box + content[end:])
+    places = [patched.index(name, moov) for name in (b"moov", b"trak", b"mdia", b"minf", b"stbl", b"stsd")]
+    for place in (*places, entry):
+        (size,) = struct.unpack(">I", patched[place - 4 : place])
+        patched[place - 4 : place] = struct.pack(">I", size + len(box))
+    return bytes(patched)
+
+
+@pytest.mark.parametrize("suffix", ["mp4", "mkv"])
+def test_what_the_container_crops_is_not_shown(tmp_path: Path, suffix: str) -> None:
+    down, across = numpy.mgrid[0:HEIGHT, 0:WIDTH]
+    ramps = numpy.stack([4 * across, 5 * down, 0 * down], axis=2).astype(numpy.uint8)
+    path = written(tmp_path / "aperture.mp4", ramps)
+    path.write_bytes(with_clean_aperture(path.read_bytes()))
+    if suffix == "mkv":
+        path = remuxed(path, tmp_path / "aperture.mkv")
+    header = read_header(path)
+    assert (header.height, header.width) == (40, 24)
+    left, top = (WIDTH - 24) // 2 + 4, (HEIGHT - 40) // 2 - 2
+    picture = read_frames(path, 0, 1, 40, 24)[:, 0].permute(1, 2, 0).numpy()
+    numpy.testing.assert_allclose(picture.astype(int), ramps[top : top + 40, left : left + 24], atol=8)
+
+
+def remuxed(source: Path, path: Path) -> Path:
+    with av.open(str(source)) as whole, av.open(str(path), "w") as container:
+        (stream,) = whole.streams.video
+        copied = container.add_stream_from_template(stream)
+        for packet in whole.demux(stream):
+            if packet.size:
+                packet.stream = copied
+                container.mux(packet)
+    return path
+
+
 def exif_png(path: Path, orientation: int) -> Path:
     """A PNG with an EXIF block, put before its pixels."""
     content = written(path, painted(), "png", "rgb24").read_bytes()
