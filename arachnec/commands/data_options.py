@@ -11,7 +11,6 @@ import click
 from arachnec.data.columns import Columns
 from arachnec.data.manifest import ALL, Batch
 
-
 F = TypeVar("F", bound=Callable[..., Any])
 
 
