@@ -27,8 +27,7 @@ from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.progress import Reporter, unreported
-from arachnec.models.caption_tokens import CaptionCounter
-from arachnec.models.file import ModelFile, load_model_file
+from arachnec.models.file import MODEL_FILE, ModelFile, demand_python_file, load_model_file
 from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
 from arachnec.passes.infra.pipeline import Pipeline
@@ -100,9 +99,10 @@ def trace(
 
     Raises ``UserError`` for a model that cannot be traced, a clip the model cannot take, or a malformed file.
     """
-    model_file = load_model_file(Path(model))
+    demand_python_file(model, MODEL_FILE)
     machine = parse_cluster(cluster)
     manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
+    model_file = load_model_file(Path(model))
     manifest = CaptionCounter(model_file).manifest(manifest)
     return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
 
@@ -158,29 +158,36 @@ def compile(
     passes: str | Pipeline = "default",
     batch: Batch = None,
     training: Training | None = None,
+    init: Path | None = None,
     instruments: Sequence[Instrument] = (),
     reporter: Reporter = unreported,
 ) -> Compiled:
     """What ``arachnec compile`` does, up to the executable folder (``Compiled.write``).
 
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
-    one; ``data`` is None where the training options have a ``mix``; ``reporter`` is given what is being done. Raises
-    ``UserError`` for every mistake in the input.
+    one; ``data`` is None where the training options have a ``mix``; the weights in ``init`` are held against the model;
+    ``reporter`` is given what is being done. Raises ``UserError`` for every mistake in the input.
     """
+    training = training or Training()
+    demand_python_file(model, MODEL_FILE)
+    machine = parse_cluster(cluster)
+    listed = _listed(data, batch, training, machine)
+    pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
+    pipeline.demand(Level.TRACED, Level.LOWERED)
+    # what is above imports no torch: a path or a word that is wrong is told at once
     from arachnec.backends.staged_model import demand_own_parameters
     from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
+    from arachnec.models.initial_weights import demand_fit
     from arachnec.optimizers.recipe import demand_torch_takes
     from arachnec.sampling.during_training import sampler_and_requests
 
-    training = training or Training()
+    model_file = load_model_file(Path(model))
+    captions = CaptionCounter(model_file, training.long_captions == "refuse")
+    manifest, shapes, long = _planned(listed, data, batch, training, captions)
+    if init is not None:
+        demand_fit(init, Path(model))
     demand_torch_takes(training)
     sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
-    model_file = load_model_file(Path(model))
-    machine = parse_cluster(cluster)
-    captions = CaptionCounter(model_file, training.long_captions == "refuse")
-    manifest, shapes, long = _manifest(data, batch, training, machine, captions)
-    pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
-    pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(manifest.clips, training)
     held_back = held_back and captions.manifest(held_back)
     started = time.perf_counter()
@@ -215,32 +222,35 @@ def compile(
     )
 
 
-def _manifest(
-    data: str | Path | None, batch: Batch, training: Training, machine: Cluster, captions: CaptionCounter
+def _planned(
+    listed: Manifest | None, data: str | Path | None, batch: Batch, training: Training, captions: CaptionCounter
 ) -> tuple[Manifest, Manifest, LongManifest | None]:
     """The clips that are planned, those that the model is tried with, and the manifest where it is too long to list:
     then its first batch, and that and a clip of every shape."""
-    if data is not None and not training.mix.manifests and is_long(Path(data)):
-        long, of_shapes = read_long_manifest(Path(data), batch, training.columns, captions)
-        first = BatchSource(long.drawn(None, stratified=False), long.batch, captions=captions.clip).draw()
-        assert first is not None, "a long manifest has clips"
-        planned = demand_plannable(Manifest((first,), Path(data)))
-        return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
-    listed = demand_plannable(_listed(data, batch, training, machine))
-    listed = captions.manifest(listed)
-    return listed, listed, None
+    if listed is not None:
+        listed = captions.manifest(listed)
+        return listed, listed, None
+    assert data is not None, "only a file is too long to list"
+    long, of_shapes = read_long_manifest(Path(data), batch, training.columns, captions)
+    first = BatchSource(long.drawn(None, stratified=False), long.batch, captions=captions.clip).draw()
+    assert first is not None, "a long manifest has clips"
+    planned = demand_plannable(Manifest((first,), Path(data)))
+    return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
 
 
-def _listed(data: str | Path | None, batch: Batch, training: Training, machine: Cluster) -> Manifest:
+def _listed(data: str | Path | None, batch: Batch, training: Training, machine: Cluster) -> Manifest | None:
+    """The clips; None where the manifest is too long to list."""
     if not training.mix.manifests:
         if data is None:
             raise UserError(NoClipsGiven(None))
-        return require_batch(read_manifest(Path(data), batch, training.columns), batch, machine)
+        if is_long(Path(data)):
+            return None
+        return demand_plannable(require_batch(read_manifest(Path(data), batch, training.columns), batch, machine))
     if data is not None or batch is not None:
         raise UserError(
             bad_value("mix", training.mix.paths, "clips are given twice", "leave out --data and --batch, or `mix`")
         )
-    return mixed_manifest(training)
+    return demand_plannable(mixed_manifest(training))
 
 
 @dataclass(frozen=True)
@@ -289,12 +299,13 @@ def compare(
 
     Raises ``UserError`` where no pipeline can.
     """
-    model_file = load_model_file(Path(model))
+    demand_python_file(model, MODEL_FILE)
     machine = parse_cluster(cluster)
     manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
-    manifest = CaptionCounter(model_file).manifest(manifest)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
+    model_file = load_model_file(Path(model))
+    manifest = CaptionCounter(model_file).manifest(manifest)
     trace = trace_file(model_file, manifest, gpu=has_gpus(machine), reporter=reporter)
     return compared(front_end(trace, manifest, machine), pipelines, instruments, reporter)
 
@@ -315,13 +326,14 @@ def compare_requests(
     pipeline can.
     """
     from arachnec.data.requests import read_requests
+
+    requests, machine = read_requests(data), parse_cluster(cluster)
+    for pipeline in pipelines.values():
+        pipeline.demand(Level.TRACED, Level.LOWERED)
     from arachnec.generation.compiled import asked
     from arachnec.generation.plan import traced as trace_requests
 
-    requests, machine = read_requests(data), parse_cluster(cluster)
     sampling, _ = asked(Path(sampler), switch, None, "carry")
-    for pipeline in pipelines.values():
-        pipeline.demand(Level.TRACED, Level.LOWERED)
     traced = trace_requests(sampling, requests, reporter=reporter).module(machine)
     return compared(traced, pipelines, instruments, reporter)
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from arachnec.caching.options import CacheOptions, cache_options
+from arachnec.commands.inputs import demand_inputs
 
 if TYPE_CHECKING:
     from arachnec.ir.nodes import Cluster
@@ -20,13 +21,15 @@ if TYPE_CHECKING:
 @click.option("--cluster", help="A TOML file, or a short form such as 8:h100-80g; default: this machine.")
 def command(options: CacheOptions, cluster: str | None) -> None:
     """Run the encoders of MODEL for every clip, on all ranks of this machine. Run again, it encodes what is missing."""
-    from arachnec.caching.manifest import Encoding, cache, on_this_machine
     from arachnec.cluster.file import parse_cluster
     from arachnec.data.manifest import read_manifest
-    from arachnec.models.caption_tokens import CaptionCounter
 
+    demand_inputs(options.model, init=options.init)
     manifest = read_manifest(options.data, columns=options.columns)
     machine = parse_cluster(cluster) if cluster is not None else _this_machine()
+    from arachnec.caching.manifest import Encoding, cache, on_this_machine
+    from arachnec.models.caption_tokens import CaptionCounter
+
     encoding = Encoding.of(options, manifest.clips, machine)
     captions = CaptionCounter(encoding.model_file)
     manifest = captions.manifest(manifest)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
+from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import is_sampler
@@ -52,14 +53,15 @@ def command(
     devices could do at their specified peak; a dash where either is not known. `x bound` is makespan over the lower
     bound of a pipeline's own micro-batches.
     """
-    from arachnec.commands.tables import terminal
-    from arachnec.driver import compare, compare_requests
-
     samples = is_sampler(model)
     if not names(pipelines, samples):
         raise click.UsageError("--pipelines names none; leave it out to compare all")
+    demand_inputs(model)
     named = {name: options.pipeline(name, profile) for name in names(pipelines, samples)}
     instruments = options.instruments()
+    from arachnec.commands.tables import terminal
+    from arachnec.driver import compare, compare_requests
+
     if samples:
         if batch is not None or columns:
             given = "columns" if batch is None else "batch"

@@ -12,6 +12,7 @@ import msgspec
 
 from arachnec.backends.torch_distributed.options import training_options
 from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
+from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
@@ -63,10 +64,7 @@ def command(
 
     MODEL may be a sampler file, and the clips requests: then all of them are planned, and `arachnec run` samples them.
     """
-    from arachnec.commands.tables import print_plan
-    from arachnec.driver import compile as compile_model
     from arachnec.executable.folder import demand_folder
-    from arachnec.models.initial_weights import demand_fit
 
     if then_run and output is None:
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")
@@ -85,11 +83,13 @@ def command(
             run_executable(output)
         return
     refuse({"--switch": switch, "--first": first, "--history": history}, f"of a sampler file; {model} has no `models`")
-    if init is not None:
-        demand_fit(init, model)
+    demand_inputs(model, init=init)
     if columns:
         training = msgspec.structs.replace(training, columns=columns)
     pipeline = options.pipeline("default" if passes is None else passes, profile)
+    from arachnec.commands.tables import print_plan
+    from arachnec.driver import compile as compile_model
+
     with progress_on_stderr() as reporter:
         compiled = compile_model(
             model,
@@ -98,6 +98,7 @@ def command(
             passes=pipeline,
             batch=batch,
             training=training,
+            init=init,
             instruments=options.instruments(),
             reporter=reporter,
         )
@@ -127,14 +128,14 @@ def compile_sampler(
 ) -> None:
     """The same of a sampler file and requests. ``how`` are switch, first model and history, as they were given."""
     from arachnec.cluster.file import parse_cluster
-    from arachnec.commands.request_tables import print_request_plan
     from arachnec.data.requests import read_requests
-    from arachnec.generation.compiled import asked, compile_requests
-    from arachnec.generation.plan import DEFAULT
-    from arachnec.report import plan_report
 
     requests, machine = read_requests(data), parse_cluster(cluster)
-    pipeline = options.pipeline(DEFAULT if passes is None else passes, profile)
+    pipeline = options.pipeline("generate" if passes is None else passes, profile)
+    from arachnec.commands.request_tables import print_request_plan
+    from arachnec.generation.compiled import asked, compile_requests
+    from arachnec.report import plan_report
+
     switch, first, history = how
     sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
     with progress_on_stderr() as reporter:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 REORDERING = 64  # packets; decoding order runs ahead of display order by at most 16 frames in H.264 and H.265
 DEPENDENT = 0x80000  # AV_DISPOSITION_DEPENDENT: a tile of a picture
+ALPHA_DECODERS = {"vp8": "libvpx", "vp9": "libvpx-vp9"}
 COARSEST_TICK = Fraction(1, 500)  # seconds; containers of finer time bases round frames' times to them
 RATE_TOLERANCE = 0.02  # between two statements of one frame rate
 
@@ -72,7 +73,7 @@ def read_header(path: str | Path) -> VideoHeader:
     Raises ``UserError`` for a file without a video stream that can be decoded and shown.
     """
     with _opened(path) as (container, stream):
-        frame = next(container.decode(stream), None)
+        frame = next(_decoded(container, stream), None)
         if frame is None:
             raise UserError(UnreadableVideo(None, str(path), "it has no frames"))
         shown = ShownPictures(stream)
@@ -217,6 +218,20 @@ def _opened(path: str | Path) -> Iterator[tuple[Any, Any]]:
         raise UserError(UnreadableVideo(None, str(path), reason)) from None
 
 
+def _decoded(container: Any, stream: Any) -> Iterator[Any]:
+    """A stream's frames, by a decoder that knows its alpha: FFmpeg's own ones of VP8 and VP9 drop it."""
+    name = stream.codec_context.name
+    if stream.metadata.get("alpha_mode") != "1" or name not in ALPHA_DECODERS:
+        return iter(container.decode(stream))
+    import av
+
+    if ALPHA_DECODERS[name] not in av.codecs_available:
+        raise NotShown(f"its transparency needs the decoder {ALPHA_DECODERS[name]}, which this FFmpeg lacks")
+    decoder = av.CodecContext.create(ALPHA_DECODERS[name], "r")
+    decoder.thread_count = 1
+    return (frame for packet in container.demux(stream) for frame in decoder.decode(packet))
+
+
 def _stream(container: Any, path: str | Path) -> Any:
     stream = container.streams.best("video")
     if stream is None:
@@ -280,7 +295,7 @@ def _decodable(path: str | Path, packets: list[tuple[int | None, bool]]) -> list
     if entry is None or not any(pts is not None and pts < entry for pts in stamps):
         return stamps
     with _opened(path) as (container, stream):
-        first = next((frame.pts for frame in container.decode(stream) if frame.pts is not None), entry)
+        first = next((frame.pts for frame in _decoded(container, stream) if frame.pts is not None), entry)
     return [pts for pts in stamps if pts is None or pts >= first]
 
 
@@ -290,7 +305,7 @@ def _frames_from(path: str | Path, container: Any, stream: Any, start: int) -> I
     The packets' time stamps say where that frame is, also where the frame rate varies; reading them decodes nothing.
     """
     if start == 0:
-        yield from container.decode(stream)
+        yield from _decoded(container, stream)
         return
     packets = list(itertools.islice(_packets(container, stream), start + REORDERING))
     stamps = _decodable(path, [(packet.pts, packet.is_keyframe) for packet in packets])
@@ -298,7 +313,7 @@ def _frames_from(path: str | Path, container: Any, stream: Any, start: int) -> I
         return
     if None in stamps:  # a raw stream, which cannot be entered by time
         with _opened(path) as (again, whole):
-            yield from itertools.islice(again.decode(whole), start, None)
+            yield from itertools.islice(_decoded(again, whole), start, None)
         return
     wanted = sorted(pts for pts in stamps if pts is not None)[start]
     # A frame before its keyframe in display order may follow it in the file and refer to frames before it, and some
@@ -307,7 +322,7 @@ def _frames_from(path: str | Path, container: Any, stream: Any, start: int) -> I
     for packet in (*entries[-1:], packets[0]):
         entry = packet.pts if packet.dts is None else packet.dts
         container.seek(entry, stream=stream, backward=True)
-        frames = (frame for frame in container.decode(stream) if frame.pts is not None)
+        frames = (frame for frame in _decoded(container, stream) if frame.pts is not None)
         first = next(frames, None)
         if first is not None and first.pts <= wanted:
             yield from (frame for frame in itertools.chain([first], frames) if frame.pts >= wanted)

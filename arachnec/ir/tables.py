@@ -106,6 +106,10 @@ STAGE = table("""
     traffic         | GiB formula    | traced | optional | q, k, v and output of all attentions of one forward
     state           | GiB            | traced | optional | on every rank: parameters, gradients, optimizer
     optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone
+    tensors         | [[int, str, int, int > 0, bool, int, int]] | traced | optional | of each kind of layer, see below
+    tensor_kinds    | [int]          | traced | optional | the kind of each layer
+    outside         | [[int, [int], [int], str, int, int > 0, bool, int, int]] | traced | optional | as `tensors`
+    unsharded       | int            | traced | optional | bytes on every rank that holds any of it: buffers
     sharded         | int > 0        | traced | optional | the optimizer's part is dealt out over so many ranks
     cell            | int > 0        | traced | optional | parameters, gradients, optimizer are dealt out over so many
     host            | [str]          | traced | optional | what lies in host memory: "optimizer", "parameters", "inputs"

@@ -11,14 +11,15 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, ClassVar
-
-import torch
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.manifest import Manifest
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.models.file import ModelFile
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,8 @@ class CaptionCounter:
 
 def _of_encoders(build: Callable[[], dict[str, torch.nn.Module]]) -> list[Tokenization]:
     """The tokenizations of text encoders, which are built without memory for it."""
+    import torch
+
     with torch.device("meta"):
         encoders = build()
     return _tokenizations(encoders.values())

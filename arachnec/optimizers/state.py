@@ -59,6 +59,17 @@ def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dt
     raise AssertionError("the CPU answers")
 
 
+def most_kept(parameters: Mapping[str, Tensor], recipe: Recipe) -> tuple[int, int]:
+    """Bytes that an update element by element keeps for an element, and for a tensor: of the group that has most."""
+    most = 0, 0
+    for group in recipe.groups:
+        for dtype in {master_dtype(parameters[name].dtype) for name in group.names}:
+            few, more = (nbytes(kept_state(recipe, group, (size,), dtype)) for size in (3, 5))
+            of_element = (more - few) // 2
+            most = max(most[0], of_element), max(most[1], few - 3 * of_element)
+    return most
+
+
 def state_bytes(parameters: Mapping[str, Tensor], recipe: Recipe) -> int:
     """Bytes that the optimizer keeps for all of these parameters, which train and are whole."""
     total = 0

@@ -30,8 +30,7 @@ from arachnec.ir.nodes import Cluster
 from arachnec.ir.stage_sizes import crowding
 from arachnec.launch.environment import shown_gpus
 from arachnec.launch.local_ranks import RankCrashed, launch
-from arachnec.models.file import load_model_file
-from arachnec.models.sampler_file import load_sampler_file
+from arachnec.models.file import MODEL_FILE, demand_python_file, load_model_file
 
 WORKER = "arachnec.profiling.profiler"
 SAMPLER_WORKER = "arachnec.profiling.sampler_profiler"
@@ -76,11 +75,14 @@ def profile_here(
     """
     machine = parse_cluster(cluster)
     if samples:
-        load_sampler_file(model)
+        from arachnec.models.sampler_file import load_sampler_file
+
         read_requests(data)
+        load_sampler_file(model)
     else:
-        load_model_file(model)
+        demand_python_file(model, MODEL_FILE)
         read_manifest(data, columns=columns)
+        load_model_file(model)
     _demand_devices(machine)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"

@@ -35,8 +35,9 @@ from arachnec.tracing.dims import S, Sizes, T, fit_dimension, moves_with_batch, 
 from arachnec.tracing.errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
 from arachnec.tracing.export import PREFIX, FlatBlock, export_block, forget_weights, refuse_dropout_modules
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
+from arachnec.tracing.narrow_values import unfilled
 from arachnec.tracing.record import BlockCall, ExampleCall, Recording, Repeats, is_meta, record, run_once
-from arachnec.tracing.verify import example_inputs, materialised, verify_block
+from arachnec.tracing.verify import example_inputs, verify_block
 
 __all__ = [
     "CapturedBlock",
@@ -146,7 +147,8 @@ def _capture(
     recordings = there or recorded.recordings
     chosen = _representative(recordings[0], members)
     call = recordings[0].calls[chosen]
-    block = _with_values(recorded.candidates[call.path])
+    block = recorded.candidates[call.path]
+    block = unfilled(block) if is_meta(block) else block
     versions = [recording.calls[chosen] for recording in recordings]
     sizes = recorded.sizes_at(there, at) if there else recorded.sizes
     shapes, others = _dims([version.leaves for version in versions], sizes)
@@ -162,14 +164,9 @@ def _capture(
         alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
         calls = _different(versions) if alike else [*_different(versions), first[0]]
         last = recordings[0].calls[members[-1]].path  # a graph is to serve blocks that it is not of
-        other = block if last == call.path else _with_values(recorded.candidates[last])
-        verify_block(captured, other, calls, gradients=gradients)
+        verify_block(captured, recorded.candidates[last], calls, gradients=gradients)
     forget_weights(exported)
     return captured
-
-
-def _with_values(block: nn.Module) -> nn.Module:
-    return materialised(block) if is_meta(block) else block
 
 
 def _for_one_shape(captured: CapturedBlock, recorded: RecordedBlocks, call: int, at: Sizes) -> CapturedBlock:
