@@ -27,6 +27,7 @@ from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.progress import Reporter, unreported
+from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.file import MODEL_FILE, ModelFile, demand_python_file, load_model_file
 from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS

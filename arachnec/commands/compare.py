@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
 from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
 from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 @click.argument("model", type=click.Path(path_type=Path))
 @data_option()
 @columns_option
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@cluster_option()
 @click.option("--pipelines", help="Names of pipelines, or pipelines, separated by `;` or (names) `,`. Default: all.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @batch_option

@@ -11,6 +11,7 @@ import click
 import msgspec
 
 from arachnec.backends.torch_distributed.options import training_options
+from arachnec.commands.cluster_option import cluster_option
 from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
 from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
@@ -23,7 +24,7 @@ from arachnec.executable.training_options import Training
 @click.argument("model", type=click.Path(path_type=Path))
 @data_option(required=False, more="; or a `mix` of options")
 @columns_option
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@cluster_option()
 @click.option(
     "-o",
     "--output",

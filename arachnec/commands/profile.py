@@ -6,6 +6,7 @@ from pathlib import Path
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
 from arachnec.commands.data_options import columns_option, data_option
 
 
@@ -13,7 +14,7 @@ from arachnec.commands.data_options import columns_option, data_option
 @click.argument("model", type=click.Path(path_type=Path))
 @data_option()
 @columns_option
-@click.option("--cluster", required=True, help="This machine: a TOML file, or a short form such as 4:cpu.")
+@cluster_option("This machine")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Write the profile here.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="The training option of this name.")
 def command(model: Path, data: Path, columns: str, cluster: str, output: Path, dtype: str) -> None:

@@ -78,6 +78,11 @@ class Request:
         return VideoClip(self.id, self.frames, self.height, self.width, tokens, caption, encoded=encoded)
 
     @property
+    def name(self) -> str:
+        """The request for people."""
+        return str(self.id)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """What equal requests share in a forward: frames, height, width, text tokens."""
         return self.frames, self.height, self.width, self.text_tokens

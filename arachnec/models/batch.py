@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import read_encoded
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.argument_trees import flatten
 from arachnec.models.file import ModelFile, check_sample
 
 
@@ -104,15 +106,15 @@ def prediction_of(output: Any) -> Tensor:
     """The prediction in a forward's output: the output, or its first element."""
     if isinstance(output, Mapping):
         output = next(iter(output.values()), None)
-    elif isinstance(output, tuple | list):
-        output = output[0] if output else None
+    elif isinstance(output, tuple | list) or is_dataclass(output):
+        output = next(iter(flatten(output)[0]), None)
     if not isinstance(output, Tensor):
         raise UserError(NoPrediction(None, type(output).__name__))
     return output
 
 
 def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
-    check_sample(result, lambda: model_file.span("sample"), clip.id)
+    check_sample(result, lambda: model_file.span("sample"), clip.name)
     kwargs, target = result
     return kwargs, target
 
@@ -158,9 +160,10 @@ def _equal(a: Any, b: Any) -> bool:
         return a.device.type == "meta" or torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
+    (parts, form), (others, other) = flatten(a), flatten(b)
+    if form.is_leaf() or other.is_leaf():
+        return bool(a == b)
+    return form == other and all(map(_equal, parts, others))
 
 
 def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
@@ -169,9 +172,8 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         return value.to(device, dtype) if cast else value.to(device)
     if isinstance(value, Mapping):
         return {key: _moved(item, device, None) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device, None) for item in value)
-    return value
+    parts, form = flatten(value)
+    return value if form.is_leaf() else pytree.tree_unflatten([_moved(part, device, None) for part in parts], form)
 
 
 def _described(value: Any) -> str:

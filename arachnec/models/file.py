@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.users_code import line_of, users_frames
-from arachnec.models.adapters_on_meta import with_adapters_cast
+from arachnec.models.adapters_on_meta import built_by_libraries
+from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.neighbours import Source, make_importable, neighbours
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class MissingFunction(Diagnostic):
 class WrongSignature(Diagnostic):
     title: ClassVar[str] = "`{name}` cannot be called as {name}({arguments})"
     label: ClassVar[str] = "it is {name}{signature}"
-    help: ClassVar[str] = "change it to `def {name}({arguments})`"
+    help: ClassVar[str] = "change it to `def {name}({arguments})`, or give what is not meant for arachnec another name"
     name: str
     arguments: str
     signature: str
@@ -249,7 +250,7 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             if name in MAKE_MODULES:
-                return with_adapters_cast(lambda: function(*args, **kwargs))
+                return built_by_libraries(lambda: function(*args, **kwargs))
             return function(*args, **kwargs)
         except UserError:
             raise
@@ -259,10 +260,12 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
             raise UserError(_raised(error, path, f"{name}()", form.kind)) from error
 
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        result = guarded(*args, **kwargs)
+        result: Any = guarded(*args, **kwargs)
+        if name == "build" and _is_module(result):
+            result = without_compilation(result)
         if name == "sample":
             clip: Any = args[0]
-            check_sample(result, lambda: defined, clip.id)
+            check_sample(result, lambda: defined, clip.name)
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
             raise UserError(WrongResult(defined, name, *wrong, form.page))
@@ -305,6 +308,12 @@ def check_sample(result: Any, defined: Callable[[], Span | None], clip: str | in
         raise UserError(BadSample(defined(), clip, f"{type(kwargs).__name__} in place of keyword arguments"))
     if not isinstance(target, torch.Tensor):
         raise UserError(BadSample(defined(), clip, f"{type(target).__name__} in place of a target tensor"))
+
+
+def _is_module(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
 
 
 def _wrong_model(model: Any) -> tuple[str, str] | None:

@@ -7,6 +7,7 @@ import platform
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
@@ -113,7 +114,7 @@ def _demand_devices(machine: Cluster) -> None:
 def fitted(measured: Measured, machine: Cluster) -> Profile:
     """The profile of what the ranks of this machine found."""
     name = f"{platform.machine()}, {os.cpu_count()} cores, {measuring_at_once(machine)} ranks at once"
-    return fit_profile(
+    profile = fit_profile(
         measured.stages,
         machine=name,
         device=measured.device,
@@ -123,6 +124,7 @@ def fitted(measured: Measured, machine: Cluster) -> Profile:
         dtype=measured.dtype,
         sparsity=[fit_sparse(measured.head_size, measured.attention)] if measured.attention else [],
     )
+    return msgspec.structs.replace(profile, measured_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
 
 
 def measuring_at_once(machine: Cluster) -> int:
