@@ -56,7 +56,7 @@ def main() -> None:
             if "path" in line:
                 line["path"] = str((manifest.parent / line["path"]).resolve())
         manifest.write_text("".join(json.dumps(line) + "\n" for line in chosen))
-        compile_model(DEMO / "model.py", manifest, "1:cpu").write(Path(folder) / "build")
+        compile_model(DEMO / "model.py", manifest, "1:cpu", batch="all").write(Path(folder) / "build")
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         result = measure(read_executable(Path(folder) / "build"), options.steps)
         dist.destroy_process_group()

@@ -167,10 +167,10 @@ class RowKeys:
     def ordered(self, present: list[str]) -> dict[str, list[str]]:
         """Of every key that is there the columns, the first to be taken first."""
         places = sorted((place[1], place[0], name) for name in present if (place := self.place(name)) is not None)
-        found: dict[str, list[str]] = {}
+        by_key: dict[str, list[str]] = {}
         for _, key, name in places:
-            found.setdefault(key, []).append(name)
-        return found
+            by_key.setdefault(key, []).append(name)
+        return by_key
 
     def require_place(self, name: str, span: Span) -> tuple[str, int]:
         """As ``place``. Raises ``UserError`` for a column that is not known."""

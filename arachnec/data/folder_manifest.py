@@ -80,8 +80,8 @@ def list_folder(
         reporter(f"reading {number} of {len(files)} files")
         try:
             header = read_header(path)
-            found = next((table[key] for key in (str(path.resolve()), path.name, path.stem) if key in table), None)
-            caption = _text_beside(path) if found is None else found.caption
+            entry = next((table[key] for key in (str(path.resolve()), path.name, path.stem) if key in table), None)
+            caption = _text_beside(path) if entry is None else entry.caption
             str(path).encode()
         except UserError as error:
             skipped[path] = error.diagnostics[0].text(error.diagnostics[0].title)
@@ -89,7 +89,7 @@ def list_folder(
         except UnicodeError:
             skipped[path] = "its name or its caption is not UTF-8"
             continue
-        used |= set() if found is None else {found.row}
+        used |= set() if entry is None else {entry.row}
         place = path.absolute()
         inside = place.is_relative_to(beside.absolute())
         sizes: dict[str, float] = {"frames": header.frames, "height": header.height, "width": header.width}
@@ -127,7 +127,7 @@ class _Caption:
 def _table(path: Path, folder: Path, columns: str) -> dict[str, _Caption]:
     """The captions of a table by what names a file: its place, from the table's folder or from the videos'; of one
     without a folder also the name or stem alone. Raises ``UserError``."""
-    found: dict[str, _Caption] = {}
+    captions: dict[str, _Caption] = {}
     for row in read_rows(path, replace(CLIP_KEYS, columns=Columns.of(columns))):
         file, given = row.values.get("path", row.values.get("id")), texts(row, "caption")
         if not isinstance(file, str):
@@ -135,5 +135,5 @@ def _table(path: Path, folder: Path, columns: str) -> dict[str, _Caption]:
         entry = _Caption(row.number, given[0] if len(given) == 1 else list(given) or "")
         keys = [str((start / file).resolve()) for start in (path.parent, folder)]
         for key in (*keys, *([file] if "/" not in file else [])):
-            found.setdefault(key, entry)
-    return found
+            captions.setdefault(key, entry)
+    return captions

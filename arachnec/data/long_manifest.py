@@ -112,8 +112,8 @@ def _read(
         if None in shape[: len(SIZES)]:
             remedy = "give it in every row: so many videos are not opened to look"
             raise UserError(LongManifestLacks(None, str(path), rows, f"row {place + 1} has no size", remedy))
-    found = _clips_at(path, file, keys, sorted(first.values()))
-    clips = sorted(map(captions.clip, found) if captions else found, key=lambda clip: clip.shape)
+    of_shapes = _clips_at(path, file, keys, sorted(first.values()))
+    clips = sorted(map(captions.clip, of_shapes) if captions else of_shapes, key=lambda clip: clip.shape)
     shortest_first = {clip.shape: clip for clip in reversed(clips)}
     return LongManifest(str(path.absolute()), rows, count, batch, columns), list(reversed(shortest_first.values()))
 

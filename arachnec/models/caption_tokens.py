@@ -8,10 +8,9 @@ bytes are counted. What a pipeline cuts is cut here, so that what is planned is 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from arachnec.data.clip import VideoClip, caption_tokens
@@ -67,11 +66,8 @@ class CaptionCounter:
         """What tokenizes captions, and the most tokens that the model takes."""
         adapter: Any = getattr(inspect.unwrap(self.model_file.sample), "__self__", None)
         rules = [] if self.model_file.encoders is None else _of_encoders(self.model_file.encoders)
-        folder: Path | None = getattr(adapter, "folder", None)
-        if not rules and folder is not None:
-            from arachnec.models.diffusers.pretrained import folder_tokenization
-
-            rules = list(filter(None, [folder_tokenization(folder)]))
+        if not rules:
+            rules = _tokenizations([adapter])
         limits = [rule.most for rule in rules] + [getattr(adapter, "text_length", None)]
         return rules, min((limit for limit in limits if limit is not None), default=None)
 
@@ -114,5 +110,9 @@ def _of_encoders(build: Callable[[], dict[str, torch.nn.Module]]) -> list[Tokeni
 
     with torch.device("meta"):
         encoders = build()
-    rules = (getattr(encoder, "tokenization", None) for encoder in encoders.values())
+    return _tokenizations(encoders.values())
+
+
+def _tokenizations(owners: Iterable[object]) -> list[Tokenization]:
+    rules = (getattr(owner, "tokenization", None) for owner in owners)
     return [rule for rule in rules if isinstance(rule, Tokenization)]

@@ -7,11 +7,22 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from arachnec.data.clip import VideoClip
 from arachnec.executable import folder as executable_folder
 from arachnec.executable import part_files
-from arachnec.executable.folder import FINGERPRINTED, HEADER, own_profiles, read_executable, write_executable
+from arachnec.executable.folder import (
+    FINGERPRINTED,
+    HEADER,
+    ClipRow,
+    clip_of,
+    own_profiles,
+    read_executable,
+    row_of,
+    write_executable,
+)
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import load_model_file
@@ -215,3 +226,16 @@ def test_clips_that_are_not_those_of_the_traced_module_are_refused(
     rewritten(folder)
     with pytest.raises(UserError, match=reason):
         read_executable(folder)
+
+
+def test_a_clip_is_read_back_with_its_captions_and_the_other_columns_of_its_manifest() -> None:
+    files = {"mask": Path("/data/mask.png"), "references": (Path("/data/a.png"), Path("/data/b.png"))}
+    written = VideoClip(
+        *("a", 5, 32, 32, 9, "one", Path("/data/cat.mp4")),
+        values={"score": 4.5, "crop": [1, 2], **files},
+        title="b/cat",
+        captions=("one", "two"),
+    )
+    again = clip_of(msgspec.json.decode(msgspec.json.encode(row_of(written)), type=ClipRow))
+    assert again == written
+    assert (again.values, again.name) == (written.values, "b/cat")

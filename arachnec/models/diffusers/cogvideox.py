@@ -12,7 +12,9 @@ from torch import Tensor
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
+from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
+from arachnec.models.diffusers.tokenizations import folder_tokenization
 from arachnec.models.initial_weights import read_json_object
 from arachnec.models.precision import in_precision
 
@@ -66,6 +68,11 @@ class CogVideoXTextToVideo:
     dtype: torch.dtype = torch.float32
     snr_shift: float = 1.0
     folder: Path | None = None  # of the pretrained weights
+
+    @property
+    def tokenization(self) -> Tokenization | None:
+        """How the folder's pipeline makes tokens of captions; None without one."""
+        return folder_tokenization(self.folder)
 
     @property
     def geometry(self) -> common.Geometry:

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from arachnec.data.clip import VideoClip
+from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
+from arachnec.models.diffusers.tokenizations import folder_tokenization
 from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
@@ -47,6 +49,11 @@ class HunyuanTextToVideo:
     text_length: int | None
     dtype: torch.dtype = torch.float32
     folder: Path | None = None  # of the pretrained weights
+
+    @property
+    def tokenization(self) -> Tokenization | None:
+        """How the folder's pipeline makes tokens of captions; None without one."""
+        return folder_tokenization(self.folder)
 
     @property
     def geometry(self) -> common.Geometry:

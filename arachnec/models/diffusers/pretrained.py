@@ -17,17 +17,20 @@ import torch
 from torch import nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
+from arachnec.models.diffusers.tokenizations import (
+    INDEX,
+    TEMPLATE,
+    cogvideox_tokens,
+    hunyuan_tokens,
+    tokenizer_of,
+    wan_tokens,
+)
 from arachnec.models.encoders import TextEncoder, VideoEncoder
 from arachnec.models.initial_weights import read_config, read_json_object
-from arachnec.models.prompts import wan_prompt
 
-INDEX = "model_index.json"
 LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama opens no autocast there
-WAN_TOKENS, COGVIDEOX_TOKENS, HUNYUAN_TOKENS = 512, 226, 256  # the most that the pipelines take
-TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 
 
 @dataclass(frozen=True)
@@ -94,40 +97,13 @@ def pipeline_encoders(
     }
 
 
-def folder_tokenization(folder: Path) -> Tokenization | None:
-    """How the pipeline of a folder, or the one that the folder is a part of, makes tokens of captions; None where it is
-    no pipeline's, or not one of those known here. No text encoder is made."""
-    place = next((place for place in (folder, folder.parent) if (place / INDEX).is_file()), None)
-    if place is None or not (place / "tokenizer").is_dir():
-        return None
-    rule = TOKENIZATIONS.get(str(read_json_object(place / INDEX).get("_class_name")))
-    return None if rule is None else rule(place, None)
-
-
-def _wan_tokens(folder: Path, length: int | None) -> Tokenization:
-    return Tokenization(_tokenizer(folder), wan_prompt, length or WAN_TOKENS)
-
-
-def _cogvideox_tokens(folder: Path, length: int | None) -> Tokenization:
-    stated = read_config(folder / "transformer").get("max_text_seq_length")
-    most = length or (stated if isinstance(stated, int) else COGVIDEOX_TOKENS)
-    return Tokenization(_tokenizer(folder), most=most, padded=True)
-
-
-def _hunyuan_tokens(folder: Path, length: int | None) -> Tokenization:
-    template = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE
-    return Tokenization(
-        _tokenizer(folder), template["template"].format, length or HUNYUAN_TOKENS, template["crop_start"]
-    )
-
-
 def _wan(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:
-    rule = _wan_tokens(folder, length)
+    rule = wan_tokens(folder, length)
     return {"text": TextEncoder(rule.tokenizer, _text_model(folder, dtype), tidy=rule.tidy, most=rule.most)}
 
 
 def _cogvideox(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:
-    rule = _cogvideox_tokens(folder, length)
+    rule = cogvideox_tokens(folder, length)
     return {"text": TextEncoder(rule.tokenizer, _text_model(folder, dtype), masked=False, most=rule.most)}
 
 
@@ -135,28 +111,17 @@ def _hunyuan_video(folder: Path, dtype: torch.dtype, length: int | None) -> dict
     version = importlib.import_module("transformers").__version__
     if constructor("packaging.version", "Version")(version).release < LANGUAGE_MODEL_ON_META:
         raise UserError(OlderTransformers(None, version))
-    template, rule = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE, _hunyuan_tokens(folder, length)
+    template, rule = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE, hunyuan_tokens(folder, length)
     text = TemplateEncoder(rule.tokenizer, _text_model(folder, dtype), template["template"], rule.crop, most=rule.most)
-    return {"text": text, "pooled": PooledEncoder(_tokenizer(folder, "_2"), _text_model(folder, dtype, "_2"))}
+    return {"text": text, "pooled": PooledEncoder(tokenizer_of(folder, "_2"), _text_model(folder, dtype, "_2"))}
 
 
-# How a pipeline encodes captions, and how it makes tokens of them.
+# How a pipeline encodes captions.
 CAPTIONS: dict[str, Callable[[Path, torch.dtype, int | None], dict[str, nn.Module]]] = {
     "WanPipeline": _wan,
     "CogVideoXPipeline": _cogvideox,
     "HunyuanVideoPipeline": _hunyuan_video,
 }
-TOKENIZATIONS: dict[str, Callable[[Path, int | None], Tokenization]] = {
-    "WanPipeline": _wan_tokens,
-    "CogVideoXPipeline": _cogvideox_tokens,
-    "HunyuanVideoPipeline": _hunyuan_tokens,
-}
-
-
-def _tokenizer(folder: Path, number: str = "") -> Any:
-    return constructor("transformers", "AutoTokenizer").from_pretrained(
-        folder / f"tokenizer{number}", local_files_only=True
-    )
 
 
 def _text_model(folder: Path, dtype: torch.dtype, number: str = "") -> Any:

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor
 
 from arachnec.data.clip import VideoClip
+from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
+from arachnec.models.diffusers.tokenizations import WAN_TOKENS, folder_tokenization
 from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.transformer_wan"
-TEXT_LENGTH = 512  # to which Wan's pipeline pads captions
 WAN_2_1 = {
     "patch_size": (1, 2, 2),
     "attention_head_dim": 128,
@@ -45,6 +46,11 @@ class WanTextToVideo:
     text_length: int | None
     dtype: torch.dtype = torch.float32
     folder: Path | None = None  # of the pretrained weights
+
+    @property
+    def tokenization(self) -> Tokenization | None:
+        """How the folder's pipeline makes tokens of captions; None without one."""
+        return folder_tokenization(self.folder)
 
     @property
     def geometry(self) -> common.Geometry:
@@ -84,5 +90,5 @@ def text_to_video(
     model = common.constructor(MODULE, "WanTransformer3DModel")
     config, folder = common.configuration("Wan", model, CONFIGURATIONS, name, config), common.folder_of(name)
     if text_length is None and folder is not None and common.is_of_pipeline(folder):
-        text_length = TEXT_LENGTH
+        text_length = WAN_TOKENS  # to which the pipeline pads
     return WanTextToVideo(config, text_length, dtype, folder)
