@@ -77,13 +77,13 @@ class Lengths:
         """A class for each length; of more than ``MOST_LENGTHS``, of equal size in the logarithm of tokens."""
         tokens = sorted({clip.tokens for clip in module.clips})
         if len(tokens) <= MOST_LENGTHS:
-            return cls(tuple((each, each) for each in tokens))
+            return cls(tuple((length, length) for length in tokens))
         ratio = (tokens[-1] / max(1, tokens[0])) ** (1 / MOST_LENGTHS)
         edges = [max(1, tokens[0]) * ratio**number for number in range(1, MOST_LENGTHS)]
-        found: dict[int, list[int]] = {}
-        for each in tokens:
-            found.setdefault(sum(each >= edge for edge in edges), []).append(each)
-        return cls(tuple((each[0], each[-1]) for each in found.values()))
+        by_class: dict[int, list[int]] = {}
+        for length in tokens:
+            by_class.setdefault(sum(length >= edge for edge in edges), []).append(length)
+        return cls(tuple((lengths[0], lengths[-1]) for lengths in by_class.values()))
 
     def index(self, tokens: int) -> int:
         """The class of a clip; of a length between two classes the shorter one's."""

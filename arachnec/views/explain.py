@@ -221,7 +221,7 @@ def _cause(module: Module, parts: BoundParts) -> str:
                 f"One cascade bounds it: {_words(module, chain[0])} takes {ms(parts.longest)} at its fastest. "
                 f"All work would fill {_devices(module)} for {ms(parts.work)}."
             )
-        listed = ", then ".join(_words(module, each) for each in chain)
+        listed = ", then ".join(_words(module, cascade) for cascade in chain)
         return (
             f"A chain of cascades bounds it: {listed} take {ms(parts.longest)} at their "
             f"fastest. All work would fill {_devices(module)} for {ms(parts.work)}."

@@ -37,20 +37,20 @@ def run_note(planned_ms: float, measured_ms: float, sources: str) -> str:
 def differences(module: Module, plan: Timeline, measured: Timeline) -> list[str]:
     """Sentences on what took more than twice as long as planned, or less than half: the step, and what stages did in
     it. Empty where all is within that."""
-    found = []
+    sentences = []
     if (word := ratio_words(plan.end, measured.end)) is not None:
-        found.append(f"{measured.title[:1].upper()}{measured.title[1:]}: {ms(measured.end)}, {word}.")
+        sentences.append(f"{measured.title[:1].upper()}{measured.title[1:]}: {ms(measured.end)}, {word}.")
     expected, taken = stage_times(module, plan), stage_times(module, measured)
     for (stage, op), planned_ms in expected.items():
         measured_ms = taken.get((stage, op))
         small = max(planned_ms, measured_ms or 0.0) < LEAST * max(plan.end, measured.end)
         if measured_ms is None or small or (word := ratio_words(planned_ms, measured_ms)) is None:
             continue
-        found.append(f"{op.capitalize()} of @{stage}: {ms(measured_ms)} in all, {word}.")
-    if found:
+        sentences.append(f"{op.capitalize()} of @{stage}: {ms(measured_ms)} in all, {word}.")
+    if sentences:
         costs = costs_note(cost_sources(module))
-        found.append(f"{costs[:1].upper()}{costs[1:]}.")
-    return found
+        sentences.append(f"{costs[:1].upper()}{costs[1:]}.")
+    return sentences
 
 
 def memory_words(module: Module, measured: Timeline) -> list[str]:

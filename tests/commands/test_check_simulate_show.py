@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from arachnec.cli import run
+from arachnec.ir.printer import print_module
+from tests.views.page_plans import large
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 VALID = GOLDEN / "check" / "valid.cascade"
@@ -115,3 +118,22 @@ def test_show_after_a_run_shows_the_plan_of_the_step_that_was_measured(
     said = capsys.readouterr().out
     assert "later_" in said
     assert "measured, step 3 of iteration 1" in said
+
+
+def test_show_prints_the_longest_cascades_first_and_says_how_to_see_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.cascade"
+    module = large(8, 60)
+    program.write_text(print_module(module), encoding="utf-8")
+    assert run(["show", str(program)]) == 0
+    said = capsys.readouterr().out
+    shown = re.findall(r"^ %(t\d+) .*train ", said, re.M)
+    took = {cascade.name: cascade.end - cascade.start for cascade in module.cascades}
+    assert [took[name] for name in shown] == sorted(took.values(), reverse=True)[:40]
+    assert "... and 20 more, shorter ones; `--all` prints them all" in said
+    assert len(re.findall(r" videos/0000\d\d\.mp4 ", said)) == 40
+    assert run(["show", str(program), "--all"]) == 0
+    said = capsys.readouterr().out
+    assert len(re.findall(r"^ %(t\d+) .*train ", said, re.M)) == 60
+    assert " more" not in said

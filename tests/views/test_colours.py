@@ -43,12 +43,12 @@ def test_longer_clips_stand_out_more_whatever_colours_the_eye_sees(dark: bool) -
 
 @given(st.lists(st.integers(1, 500_000), min_size=1, max_size=60))
 def test_every_length_is_in_one_class_and_classes_ascend(tokens: list[int]) -> None:
-    clips = tuple(Clip(number, 1, 8, 8, 0, each) for number, each in enumerate(tokens))
+    clips = tuple(Clip(number, 1, 8, 8, 0, length) for number, length in enumerate(tokens))
     lengths = Lengths.of(Module("m", Level.TRACED, None, clips))
     assert 1 <= len(lengths.classes) == len(lengths.labels) <= MOST_LENGTHS
-    for each in tokens:
-        least, most = lengths.classes[lengths.index(each)]
-        assert least <= each <= most
+    for length in tokens:
+        least, most = lengths.classes[lengths.index(length)]
+        assert least <= length <= most
     assert all(most < least for (_, most), (least, _) in pairwise(lengths.classes))
     if len(set(tokens)) <= MOST_LENGTHS:
         assert all(least == most for least, most in lengths.classes)

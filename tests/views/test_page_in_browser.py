@@ -312,9 +312,9 @@ def test_every_text_of_the_page_stands_out_from_what_is_behind_it(opened: Browse
         opened.dark(dark)
         opened.click("#cascades tbody tr:nth-child(2)")
         opened.run(DRAWN)
-        found = opened.run(TEXTS)
-        assert len(found) > 60
-        for text, colour, behind in found:
+        texts = opened.run(TEXTS)
+        assert len(texts) > 60
+        for text, colour, behind in texts:
             assert contrast(hexadecimal(colour), hexadecimal(behind)) >= 4.5, (dark, text)
     opened.dark(False)
 
