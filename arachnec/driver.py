@@ -19,13 +19,15 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import has_gpus, machines, node_of
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.long_manifest import LongManifest, is_long, read_long_manifest
-from arachnec.data.manifest import Manifest, demand_plannable, read_manifest
+from arachnec.data.manifest import Batch, Manifest, demand_plannable, read_manifest
+from arachnec.executable.batch_size import require_batch
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.progress import Reporter, unreported
+from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.file import MODEL_FILE, ModelFile, demand_python_file, load_model_file
 from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
@@ -61,6 +63,7 @@ class Compiled:
     validation: str = ""  # the clips of the validation manifest, as the executable has them
     long: LongManifest | None = None  # what a run draws from, where ``manifest`` is its first batch only
     untried: tuple[tuple[int, int, int, int], ...] = ()  # clip shapes that a run tries before their step
+    notes: tuple[str, ...] = ()  # how the clips were read
 
     @property
     def report(self) -> dict[str, Any]:
@@ -90,15 +93,18 @@ class Compiled:
         )
 
 
-def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: int | None = None) -> Module:
+def trace(
+    model: str | Path, data: str | Path, cluster: str | Path, *, batch: Batch = None, columns: str = ""
+) -> Module:
     """The module at level ``traced``: stages, block graphs, and every clip of the manifest.
 
     Raises ``UserError`` for a model that cannot be traced, a clip the model cannot take, or a malformed file.
     """
     demand_python_file(model, MODEL_FILE)
-    manifest = demand_plannable(read_manifest(Path(data), batch=batch))
     machine = parse_cluster(cluster)
+    manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
     model_file = load_model_file(Path(model))
+    manifest = CaptionCounter(model_file).manifest(manifest)
     return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
 
 
@@ -151,7 +157,7 @@ def compile(
     cluster: str | Path,
     *,
     passes: str | Pipeline = "default",
-    batch: int | None = None,
+    batch: Batch = None,
     training: Training | None = None,
     init: Path | None = None,
     instruments: Sequence[Instrument] = (),
@@ -165,8 +171,8 @@ def compile(
     """
     training = training or Training()
     demand_python_file(model, MODEL_FILE)
-    manifest, shapes, long = _manifest(data, batch, training)
     machine = parse_cluster(cluster)
+    listed = _listed(data, batch, training, machine)
     pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     # what is above imports no torch: a path or a word that is wrong is told at once
@@ -177,11 +183,14 @@ def compile(
     from arachnec.sampling.during_training import sampler_and_requests
 
     model_file = load_model_file(Path(model))
+    captions = CaptionCounter(model_file, training.long_captions == "refuse")
+    manifest, shapes, long = _planned(listed, data, batch, training, captions)
     if init is not None:
         demand_fit(init, Path(model))
     demand_torch_takes(training)
     sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
     held_back = validation_manifest(manifest.clips, training)
+    held_back = held_back and captions.manifest(held_back)
     started = time.perf_counter()
     trace = trace_file(model_file, shapes, training, gpu=has_gpus(machine), reporter=reporter)
     if long is not None:
@@ -210,34 +219,39 @@ def compile(
         validation=validation,
         long=long,
         untried=trace.untried,
+        notes=(*manifest.notes, *captions.notes),
     )
 
 
-def _manifest(
-    data: str | Path | None, batch: int | None, training: Training
+def _planned(
+    listed: Manifest | None, data: str | Path | None, batch: Batch, training: Training, captions: CaptionCounter
 ) -> tuple[Manifest, Manifest, LongManifest | None]:
     """The clips that are planned, those that the model is tried with, and the manifest where it is too long to list:
     then its first batch, and that and a clip of every shape."""
-    if data is not None and not training.mix.manifests and is_long(Path(data)):
-        long, of_shapes = read_long_manifest(Path(data), batch)
-        first = BatchSource(long.drawn(None, stratified=False), long.batch).draw()
-        assert first is not None, "a long manifest has clips"
-        planned = demand_plannable(Manifest((first,), Path(data)))
-        return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
-    listed = demand_plannable(_listed(data, batch, training))
-    return listed, listed, None
+    if listed is not None:
+        listed = captions.manifest(listed)
+        return listed, listed, None
+    assert data is not None, "only a file is too long to list"
+    long, of_shapes = read_long_manifest(Path(data), batch, training.columns, captions)
+    first = BatchSource(long.drawn(None, stratified=False), long.batch, captions=captions.clip).draw()
+    assert first is not None, "a long manifest has clips"
+    planned = demand_plannable(Manifest((first,), Path(data)))
+    return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
 
 
-def _listed(data: str | Path | None, batch: int | None, training: Training) -> Manifest:
+def _listed(data: str | Path | None, batch: Batch, training: Training, machine: Cluster) -> Manifest | None:
+    """The clips; None where the manifest is too long to list."""
     if not training.mix.manifests:
         if data is None:
             raise UserError(NoClipsGiven(None))
-        return read_manifest(Path(data), batch=batch)
+        if is_long(Path(data)):
+            return None
+        return demand_plannable(require_batch(read_manifest(Path(data), batch, training.columns), batch, machine))
     if data is not None or batch is not None:
         raise UserError(
             bad_value("mix", training.mix.paths, "clips are given twice", "leave out --data and --batch, or `mix`")
         )
-    return mixed_manifest(training)
+    return demand_plannable(mixed_manifest(training))
 
 
 @dataclass(frozen=True)
@@ -277,7 +291,8 @@ def compare(
     cluster: str | Path,
     pipelines: Mapping[str, Pipeline],
     *,
-    batch: int | None = None,
+    batch: Batch = None,
+    columns: str = "",
     instruments: Sequence[Instrument] = (),
     reporter: Reporter = unreported,
 ) -> tuple[list[Compared], list[dict[str, str]]]:
@@ -286,11 +301,12 @@ def compare(
     Raises ``UserError`` where no pipeline can.
     """
     demand_python_file(model, MODEL_FILE)
-    manifest = demand_plannable(read_manifest(Path(data), batch=batch))
     machine = parse_cluster(cluster)
+    manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
     model_file = load_model_file(Path(model))
+    manifest = CaptionCounter(model_file).manifest(manifest)
     trace = trace_file(model_file, manifest, gpu=has_gpus(machine), reporter=reporter)
     return compared(front_end(trace, manifest, machine), pipelines, instruments, reporter)
 

@@ -29,7 +29,7 @@ KEYS: Mapping[str, Callable[[VideoClip], bool]] = {
     "`path`": lambda clip: clip.path is not None,
     "`path` of latents (.safetensors)": lambda clip: clip.path is not None and clip.path.suffix == ".safetensors",
     "`caption`": lambda clip: clip.caption is not None,
-    "tensors": lambda clip: bool(clip.values),
+    "tensors": lambda clip: bool(clip.tensors),
 }
 
 
@@ -72,13 +72,13 @@ def validation_manifest(clips: Sequence[VideoClip], training: Training) -> Manif
     """The options' validation manifest, beside the ``clips`` of training; None without one. Raises ``UserError``."""
     if training.validation.data is None:
         return None
-    manifest = read_manifest(training.validation.data)
+    manifest = read_manifest(training.validation.data, columns=training.columns)
     encoded_beforehand([clips[0], *manifest.clips])  # all or none, in training and here
     for key, has in KEYS.items():
         if all(has(clip) for clip in islice(clips, LOOKED_AT)):
             for clip in manifest.clips:
                 if not has(clip):
-                    raise UserError(HeldBackLacks(None, clip.id, str(manifest.path), key))
+                    raise UserError(HeldBackLacks(None, clip.name, str(manifest.path), key))
     return manifest
 
 

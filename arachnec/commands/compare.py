@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
 from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.commands.progress import progress_on_stderr
@@ -21,11 +23,12 @@ if TYPE_CHECKING:
 
 @click.command("compare")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@data_option()
+@columns_option
+@cluster_option()
 @click.option("--pipelines", help="Names of pipelines, or pipelines, separated by `;` or (names) `,`. Default: all.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
-@click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
+@batch_option
 @click.option("--switch", help="Of a sampler file: when the second model takes over, as for `arachnec generate`.")
 @click.option("--svg", "--plot", "svg", type=click.Path(path_type=Path), help="Draw times and timelines there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
@@ -33,10 +36,11 @@ if TYPE_CHECKING:
 def command(
     model: Path,
     data: Path,
+    columns: str,
     cluster: str,
     pipelines: str | None,
     profile: Path | None,
-    batch: int | None,
+    batch: Batch,
     switch: str | None,
     svg: Path | None,
     as_json: bool,
@@ -60,8 +64,9 @@ def command(
     from arachnec.driver import compare, compare_requests
 
     if samples:
-        if batch is not None:
-            raise click.UsageError("--batch is of training; requests come as they are")
+        if batch is not None or columns:
+            given = "columns" if batch is None else "batch"
+            raise click.UsageError(f"--{given} is of training; requests come as they are")
         with progress_on_stderr() as reporter:
             plans, refused = compare_requests(
                 model, data, cluster, named, switch=switch, instruments=instruments, reporter=reporter
@@ -71,7 +76,7 @@ def command(
             raise click.UsageError(f"--switch is of a sampler file; {model} has no `models`")
         with progress_on_stderr() as reporter:
             plans, refused = compare(
-                model, data, cluster, named, batch=batch, instruments=instruments, reporter=reporter
+                model, data, cluster, named, batch=batch, columns=columns, instruments=instruments, reporter=reporter
             )
     rows = [plan.report for plan in plans]
     if as_json:

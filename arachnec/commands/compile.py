@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Literal
 
 import click
+import msgspec
 
 from arachnec.backends.torch_distributed.options import training_options
+from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
 from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.commands.progress import progress_on_stderr
@@ -19,10 +22,9 @@ from arachnec.executable.training_options import Training
 
 @click.command("compile")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "--data", type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet; or a `mix` of options."
-)
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@data_option(required=False, more="; or a `mix` of options")
+@columns_option
+@cluster_option()
 @click.option(
     "-o",
     "--output",
@@ -31,7 +33,7 @@ from arachnec.executable.training_options import Training
 )
 @click.option("--passes", help="A pipeline, or the name of one; default: `default`, of a sampler file `generate`.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
-@click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
+@batch_option
 @sampler_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("--init", type=click.Path(path_type=Path), help="Hold the weights in this folder against the model.")
@@ -42,11 +44,12 @@ from arachnec.executable.training_options import Training
 def command(
     model: Path,
     data: Path | None,
+    columns: str,
     cluster: str,
     output: Path | None,
     passes: str | None,
     profile: Path | None,
-    batch: int | None,
+    batch: Batch,
     switch: str | None,
     first: str | None,
     history: Literal["carry", "restart"] | None,
@@ -69,7 +72,10 @@ def command(
     if output is not None:
         demand_folder(output)
     if is_sampler(model):
-        refuse({"--batch": batch, "--init": init, "--steps": steps if steps != 1 else None}, OF_TRAINING)
+        refuse(
+            {"--batch": batch, "--columns": columns or None, "--init": init, "--steps": steps if steps != 1 else None},
+            OF_TRAINING,
+        )
         refuse({"--set and other training options": training if training != Training() else None}, OF_TRAINING)
         if data is None:
             raise click.UsageError("--data is missing: the requests to sample")
@@ -79,6 +85,8 @@ def command(
         return
     refuse({"--switch": switch, "--first": first, "--history": history}, f"of a sampler file; {model} has no `models`")
     demand_inputs(model, init=init)
+    if columns:
+        training = msgspec.structs.replace(training, columns=columns)
     pipeline = options.pipeline("default" if passes is None else passes, profile)
     from arachnec.commands.tables import print_plan
     from arachnec.driver import compile as compile_model

@@ -9,6 +9,7 @@ from typing import Literal
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
 from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.models.file import SAMPLER_FORM
@@ -17,7 +18,7 @@ from arachnec.models.file import SAMPLER_FORM
 @click.command("generate")
 @click.argument("sampler", type=click.Path(path_type=Path))
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="The requests: JSONL, CSV or Parquet.")
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 4:cpu.")
+@cluster_option()
 @click.option(
     "-o",
     "--output",

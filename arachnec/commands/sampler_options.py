@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import ast
 import functools
+import symtable
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import click
 
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
 Command = TypeVar("Command", bound=Callable[..., Any])
 OF_TRAINING = "of training; a sampler file has none of it"
+
+
+@dataclass(frozen=True)
+class TwoKinds(Diagnostic):
+    title: ClassVar[str] = "this is a model file and a sampler file in one"
+    label: ClassVar[str] = "it names build, sample and loss, and {names} too"
+    help: ClassVar[str] = (
+        "move what samples into a file of its own, which imports this one; or give `models` another name"
+    )
+    names: str
 
 
 def sampler_options(command: Command) -> Command:
@@ -40,12 +54,31 @@ def refuse(given: Mapping[str, object], why: str) -> None:
 
 
 def is_sampler(path: Path) -> bool:
-    """Whether a file has the form of a sampler file: it defines `models`. Reads it, and runs nothing."""
+    """Whether a file is a sampler file: it names `models`, and not all of `build`, `sample` and `loss`. Reads it, and
+    runs nothing. Raises ``UserError`` for one that names all functions of both kinds."""
+    from arachnec.models.file import MODEL_FILE, definition
+    from arachnec.models.sampler_file import SAMPLER_FILE
+
+    names = _top_level_names(path, set())
+    trains, samples = names.issuperset(MODEL_FILE.required), names.issuperset(SAMPLER_FILE.required)
+    if trains and samples:
+        raise UserError(TwoKinds(definition(path, "models"), ", ".join(SAMPLER_FILE.required)))
+    return samples or ("models" in names and "build" not in names)
+
+
+def _top_level_names(path: Path, seen: set[Path]) -> set[str]:
+    """What a file assigns, defines or imports outside of functions; of `from x import *` what the file beside it does.
+
+    Of a file that cannot be read none: loading it says what is wrong.
+    """
+    seen.add(path)
     try:
-        nodes = ast.parse(path.read_bytes()).body
-    except (OSError, SyntaxError, ValueError):
-        return False  # whoever loads it says what is wrong
-    assigned = (node.targets for node in nodes if isinstance(node, ast.Assign))
-    leaves = (leaf for targets in assigned for target in targets for leaf in ast.walk(target))
-    names = {leaf.id for leaf in leaves if isinstance(leaf, ast.Name)}
-    return "models" in names | {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
+        source = path.read_bytes()
+        symbols = symtable.symtable(source.decode(), str(path), "exec").get_symbols()
+        nodes = ast.parse(source).body
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return set()
+    names = {symbol.get_name() for symbol in symbols if symbol.is_assigned() or symbol.is_imported()}
+    starred = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.names[0].name == "*" and node.module]
+    files = {path.parent.joinpath(*str(node.module).split(".")).with_suffix(".py") for node in starred} - seen
+    return names.union(*(_top_level_names(file, seen) for file in files))

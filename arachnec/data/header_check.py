@@ -96,7 +96,7 @@ class _Look:
 def _look(path: Path, clips: Sequence[VideoClip]) -> _Look:
     try:
         header = read_header(path)
-        wrong = [(clip.id, disagreement(clip, header, LARGEST_MULTIPLE)) for clip in clips]
+        wrong = [(clip.name, disagreement(clip, header, LARGEST_MULTIPLE)) for clip in clips]
     except UserError as error:
         return _Look(unreadable=str(error))
     named = tuple((id, *reason) for id, reason in wrong if reason is not None)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -58,6 +59,8 @@ def integer(row: Row, key: str) -> int | None:
     if value is None:
         return None
     least = LEAST[key]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise UserError(bad_value(row, key, f"an integer of at least {least}", f"write `{key}` as a whole number"))
     if value < least:
@@ -116,12 +119,24 @@ def identifier(row: Row) -> str | int:
     return value
 
 
-def tokens_of_text(row: Row, what: str, caption: str | None) -> int:
-    """The row's ``text_tokens``, else as many as its caption has. Raises ``UserError`` where there is neither."""
+def texts(row: Row, key: str) -> tuple[str, ...]:
+    """The row's text, or those of its list; empty where it has none. Raises ``UserError`` as ``text``."""
+    value = row.values.get(key)
+    if not isinstance(value, list):
+        one = text(row, key)
+        return () if one is None else (one,)
+    if not value or not all(isinstance(item, str) and _is_text(item) for item in value):
+        raise UserError(bad_value(row, key, "a text or a list of texts", f"put the {key} in quotes"))
+    return tuple(value)
+
+
+def tokens_of_text(row: Row, what: str, captions: Sequence[str]) -> int:
+    """The row's ``text_tokens``, else as many as its longest caption has. Raises ``UserError`` where there is
+    neither."""
     tokens = integer(row, "text_tokens")
     if tokens is not None:
         return tokens
-    if caption is None:
+    if not captions:
         remedy = "add `caption`, or `text_tokens` (0 for a model that reads no text)"
         raise UserError(MissingKey(row.span(), what, "text_tokens", remedy))
-    return caption_tokens(caption)
+    return max(map(caption_tokens, captions))

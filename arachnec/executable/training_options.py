@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from arachnec.data.columns import Columns
 from arachnec.data.manifest import MOST_IN_BATCH
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -99,7 +100,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average. A parameter has the arguments of the
     first of the ``groups`` that it fits. An update is made of ``accumulate`` global batches; with ``shuffle`` clips
     come in another order in every epoch, with ``stratified`` also each batch has its share of every shape. In a step a
-    clip has no caption with probability ``caption_dropout``.
+    clip has no caption with probability ``caption_dropout``. ``columns`` says which of manifests are read, and
+    ``long_captions`` what becomes of those with more text tokens than the model takes.
     """
 
     lr: float = 1e-4
@@ -119,6 +121,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     validation: Validation = Validation()
     sampling: SampledRequests = SampledRequests()
     mix: Mix = Mix()
+    columns: str = ""
+    long_captions: Literal["cut", "refuse"] = "cut"
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,7 @@ def _is_used(file: str | None, every: int) -> bool:
 
 def verified(training: Training) -> Training:
     """The options themselves, or a ``UserError`` that names the one out of range."""
+    Columns.of(training.columns)
     warmup, dropout, drawn = training.schedule.warmup, training.caption_dropout, training.timesteps
     rules = (
         ("lr", training.lr, 0 <= training.lr < math.inf, "a learning rate is zero or more"),

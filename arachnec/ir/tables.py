@@ -175,7 +175,7 @@ STAGE = table("""
     activation      | ms formula     | costed | optional | of a split backward the part before its `weight`, measured
     weight          | ms formula     | costed | optional | of a split backward the products with weights, measured
     update          | ms             | costed | optional | the optimizer's step, measured
-    costs           | str            | costed | required | where they come from: "profile", "device specs" or "table"
+    costs           | str            | costed | required | where from: "profile" and its file, "device specs" or "table"
 """)
 
 FUSED = table("""

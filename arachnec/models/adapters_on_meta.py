@@ -12,20 +12,31 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
+from arachnec.models.pretrained_on_meta import CLASSES, pretrained_without_weights
+
 MODULE, LAYER, MOVE = "peft.tuners.tuners_utils", "BaseTunerLayer", "_move_adapter_to_device_of_base_layer"
 
 R = TypeVar("R")
 
 
-def with_adapters_cast(build: Callable[[], R]) -> R:
-    """What ``build`` gives, its adapters cast. It runs again where it has imported peft itself, on the meta device."""
-    known = MODULE in sys.modules
-    with _casting():
-        built = build()
-    if known or MODULE not in sys.modules or sys.modules["torch"].get_default_device().type != "meta":
-        return built
-    with _casting():
-        return build()
+def built_by_libraries(build: Callable[[], R]) -> R:
+    """What ``build`` gives, its adapters cast, on the meta device without reading weights. It runs again where it has
+    imported one of the libraries itself, on the meta device."""
+    libraries = (MODULE, *CLASSES)
+    before = [name for name in libraries if name in sys.modules]
+    failed: Exception | None = None
+    try:
+        with _casting(), pretrained_without_weights():
+            built = build()
+    except Exception as error:
+        failed = error
+    imported = before != [name for name in libraries if name in sys.modules]
+    if imported and sys.modules["torch"].get_default_device().type == "meta":
+        with _casting(), pretrained_without_weights():
+            return build()
+    if failed is not None:
+        raise failed
+    return built
 
 
 @contextmanager

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import read_encoded
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.argument_trees import flatten
+from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile, check_sample
 
 
@@ -48,13 +51,16 @@ def clip_generator(seed: int, step: int, clip: str | int) -> torch.Generator:
 
 
 def clip_in_step(clip: VideoClip, seed: int, step: int, dropout: float, timesteps: Timesteps = UNIFORM) -> VideoClip:
-    """A clip as one step trains it: with these ``timesteps``, and with probability ``dropout`` an empty caption.
+    """A clip as one step trains it: with these ``timesteps``, one of its captions, and with probability ``dropout`` an
+    empty one.
 
-    Whether it is dropped follows from (seed, step, clip) alone; noise and timestep are the same either way. The clip
-    keeps its ``text_tokens``, which is what was planned: an encoder pads to them.
+    Which it is follows from (seed, step, clip) alone; noise and timestep are the same either way. The clip keeps its
+    ``text_tokens``, which is what was planned, those of its longest caption: an encoder pads to them.
     """
     dropped = dropout > 0 and clip_seed(seed, step, f"caption/{clip.id}") / 2**63 < dropout
-    return replace(clip, timesteps=timesteps, caption="" if dropped else clip.caption)
+    several = clip.captions
+    caption = several[clip_seed(seed, step, f"captions/{clip.id}") % len(several)] if several else clip.caption
+    return replace(clip, timesteps=timesteps, caption="" if dropped else caption, captions=())
 
 
 def make_batch(
@@ -83,7 +89,9 @@ def make_batch(
             own = {} if sample_device.type == "meta" else read_encoded(clip)
             own |= {name: value[index : index + 1].to(sample_device) for name, value in (encoded or {}).items()}
             sampled = replace(clip, encoded=own) if own else clip
-            samples.append(_checked(model_file, clip, model_file.sample(sampled, clip_generator(seed, step, clip.id))))
+            with naming([clip]):
+                pair = model_file.sample(sampled, clip_generator(seed, step, clip.id))
+                samples.append(_checked(model_file, clip, pair))
     arguments = {
         name: _joined(model_file, name, clips, [kwargs.get(name) for kwargs, _ in samples])
         for name in _names(model_file, clips, samples)
@@ -101,15 +109,15 @@ def prediction_of(output: Any) -> Tensor:
     """The prediction in a forward's output: the output, or its first element."""
     if isinstance(output, Mapping):
         output = next(iter(output.values()), None)
-    elif isinstance(output, tuple | list):
-        output = output[0] if output else None
+    elif isinstance(output, tuple | list) or is_dataclass(output):
+        output = next(iter(flatten(output)[0]), None)
     if not isinstance(output, Tensor):
         raise UserError(NoPrediction(None, type(output).__name__))
     return output
 
 
 def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
-    check_sample(result, lambda: model_file.span("sample"), clip.id)
+    check_sample(result, lambda: model_file.span("sample"), clip.name)
     kwargs, target = result
     return kwargs, target
 
@@ -122,7 +130,7 @@ def _names(
         other = sorted(set(names) ^ set(kwargs))
         if other:
             difference = "given for one of them only"
-            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].id, clip.id, difference))
+            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].name, clip.name, difference))
     return names
 
 
@@ -134,12 +142,12 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
         for clip, value in zip(clips, values, strict=True):
             if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
                 difference = f"{_described(first)} and {_described(value)}"
-                raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].id, clip.id, difference))
+                raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].name, clip.name, difference))
         return torch.cat(list(values))
     for clip, value in zip(clips, values, strict=True):
         if not _equal(first, value):
             difference = f"{_described(first)} and {_described(value)}"
-            raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].id, clip.id, difference))
+            raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].name, clip.name, difference))
     return first
 
 
@@ -155,9 +163,10 @@ def _equal(a: Any, b: Any) -> bool:
         return a.device.type == "meta" or torch.equal(a, b)
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return bool(a == b)
+    (parts, form), (others, other) = flatten(a), flatten(b)
+    if form.is_leaf() or other.is_leaf():
+        return bool(a == b)
+    return form == other and all(map(_equal, parts, others))
 
 
 def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
@@ -166,9 +175,8 @@ def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
         return value.to(device, dtype) if cast else value.to(device)
     if isinstance(value, Mapping):
         return {key: _moved(item, device, None) for key, item in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(_moved(item, device, None) for item in value)
-    return value
+    parts, form = flatten(value)
+    return value if form.is_leaf() else pytree.tree_unflatten([_moved(part, device, None) for part in parts], form)
 
 
 def _described(value: Any) -> str:

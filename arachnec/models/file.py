@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.users_code import line_of, users_frames
-from arachnec.models.adapters_on_meta import with_adapters_cast
+from arachnec.models.adapters_on_meta import built_by_libraries
+from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.neighbours import Source, make_importable, neighbours
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class MissingFunction(Diagnostic):
 class WrongSignature(Diagnostic):
     title: ClassVar[str] = "`{name}` cannot be called as {name}({arguments})"
     label: ClassVar[str] = "it is {name}{signature}"
-    help: ClassVar[str] = "change it to `def {name}({arguments})`"
+    help: ClassVar[str] = "change it to `def {name}({arguments})`, or give what is not meant for arachnec another name"
     name: str
     arguments: str
     signature: str
@@ -87,13 +88,14 @@ class WrongSignature(Diagnostic):
 
 @dataclass(frozen=True)
 class ModelFileRaised(Diagnostic):
-    title: ClassVar[str] = "the {kind} raised {exception} in {where}"
+    title: ClassVar[str] = "the {kind} raised {exception} in {where}{clips}"
     label: ClassVar[str] = "raised here"
     help: ClassVar[str] = "{remedy}"
     exception: str
     where: str
     remedy: str
     kind: str = "model file"
+    clips: str = ""  # that it was called for
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
         try:
             if name in MAKE_MODULES:
-                return with_adapters_cast(lambda: function(*args, **kwargs))
+                return built_by_libraries(lambda: function(*args, **kwargs))
             return function(*args, **kwargs)
         except UserError:
             raise
@@ -259,10 +261,12 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
             raise UserError(_raised(error, path, f"{name}()", form.kind)) from error
 
     def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        result = guarded(*args, **kwargs)
+        result: Any = guarded(*args, **kwargs)
+        if name == "build" and _is_module(result):
+            result = without_compilation(result)
         if name == "sample":
             clip: Any = args[0]
-            check_sample(result, lambda: defined, clip.id)
+            check_sample(result, lambda: defined, clip.name)
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
             raise UserError(WrongResult(defined, name, *wrong, form.page))
@@ -305,6 +309,12 @@ def check_sample(result: Any, defined: Callable[[], Span | None], clip: str | in
         raise UserError(BadSample(defined(), clip, f"{type(kwargs).__name__} in place of keyword arguments"))
     if not isinstance(target, torch.Tensor):
         raise UserError(BadSample(defined(), clip, f"{type(target).__name__} in place of a target tensor"))
+
+
+def _is_module(value: Any) -> bool:
+    import torch
+
+    return isinstance(value, torch.nn.Module)
 
 
 def _wrong_model(model: Any) -> tuple[str, str] | None:
@@ -376,7 +386,7 @@ SAMPLER_FORM = FileForm(  # without what looks at results, which ``models.sample
 def _frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
     """The frames of the file; where it has none, those of the user's files that it has its functions from."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if Path(frame.filename).absolute() == path] or users_frames(error)
+    return users_frames(error) or [frame for frame in frames if Path(frame.filename).absolute() == path]
 
 
 def _placed(error: UserError, path: Path) -> UserError:
@@ -384,6 +394,11 @@ def _placed(error: UserError, path: Path) -> UserError:
     frames = _frames(error, path)
     span = _span(frames[-1]) if frames else None
     return UserError(*(d if d.span else dataclasses.replace(d, span=span) for d in error.diagnostics))
+
+
+def raised_by_user(error: Exception, where: str) -> ModelFileRaised:
+    """What code of the user's raised, at its innermost line, which there is."""
+    return _raised(error, Path(users_frames(error)[-1].filename), where, MODEL_FILE.kind)
 
 
 def _raised(error: BaseException, path: Path, where: str, kind: str) -> ModelFileRaised:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.file import MODEL_FILE, ModelFile, checked_function
 
 SCRIPT = replace(MODEL_FILE, kind="script")
@@ -59,6 +60,7 @@ def given_module(
 
     Raises ``UserError`` where it is no module, or a function is missing.
     """
+    module = without_compilation(module) if isinstance(module, nn.Module) else module
     kind = type(module).__name__
     if not isinstance(module, nn.Module):
         remedy = "give the path of a model file, or a torch.nn.Module with sample= and loss="

@@ -17,6 +17,7 @@ from arachnec.data.requests import STEPS, Request
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
+from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.file import (
     SAMPLER_FORM,
     ModelFile,
@@ -125,7 +126,7 @@ class SamplerFile:
                 model = model()
         if not isinstance(model, torch.nn.Module):
             raise UserError(BadModel(self.span("models"), name, called(model)))
-        return model
+        return without_compilation(model)
 
     def scale(self, name: str, request: Request) -> float:
         """The scale of guidance of a request's steps by this model; up to 1 there is none."""

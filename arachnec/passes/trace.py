@@ -79,7 +79,7 @@ def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], clus
     clips: list[Clip] = []
     for number, iteration in enumerate(iterations):
         for clip in iteration:
-            attrs = Attributes.of(name=str(clip.id), iteration=number)
+            attrs = Attributes.of(name=clip.name, iteration=number)
             sizes = clip.frames, clip.height, clip.width, clip.text_tokens, traced.tokens(clip)
             clips.append(Clip(len(clips), *sizes, attrs))
     return Module("manifest", Level.TRACED, cluster, tuple(clips), traced.stages, traced.graphs)
@@ -144,7 +144,7 @@ class TokenCounter:
             handle.remove()
         if not counted or counted[0] < 1:
             reason = "the first block is given no tokens"
-            raise UserError(CannotTake(None, str(clip.id), sizes_of(clip), clip.text_tokens, reason))
+            raise UserError(CannotTake(None, clip.name, sizes_of(clip), clip.text_tokens, reason))
         return counted[0]
 
 

@@ -7,6 +7,7 @@ import platform
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
@@ -59,10 +60,17 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def profile_here(
-    model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False, dtype: str = "fp32"
+    model: Path,
+    data: Path,
+    cluster: str | Path,
+    output: Path,
+    *,
+    samples: bool = False,
+    dtype: str = "fp32",
+    columns: str = "",
 ) -> Profile:
     """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file;
-    ``dtype`` is the training option: ``fp32`` leaves the model as it is built.
+    ``dtype`` is the training option: ``fp32`` leaves the model as it is built. ``columns`` as for ``read_manifest``.
 
     Raises ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
     """
@@ -74,13 +82,13 @@ def profile_here(
         load_sampler_file(model)
     else:
         demand_python_file(model, MODEL_FILE)
-        read_manifest(data)
+        read_manifest(data, columns=columns)
         load_model_file(model)
     _demand_devices(machine)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
-        arguments += [] if samples else [dtype]
+        arguments += [] if samples else [dtype, columns]
         try:
             launch(machine.world, arguments, lambda line: None, worker=SAMPLER_WORKER if samples else WORKER)
         except RankCrashed as crash:
@@ -106,7 +114,7 @@ def _demand_devices(machine: Cluster) -> None:
 def fitted(measured: Measured, machine: Cluster) -> Profile:
     """The profile of what the ranks of this machine found."""
     name = f"{platform.machine()}, {os.cpu_count()} cores, {measuring_at_once(machine)} ranks at once"
-    return fit_profile(
+    profile = fit_profile(
         measured.stages,
         machine=name,
         device=measured.device,
@@ -116,6 +124,7 @@ def fitted(measured: Measured, machine: Cluster) -> Profile:
         dtype=measured.dtype,
         sparsity=[fit_sparse(measured.head_size, measured.attention)] if measured.attention else [],
     )
+    return msgspec.structs.replace(profile, measured_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
 
 
 def measuring_at_once(machine: Cluster) -> int:

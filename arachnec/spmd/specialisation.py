@@ -19,9 +19,11 @@ from arachnec.tracing.errors import (
     CannotCapture,
     CannotRecord,
     GradientDiffers,
+    NoBlocks,
     NoTokenDimension,
     NotPolymorphic,
     NumberMatters,
+    RewritesArgument,
     UnequalCall,
 )
 
@@ -76,10 +78,12 @@ STEPS_DOWN = (
     CannotRecord,
     ClipsMixed,
     GradientDiffers,
+    NoBlocks,
     NoShardedInput,
     NoTokenDimension,
     NotPolymorphic,
     NumberMatters,
+    RewritesArgument,
     UnequalCall,
 )
 
@@ -108,8 +112,8 @@ def costs(step: Specialisation, refusals: Sequence[UserError], seconds: float) -
 
 
 def clips_mixed(refusal: UserError) -> bool:
-    """Whether a model was refused because a batch is not what its clips are alone."""
-    return any(isinstance(diagnostic, ClipsMixed) for diagnostic in refusal.diagnostics)
+    """Whether a model was refused because several clips in a batch do not run, or are not what they are alone."""
+    return any(isinstance(diagnostic, (ClipsMixed, CannotRecord)) for diagnostic in refusal.diagnostics)
 
 
 def _reason(refusals: Sequence[UserError]) -> str:

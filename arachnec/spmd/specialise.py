@@ -58,8 +58,10 @@ def specialise(
             seconds = time.perf_counter() - started
             untold = _demand_clips_apart(step, model, source, calls, clips, encoders)
         except UserError as refusal:
-            if not _another_step_may_do(refusal, refusals):
-                raise (_first(refusals) if refusals and not _final(refusal) else refusal) from refusal
+            if cannot_on_meta(refusal) or _final(refusal):
+                raise
+            if step.clips == 1 and _cannot_run(refusal):
+                raise _first([*refusals, refusal]) from refusal
             refusals.append(refusal)
             continue
         limits, warnings = (*costs(step, refusals, seconds), *untold), gather_warnings(captured, shared)
@@ -141,11 +143,8 @@ def captured_at(
     return blocks.capture_blocks(model, calls, at=at, verify=False)
 
 
-def _another_step_may_do(refusal: UserError, earlier: Sequence[UserError]) -> bool:
-    if cannot_on_meta(refusal) or _final(refusal):
-        return False
-    cannot_run = all(isinstance(diagnostic, CannotRecord) for diagnostic in refusal.diagnostics)
-    return not (cannot_run and earlier)  # neither with several clips nor with one
+def _cannot_run(refusal: UserError) -> bool:
+    return all(isinstance(diagnostic, CannotRecord) for diagnostic in refusal.diagnostics)
 
 
 def _final(refusal: UserError) -> bool:

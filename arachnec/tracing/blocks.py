@@ -32,12 +32,21 @@ from arachnec.tracing.captured import (
     same_value,
 )
 from arachnec.tracing.dims import S, Sizes, T, fit_dimension, moves_with_batch, moves_with_clip
-from arachnec.tracing.errors import BlocksNotCalled, CannotCapture, NoBlocks, NoTokenDimension, UnequalCall
+from arachnec.tracing.errors import (
+    BlocksNotCalled,
+    CannotCapture,
+    NoBlocks,
+    NoTokenDimension,
+    RewritesArgument,
+    UnequalCall,
+)
 from arachnec.tracing.export import PREFIX, FlatBlock, export_block, forget_weights, refuse_dropout_modules
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
 from arachnec.tracing.narrow_values import unfilled
-from arachnec.tracing.record import BlockCall, ExampleCall, Recording, Repeats, is_meta, record, run_once
+from arachnec.tracing.record import BlockCall, ExampleCall, Recording, Repeats, flatten_call, is_meta, record, run_once
 from arachnec.tracing.verify import example_inputs, verify_block
+
+MODEL = ""  # the path of the model itself among its modules
 
 __all__ = [
     "CapturedBlock",
@@ -70,6 +79,9 @@ def capture_blocks(
     captured.
     """
     recorded = record_blocks(model, examples)
+    for call in recorded.recordings[0].calls:
+        if call.rewritten:
+            raise UserError(RewritesArgument(None, call.path))
     groups = recorded.groups
     there = [recorded.again(model, example, grad=i == 0) for i, example in enumerate(at)]
     _refuse_unequal(model, [*recorded.recordings[:1], *there])
@@ -81,8 +93,11 @@ def capture_blocks(
 
 
 def whole_blocks(model: nn.Module, examples: Sequence[ExampleCall]) -> CapturedModel:
-    """The calls of the blocks without a graph of them. Raises ``UserError`` for a model that cannot be recorded."""
-    recorded = record_blocks(model, examples)
+    """The calls of the blocks without a graph of them, of a model without blocks none.
+
+    Raises ``UserError`` for a model that cannot be run, or none of whose inputs grows with the clip.
+    """
+    recorded = record_blocks(model, examples, whole=True)
     return _model((), recorded.groups[1], recorded)
 
 
@@ -100,6 +115,8 @@ class RecordedBlocks:
     @property
     def groups(self) -> tuple[list[str], list[list[int]]]:
         """A name and the calls of each structure, blocks without tokens left out."""
+        if self.tokens_at.path == MODEL:
+            return [], [list(range(len(self.recordings[0].calls)))]
         groups: dict[Any, list[int]] = {}
         for i, call in enumerate(self.recordings[0].calls):
             if _has_tokens(self.recordings, i, self.sizes):
@@ -117,15 +134,19 @@ class RecordedBlocks:
         return record(model, self.candidates, example, self.repeats, grad=grad)
 
 
-def record_blocks(model: nn.Module, examples: Sequence[ExampleCall]) -> RecordedBlocks:
-    """Run every example. Raises ``UserError`` for a model without blocks, or whose calls have different forms."""
+def record_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, whole: bool = False) -> RecordedBlocks:
+    """Run every example. Raises ``UserError`` for a model without blocks, or whose calls have different forms; where
+    the blocks run ``whole`` they need not be there, be alike or see tokens."""
     refuse_dropout_modules(model)
     candidates = find_blocks(model)
-    if not candidates:
+    if not candidates and not whole:
         raise UserError(NoBlocks(None, type(model).__name__))
     unread = unread_settings(candidates, lambda: run_once(model, examples[0]))
     repeats = Repeats(model, candidates, unread)
     recordings = [record(model, candidates, example, repeats, grad=i == 0) for i, example in enumerate(examples)]
+    if whole:
+        tokens = _tokens_of_whole(model, recordings, examples)
+        return RecordedBlocks(candidates, unread, repeats, tuple(recordings), *tokens)
     if not recordings[0].calls:
         names = ", ".join(sorted({type(block).__name__ for block in candidates.values()}))
         raise UserError(BlocksNotCalled(None, type(model).__name__, names))
@@ -338,6 +359,34 @@ def _with_tokens(
     raise UserError(NoTokenDimension(None, call.path, inputs))
 
 
+def _tokens_of_whole(
+    model: nn.Module, recordings: Sequence[Recording], examples: Sequence[ExampleCall]
+) -> tuple[tuple[Sizes, ...], TokenPlace]:
+    """The same, of blocks that no ranks share: where the blocks tell nothing, of the model's own largest argument."""
+    try:
+        _refuse_unequal(model, recordings)
+        if recordings[0].calls:
+            return _with_tokens(recordings, examples)
+    except UserError:
+        pass
+    sizes = [Sizes(example.clip, example.batch, example.text) for example in examples]
+    versions = [flatten_call(model, (), example.arguments)[0] for example in examples]
+    places = []
+    for leaf in _tensor_leaves(versions[0]) if len({len(leaves) for leaves in versions}) == 1 else ():
+        shapes = [leaves[leaf].shape for leaves in versions]
+        series = [[int(size) for size in dims] for dims in zip(*shapes, strict=True)]
+        moving = tuple(d for d, values in enumerate(series) if moves_with_clip(values, sizes))
+        batched = tuple(d for d, values in enumerate(series) if moves_with_batch(values, sizes))
+        if set(moving) - set(batched):
+            places.append(TokenPlace(MODEL, leaf, moving[0], tuple(sorted({*moving, *batched})), bool(batched)))
+    if not places:
+        inputs = ", ".join(str(list(versions[0][leaf].shape)) for leaf in _tensor_leaves(versions[0]))
+        raise UserError(NoTokenDimension(None, type(model).__name__, inputs))
+    place = max(places, key=lambda place: place.count(versions[0], examples[0].batch))
+    counts = [place.count(leaves, size.batch) for leaves, size in zip(versions, sizes, strict=True)]
+    return tuple(replace(size, tokens=count) for size, count in zip(sizes, counts, strict=True)), place
+
+
 def _tokens_of(versions: Sequence[BlockCall], leaf: int, sizes: Sequence[Sizes]) -> TokenPlace | None:
     """Where one leaf has tokens. What ends in a dimension that moves is a mask or the like: its first one counts."""
     shapes = [version.leaves[leaf].shape for version in versions]
@@ -434,8 +483,8 @@ def _model(
         return frozenset(_as_tensor_output(recording, e, order) for e in of if e[0] in order)
 
     place, escapes, handed = recorded.tokens_at, outputs(recording.escapes), outputs(recording.handed)
-    leaves = next(call.leaves for call in recording.calls if call.path == place.path)
-    tokens = place.count(leaves, recorded.sizes[0].batch)
+    leaves = next((call.leaves for call in recording.calls if call.path == place.path), None)
+    tokens = recorded.sizes[0].tokens if leaves is None else place.count(leaves, recorded.sizes[0].batch)
     return CapturedModel(blocks, calls, escapes, recorded.sizes, place, handed, tokens)
 
 

@@ -13,6 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from arachnec.models.compiled_modules import ORIGINAL
+
 Known = dict[int, tuple[Hashable, Any]]  # what was met, by identity; kept, so that no identity is given again
 SAID = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 
@@ -23,7 +25,12 @@ def described(value: Any) -> Hashable:
     A module is its class alone: its own settings are said where it stands. Of an object that shows no attributes, such
     as one written in C, nothing is known: two of them are never equal.
     """
-    return _described(value, {})
+    said = _described(value, {})
+    try:
+        hash(said)
+    except TypeError:  # a class whose own class has no hash
+        return type(value).__qualname__, id(value)
+    return said
 
 
 def class_of(value: object) -> Any:  # hashable
@@ -37,9 +44,14 @@ def _described(value: Any, known: Known) -> Hashable:
     """One inside itself is a number."""
     if isinstance(value, SAID):
         return class_of(value), repr(value)
+    value = getattr(value, ORIGINAL, value) if isinstance(value, types.FunctionType) else value
     if id(value) not in known:
         known[id(value)] = len(known), value
-        known[id(value)] = (class_of(value), *_parts(value, known)), value
+        try:
+            parts = _parts(value, known)
+        except Exception:  # it does not let itself be read
+            parts = (id(value),)
+        known[id(value)] = (class_of(value), *parts), value
     return known[id(value)][0]
 
 

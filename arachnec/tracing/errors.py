@@ -137,6 +137,13 @@ class WritesState(Diagnostic):
 
 
 @dataclass(frozen=True)
+class RewritesArgument(Diagnostic):
+    title: ClassVar[str] = "{block} puts a tensor that it does not return into an object that it is given"
+    help: ClassVar[str] = "return what the block computes, and let the model take it from there"
+    block: str
+
+
+@dataclass(frozen=True)
 class UnequalCall(Diagnostic):
     title: ClassVar[str] = "{block} was called with {found}, but traced with {expected}"
     help: ClassVar[str] = "trace the model with calls of the same form as those it trains with"

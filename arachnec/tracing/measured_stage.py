@@ -127,9 +127,10 @@ class _Counter:
         def seen(path: str, leaves: list[Any]) -> None:
             if path == place.path and len(self.tokens) == before:
                 self.tokens.append(place.count(leaves, call.batch))
-                hidden[0] = int(leaves[place.leaf].shape[-1])
+                hidden[0] = int(leaves[place.leaf].shape[-1]) if path else 0
 
         before = len(self.tokens)
+        seen("", flatten_call(self.model, (), call.arguments)[0])
         alive = PeakBytes()
         with _running(self.model), torch.no_grad(), alive, CountedAttention(is_meta(self.model)):
             self.model(**call.arguments)

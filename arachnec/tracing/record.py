@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from arachnec.models.argument_trees import flatten, register_dataclasses
+from arachnec.models.compiled_modules import running_as_written
 from arachnec.tracing.find import SettingsWatch, Unread, structure
 from arachnec.tracing.token_views import TOKEN_VIEWS
 
@@ -50,6 +52,7 @@ class BlockCall:
     outputs: tuple[Any, ...]
     output_spec: pytree.TreeSpec
     origins: tuple[tuple[int, int] | None, ...]  # per leaf: the call and output it is, where it is one
+    rewritten: bool = False  # the block put a tensor that it does not return into something that it was given
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Recording:
 def flatten_call(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], pytree.TreeSpec]:
     """The leaves of a call in the order of the forward's parameters, however the caller wrote it."""
     arguments = inspect.signature(block.forward).bind(*args, **kwargs).arguments
-    return pytree.tree_flatten(dict(arguments))
+    return flatten(dict(arguments))
 
 
 def unflatten_call(
@@ -78,8 +81,13 @@ def unflatten_call(
 
 def leaf_names(block: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
     arguments = dict(inspect.signature(block.forward).bind(*args, **kwargs).arguments)
+    register_dataclasses(arguments)
     paths = [path for path, _ in pytree.tree_flatten_with_path(arguments)[0]]
-    return tuple("_".join(str(getattr(key, "key", getattr(key, "idx", key))) for key in path) for path in paths)
+    return tuple("_".join(map(_key_name, path)) for path in paths)
+
+
+def _key_name(key: Any) -> str:
+    return str(next(value for name in ("key", "idx", "name") if (value := getattr(key, name, None)) is not None))
 
 
 def record(
@@ -101,7 +109,7 @@ def record(
             stack.enter_context(torch.device("meta"))
         stack.enter_context(tape)
         output = model(**call.arguments)
-    tape.escapes |= tape.made_by_blocks(pytree.tree_leaves(output))
+    tape.escapes |= tape.made_by_blocks(flatten(output)[0])
     return Recording(tuple(tape.calls), frozenset(tape.escapes), frozenset(tape.handed))
 
 
@@ -151,10 +159,10 @@ class Repeats:
     def _once(self, forward: Any, kind: Any) -> Any:
         @functools.wraps(forward)
         def once(*args: Any, **kwargs: Any) -> Any:
-            inputs, form = pytree.tree_flatten((args, kwargs))
+            inputs, form = flatten((args, kwargs))
             key = kind, str(form), torch.is_grad_enabled(), tuple(_form(leaf) for leaf in inputs)
             if key not in self.seen:
-                outputs, spec = pytree.tree_flatten(forward(*args, **kwargs))
+                outputs, spec = flatten(forward(*args, **kwargs))
                 places = {id(leaf): i for i, leaf in enumerate(inputs) if isinstance(leaf, Tensor)}
                 self.seen[key] = [_Input(places[id(leaf)]) if id(leaf) in places else leaf for leaf in outputs], spec
                 return pytree.tree_unflatten(outputs, spec)
@@ -220,7 +228,8 @@ def run_once(model: nn.Module, call: ExampleCall) -> None:
 
 @contextlib.contextmanager
 def training_mode(model: nn.Module) -> Iterator[None]:
-    """``train()`` without gradient checkpointing, which export would drop silently; afterwards as before.
+    """``train()`` without gradient checkpointing, which export would drop silently, and without ``torch.compile``;
+    afterwards as before.
 
     On the meta device, which has no values, every place of a mask is taken to be set: a size is the most it can be.
     """
@@ -230,7 +239,8 @@ def training_mode(model: nn.Module) -> Iterator[None]:
     for module in checkpointing:
         module.__dict__["gradient_checkpointing"] = False
     try:
-        with torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
+        all_set = torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+        with all_set, running_as_written():
             yield
     finally:
         for module, mode in modes:
@@ -280,11 +290,17 @@ class _Tape(TorchFunctionMode):
 
     def leave(self, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
         frame = self.open.pop()
-        outputs, spec = pytree.tree_flatten(output)
+        outputs, spec = flatten(output)
+        with torch._C.DisableTorchFunction():
+            left, _ = flatten_call(block, args, kwargs)
+        known = {id(leaf) for leaf in (*frame.leaves, *outputs)}
+        rewritten = any(isinstance(leaf, Tensor) and id(leaf) not in known for leaf in left)
         index = len(self.calls)
         self.owner |= {id(leaf): (index, i) for i, leaf in enumerate(outputs) if isinstance(leaf, Tensor)}
         self.calls.append(
-            BlockCall(frame.path, tuple(frame.leaves), frame.names, frame.spec, tuple(outputs), spec, frame.origins)
+            BlockCall(
+                frame.path, tuple(frame.leaves), frame.names, frame.spec, tuple(outputs), spec, frame.origins, rewritten
+            )
         )
 
     def made_by_blocks(self, values: Sequence[Any]) -> set[tuple[int, int]]:

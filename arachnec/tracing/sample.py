@@ -21,6 +21,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_like
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.span import Span
+from arachnec.models.argument_trees import register_dataclasses
 from arachnec.models.batch import is_batched
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.models.file import ModelFile, line_span
@@ -143,15 +144,17 @@ def _on(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
             return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
         return leaf.to(device)
 
+    register_dataclasses(kwargs)
     moved_kwargs: dict[str, Any] = pytree.tree_map(moved, dict(kwargs))
     return moved_kwargs
 
 
 def clip_of(like: VideoClip, shape: tuple[int, ...], text: int) -> VideoClip:
-    """A clip of this size and caption length, of no video."""
+    """A clip of this size and caption length, of no video; files and numbers of its manifest's columns it keeps."""
+    values = {name: value for name, value in like.values.items() if name not in like.tensors}
     return replace(
         like, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text, path=None,
-        caption="a" * max(1, text - 1), encoded={}, cached={}, values={},
+        caption="a" * max(1, text - 1), captions=(), encoded={}, cached={}, values=values,
     )  # fmt: skip
 
 
@@ -202,10 +205,17 @@ def calls_of_shape(
 
 
 def meta_encoders(source: ModelSource) -> dict[str, nn.Module]:
+    """The encoders on the meta device: made there, or where making them needs values, moved."""
     if source.encoders is None:
         return {}
-    with torch.device("meta"):
-        return source.encoders()
+    try:
+        with torch.device("meta"):
+            encoders = source.encoders()
+    except Exception as error:
+        if not needs_values(error):
+            raise
+        encoders = source.encoders()
+    return {name: encoder.to("meta") for name, encoder in encoders.items()}
 
 
 class _Probe:

@@ -68,7 +68,7 @@ error: `sample` cannot be called as sample(clip, generator)
    |
  2 | def sample(clip): ...
    | ^^^^^^^^^^^^^^^^^^^^^ it is sample(clip)
-  help: change it to `def sample(clip, generator)`""",
+  help: change it to `def sample(clip, generator)`, or give what is not meant for arachnec another name""",
     ),
     "a function is something else": (
         "build = 3\ndef sample(clip, generator): ...\ndef loss(prediction, target): ...\n",
@@ -78,7 +78,7 @@ error: `build` cannot be called as build()
    |
  1 | build = 3
    | ^^^^^^^^^ it is build = 3
-  help: change it to `def build()`""",
+  help: change it to `def build()`, or give what is not meant for arachnec another name""",
     ),
     "the import raises": (
         "def width():\n    return 1 / 0\nWIDTH = width()\n",

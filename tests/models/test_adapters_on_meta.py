@@ -12,7 +12,7 @@ import torch
 from peft import IA3Config, LoHaConfig, LoraConfig, OFTConfig, get_peft_model, inject_adapter_in_model
 from torch import nn
 
-from arachnec.models.adapters_on_meta import MODULE, with_adapters_cast
+from arachnec.models.adapters_on_meta import MODULE, built_by_libraries
 
 TARGETS = ["0"]
 LOW_RANK = LoraConfig(r=2, target_modules=TARGETS, modules_to_save=["2"])
@@ -31,7 +31,7 @@ def base(precision: torch.dtype) -> nn.Module:
 
 
 def described(build: Callable[[], nn.Module]) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
-    model = with_adapters_cast(build)
+    model = built_by_libraries(build)
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: (value.shape, value.dtype, value.requires_grad) for name, value in named}
 
@@ -74,5 +74,5 @@ def test_a_file_that_imports_peft_where_it_builds_is_no_other(monkeypatch: pytes
 def test_peft_is_left_as_it_was() -> None:
     layers = sys.modules[MODULE].BaseTunerLayer
     before = vars(layers).copy()
-    with_adapters_cast(lambda: inject_adapter_in_model(LOW_RANK, base(torch.float32)))
+    built_by_libraries(lambda: inject_adapter_in_model(LOW_RANK, base(torch.float32)))
     assert vars(layers) == before

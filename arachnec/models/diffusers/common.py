@@ -70,7 +70,7 @@ class NoText(Diagnostic):
 @dataclass(frozen=True)
 class TooMuchText(Diagnostic):
     title: ClassVar[str] = "clip `{clip}` has {found} text tokens, and {model} takes {limit}"
-    help: ClassVar[str] = "shorten the caption, or raise `text_length`"
+    help: ClassVar[str] = "correct its `text_tokens`, or raise `text_length`"
     clip: str | int
     model: str
     found: int
@@ -170,6 +170,16 @@ def _of_folder(model: str, parameters: Any, named: Mapping[str, Mapping[str, Any
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
+def folder_of(name: str | None) -> Path | None:
+    """The folder that a configuration's name is; None where it is a name."""
+    return Path(name) if name is not None and Path(name).is_dir() else None
+
+
+def is_of_pipeline(folder: Path) -> bool:
+    """Whether a folder is a pipeline's, or the transformer of one, with its tokenizer."""
+    return any((place / "tokenizer").is_dir() for place in (folder, folder.parent))
+
+
 def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
     """``[1, channels, frames, height, width]``: the VAE encoder's output, precomputed, or synthetic.
 
@@ -188,7 +198,7 @@ def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
         frames = pixels[0] - geometry.stride[0] + 1  # a causal VAE makes the first latent frame from one frame
         raise UserError(
             WrongLatents(
-                None, clip.id, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
+                None, clip.name, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
             )
         )
     return encoded
@@ -202,9 +212,9 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     """
     real = clip.text_tokens
     if real < 1:
-        raise UserError(NoText(None, clip.id, model))
+        raise UserError(NoText(None, clip.name, model))
     if length is not None and real > length:
-        raise UserError(TooMuchText(None, clip.id, model, real, length))
+        raise UserError(TooMuchText(None, clip.name, model, real, length))
     if "text" in clip.encoded:
         encoded = clip.encoded["text"]
         real = encoded.shape[1]
@@ -308,5 +318,5 @@ def _precomputed(clip: VideoClip, path: Path, shape: tuple[int, ...]) -> Tensor:
         with safe_open(path, framework="pt") as file:
             stored: Tensor = file.get_tensor("latents").float()
     except (SafetensorError, OSError) as error:
-        raise UserError(UnreadableLatents(None, str(path), clip.id, str(error).splitlines()[0])) from None
+        raise UserError(UnreadableLatents(None, str(path), clip.name, str(error).splitlines()[0])) from None
     return stored if stored.ndim == 5 else stored[None]

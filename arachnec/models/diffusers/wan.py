@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from arachnec.models.diffusers import common
 from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.transformer_wan"
+TEXT_LENGTH = 512  # to which Wan's pipeline pads captions
 WAN_2_1 = {
     "patch_size": (1, 2, 2),
     "attention_head_dim": 128,
@@ -42,6 +44,7 @@ class WanTextToVideo:
     config: Mapping[str, Any]
     text_length: int | None
     dtype: torch.dtype = torch.float32
+    folder: Path | None = None  # of the pretrained weights
 
     @property
     def geometry(self) -> common.Geometry:
@@ -74,8 +77,12 @@ def text_to_video(
     Without a name, the class's defaults with ``config``.
 
     The model reads a clip's ``text_tokens`` text tokens as they are; ``text_length`` (512 in Wan's own training) pads
-    all captions with zeros to one length instead, as the model was pretrained. ``dtype`` is the precision of the
+    all captions with zeros to one length instead, as the model was pretrained; of a pipeline's folder it is 512 where
+    nothing is given. ``dtype`` is the precision of the
     weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
     """
     model = common.constructor(MODULE, "WanTransformer3DModel")
-    return WanTextToVideo(common.configuration("Wan", model, CONFIGURATIONS, name, config), text_length, dtype)
+    config, folder = common.configuration("Wan", model, CONFIGURATIONS, name, config), common.folder_of(name)
+    if text_length is None and folder is not None and common.is_of_pipeline(folder):
+        text_length = TEXT_LENGTH
+    return WanTextToVideo(config, text_length, dtype, folder)

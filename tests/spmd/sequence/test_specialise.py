@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -73,6 +74,85 @@ def by_values(x: Tensor, frames: int) -> Tensor:
 
 def by_chance(x: Tensor, frames: int) -> Tensor:
     return by_values(x, frames) + torch.rand(1)
+
+
+class OneClipWithGrid(Model):
+    """Takes one clip alone, and its blocks read a grid as numbers, as Wan2.2's own file does."""
+
+    def forward(self, video: Tensor, time: Tensor, grid: Tensor) -> Tensor:
+        x = self.embed(video.flatten(2).transpose(1, 2))
+        x = x + time.expand(len(time), x.shape[1])[..., None]  # right for one clip only
+        for block in self.blocks:
+            x = block(x, grid)
+        return x
+
+
+class NoList(Model):
+    """Its blocks stand in no list."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda x, frames: x)
+        self.first, self.second = self.blocks
+        del self.blocks
+
+    def forward(self, video: Tensor) -> Tensor:
+        x = self.embed(video.flatten(2).transpose(1, 2))
+        return self.second(self.first(x, 1), 1)
+
+
+class RewritesArgument(Model):
+    """Its blocks leave what they compute in a list that they are given."""
+
+    def forward(self, video: Tensor) -> Tensor:
+        carried = [self.embed(video.flatten(2).transpose(1, 2))]
+        for block in self.blocks:
+            block(carried)
+        return carried[0]
+
+
+class Writer(Block):
+    def forward(self, carried: list[Tensor]) -> None:  # type: ignore[override]
+        carried[0] = super().forward(carried[0], 1)
+
+
+class Whole(Source):
+    def __init__(self, model: Callable[[], nn.Module], *more: str) -> None:
+        self.model, self.more = model, more
+
+    def build(self) -> nn.Module:
+        return self.model()
+
+    def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, Any], Tensor]:
+        arguments, target = super().sample(clip, generator)
+        more = {"time": torch.rand(1, generator=generator), "grid": torch.tensor([list(target.shape[2:])])}
+        return {**arguments, **{name: more[name] for name in self.more}}, target
+
+
+def one_clip_with_grid() -> nn.Module:
+    return OneClipWithGrid(lambda x, grid: x + torch.linspace(0, 1, math.prod(grid.tolist()[0]))[None, :, None])
+
+
+def writers() -> nn.Module:
+    model = RewritesArgument(lambda x, frames: x)
+    model.blocks = nn.ModuleList(Writer(lambda x, frames: x) for _ in range(2))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("source", "most", "layers"),
+    [
+        pytest.param(Whole(one_clip_with_grid, "time", "grid"), 1, 2, id="one clip alone, a grid as numbers"),
+        pytest.param(Whole(NoList), None, 0, id="no list of blocks"),
+        pytest.param(Whole(writers), None, 2, id="blocks that write into their argument"),
+    ],
+)
+def test_what_no_graph_serves_runs_whole_on_one_rank(source: Whole, most: int | None, layers: int) -> None:
+    trace = trace_model(source, CLIPS)
+    attrs = trace.stages[-1].attrs
+    assert (attrs["graphs"], attrs["degrees"], attrs.get("most_clips")) == ("none", (1,), most)
+    assert len(attrs["layers"]) == layers  # type: ignore[arg-type]
+    assert "degree 1 only, so a clip must fit one device" in trace.limits[0]
+    assert [trace.tokens(clip) for clip in CLIPS] == [5 * 8 * 12, 9 * 16 * 12]
 
 
 def traced(twist: Callable[..., Tensor]) -> Trace:

@@ -7,7 +7,7 @@ have done so, and rank 0 then makes the checkpoint whole. It fits any number of 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import msgspec
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, fill, stored_runs, write_file
+from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, StoredRuns, fill, stored_runs, write_file
 from arachnec.checkpoint.folder import (
     Commit,
     Position,
@@ -188,8 +188,8 @@ def restore(whole: Whole, state: State, wanted: Position) -> None:
     fill(whole.path, [record.name for record in whole.commit.files], parts)
 
 
-def tensors_of(whole: Whole) -> Iterable[str]:
-    """The names of what a checkpoint holds, from its files' headers."""
+def tensors_of(whole: Whole) -> Mapping[str, StoredRuns]:
+    """What a checkpoint holds by name, from its files' headers."""
     return stored_runs(whole.path, [record.name for record in whole.commit.files])
 
 
@@ -198,6 +198,17 @@ def demand_empty(folder: Path) -> None:
     if whole := committed(folder):
         commit = read_commit(whole[0])
         raise UserError(CheckpointsThere(None, str(folder), commit.position.steps if commit else 0))
+
+
+def demand_own(folder: Path, model: str, seed: int, accumulate: int) -> None:
+    """What can be said of the newest checkpoint before ranks read it: that it is of another model file, seed or count
+    of batches. Raises ``UserError``."""
+    commit = read_commit(whole[0]) if (whole := committed(folder)) else None
+    if commit is None:
+        return
+    wanted = msgspec.structs.replace(commit.position, model=model, seed=seed, accumulate=accumulate)
+    if difference := _difference(commit.position, wanted):
+        raise UserError(ForeignCheckpoint(None, str(whole[0]), difference))
 
 
 def _newest_intact(folder: Path) -> Path | None:

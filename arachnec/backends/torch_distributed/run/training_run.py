@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,6 +31,7 @@ from arachnec.backends.torch_distributed.checkpoints.initial_run import (
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run, Share, program_of
+from arachnec.backends.torch_distributed.executor.shared_batches import SharedBatches
 from arachnec.backends.torch_distributed.executor.specs import Specs
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -52,7 +54,7 @@ from arachnec.backends.torch_distributed.run.step_account import Measured, StepA
 from arachnec.backends.torch_distributed.run.validation import MEASURES, Validation, ValidationLoss, undisturbed
 from arachnec.backends.torch_distributed.weights.shared_weights import META
 from arachnec.checkpoint.folder import Position
-from arachnec.checkpoint.parts import State
+from arachnec.checkpoint.parts import ENTRIES, IN_USE, State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable, planning_ms
@@ -60,6 +62,7 @@ from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock
+from arachnec.launch.stop_request import StopRequest
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.layer_summary import LayerSummary
@@ -169,6 +172,8 @@ class Trainer:
         self._ready: Module | None = None  # the program that was made ready last
         self.clips: tuple[VideoClip, ...] = ()  # of the latest optimizer step
         self.intervals: list[Interval] = []  # of the latest step on this rank
+        self._shared = SharedBatches()
+        self.stop: StopRequest | None = None  # where a signal is to end the run after a step
         self.plans_reused = 0  # steps that ran a plan which an earlier batch of the same shapes was given
 
     @property
@@ -209,9 +214,21 @@ class Trainer:
         """What a person should know of the weights that the run begins with."""
         return init_notes(init, self._context.model, self._context.encoders)
 
-    def steps_of(self, batches: int) -> int:
-        """Optimizer steps that so many batches make."""
-        return -(-batches // self._each)
+    def end_of(self, epochs: int) -> int:
+        """Optimizer steps in all at the end of so many passes over the manifest."""
+        return -(-epochs * self._executable.header.iterations // self._each)
+
+    @property
+    def stopped_by(self) -> int:
+        """The signal that some rank was asked to end by until the end of the latest step; 0 where there was none."""
+        return self._account.stopped_by
+
+    def note_of_grace(self) -> str:
+        """What whoever ends this run should know."""
+        step_ms = self._each * (0.0 if self._planned is None else self._planned.times.ends)
+        grace = math.ceil(self.timeouts.grace(self.module, step_ms))
+        told = "Ctrl-C and SIGTERM end this run after the step under way, with a checkpoint: give it"
+        return f"{told} {grace} s of grace by the plan's numbers; a second one ends it at once"
 
     def step_log(self, end: int | None) -> StepLog:
         """What is told of every step. Raises ``UserError`` where the schedule does not last up to ``end``, if known."""
@@ -251,7 +268,8 @@ class Trainer:
         took = report.accumulated(number, reports, sum(counts))
         if self._samples is not None and self._samples.due(number + 1):
             self._enter(f"the samples behind step {number}")
-            self._samples.write(number, self.module)
+            with self._context.optimizer.in_use():
+                self._samples.write(number, self.module)
         due = self._validation is not None and self._validation.due(number + 1)
         return msgspec.structs.replace(took, validation_loss=self._validate(number)) if due else took
 
@@ -264,13 +282,14 @@ class Trainer:
             "--plan-timeout",
         )
         loss = ValidationLoss()
-        with undisturbed(self.model, self.device):
+        with undisturbed(self.model, self.device), self._context.optimizer.in_use():
             for planned in self._validation.planned():
                 limit = self._limits.of_step(planned)
                 self._enter(f"the validation behind step {number}", limit, "--step-timeout")
                 self._prepare(planned.module, MEASURES)
                 loss.add(self._context, planned, self._received(planned, self._messages(planned)))
         drop_gradients(self._context.parameters)
+        self._account.add_validation(number, loss.mean)
         told = "is not finite" if loss.mean is None else f"{loss.mean:.6f}"
         events.emit(report.Note(f"step {number}: validation loss {told}, {counted(loss.clips, 'clip')}"))
         return loss.mean
@@ -285,7 +304,8 @@ class Trainer:
         self._prepare(self.module, share)
         context = self._context
         given = self._ahead.values if self._ahead is not None and self._ahead.clips is planned.clips else {}
-        own = replace(self._iteration(planned, given), share=share)
+        compares = self._shared.wanted(self.module, planned.clips) if dist.get_world_size() > 1 else {}
+        own = replace(self._iteration(planned, given), share=share, compares=compares)
         self._load(planned)
         self._ahead = None if following is None else self._look_ahead(following)
         if following is not None:
@@ -304,7 +324,7 @@ class Trainer:
         elapsed = (time.perf_counter() - started) * 1e3
         self._limits.took(planned, elapsed)
         measured = Measured(self.intervals, elapsed, exposed)
-        return self._account.report(context, own, planned, run, measured)
+        return self._account.report(context, own, planned, run, measured, asked=self.stop.signum if self.stop else 0)
 
     def _again(
         self, planned: Planned, share: Share, clock: Clock, save_gradients: Path | None, progress: StepProgress
@@ -410,7 +430,7 @@ class Trainer:
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         if due:
             self._account.sync(steps - 1)
-            self._checkpoints.save(self._state(), self._position(steps))
+            self._checkpoints.save(self._written(), self._position(steps))
         else:
             self._checkpoints.poll()
 
@@ -483,15 +503,29 @@ class Trainer:
         learned = {} if predictors is None else predictors.tensors()
         return {**(state if pipeline is None else pipeline.written(state)), **buffers, **learned}
 
+    def _written(self) -> State:
+        """What a checkpoint holds: the state, what the optimizer remembers in its groups, and weights to export where
+        they are others than those that train."""
+        optimizer = self._context.optimizer
+        in_use = {f"{IN_USE}/{name}": value.view(-1) for name, value in optimizer.weights_in_use().items()}
+        entries = optimizer.entries().encode()
+        text = {ENTRIES: torch.frombuffer(bytearray(entries), dtype=torch.uint8)} if entries else {}
+        return {**self._state(), **in_use, **text}
+
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
         self._left: tuple[str | None, ...] = ()
         if whole is not None:
-            stored = set(checkpoint.tensors_of(whole))
+            stored = checkpoint.tensors_of(whole)
             state = {n: x for n, x in self._state().items() if n in stored or not n.startswith(HISTORY)}
+            entries = torch.zeros(stored[ENTRIES].size if ENTRIES in stored else 0, dtype=torch.uint8)
+            if len(entries):
+                state[ENTRIES] = entries
             self._left = note_of_left(stored, state), kinds_left(stored, state)
             checkpoint.restore(whole, state, self._position(whole.position.steps))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps
+            if len(entries):
+                self._context.optimizer.take_entries(bytes(entries.numpy()).decode())
             if self._context.predictors is not None:
                 self._context.predictors.loaded(state, str(whole.path))
