@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from arachnec.ir.nodes import Cluster
+
 
 @dataclass(frozen=True)
 class DeviceSpecs:
@@ -52,6 +54,8 @@ _NICS = "AABBCCDD"
 # Without NVLink and peer-to-peer, what devices send each other goes up one switch's port into the host and down again.
 PCIE4 = 25
 
+BLOCK_OVERHEAD = 0.15  # ms
+
 DEVICE_SPECS = {
     specs.name: specs
     for specs in (
@@ -71,3 +75,10 @@ def find_device_specs(name: str) -> DeviceSpecs | None:
     """The specs of a device by its full or short name, in either case; None where it is not known."""
     lowered = name.lower()
     return DEVICE_SPECS.get(ALIASES.get(lowered, lowered))
+
+
+def block_overhead_of(cluster: Cluster) -> float:
+    """ms that one forward of one block takes on the cluster's device however small it is; where the device is unknown,
+    as on most of those that are known."""
+    specs = find_device_specs(str(cluster.attrs.get("device")))
+    return specs.block_overhead if specs else BLOCK_OVERHEAD

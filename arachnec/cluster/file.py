@@ -67,7 +67,7 @@ class NoGpus(Diagnostic):
 @dataclass(frozen=True)
 class TooManyGpus(Diagnostic):
     title: ClassVar[str] = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
-    label: ClassVar[str] = "larger than any cluster there is"
+    label: ClassVar[str] = "more than is planned for"
     help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g`"
     nodes: int
     gpus: int

@@ -6,6 +6,8 @@ refused (``planning.validate``). So no schedule that is accepted can end before 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, integers
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.sampling import CODING, branches_of
@@ -14,6 +16,8 @@ from arachnec.ir.tensor_parallel import tensor_parallel
 
 # Each degree is at most an eighth above the one before, so steps may be of 8 from 64 on.
 STEP = 8
+# Beyond so many they grow by about an eighth of themselves: more of them gain nothing, and take time.
+FINE = 512
 
 
 def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int, ...]:
@@ -28,7 +32,7 @@ def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int
         return tuple(sorted(degree for degree in times if degree <= cluster.world))
     cell = cell_of(stage) or 1
     if cell > 1:
-        return tuple(range(cell, cluster.world + 1, cell))
+        return _thinned(range(cell, cluster.world + 1, cell), max(cell, cluster.gpus))
     if (together := tensor_parallel(stage)) > 1:
         return (together,) if together <= cluster.world else ()
     listed = stage.attrs.get("degrees")
@@ -39,12 +43,27 @@ def legal_degrees(cascade: Cascade, stage: Stage, cluster: Cluster) -> tuple[int
 
 
 def wide_steps(largest: int, gpus: int) -> tuple[int, ...]:
-    """Degrees up to ``largest``: all to 64, then multiples of 8, whole nodes of ``gpus``, and the last."""
-    return tuple(
+    """Degrees up to ``largest``: all to 64, then multiples of 8, whole nodes of ``gpus``, and the last; beyond 512
+    fewer of these."""
+    degrees = [
         degree
         for degree in range(1, largest + 1)
         if degree <= STEP * STEP or degree == largest or degree % STEP == 0 or degree % max(STEP, gpus) == 0
+    ]
+    return _thinned(degrees, max(STEP, gpus))
+
+
+def _thinned(degrees: Sequence[int], unit: int) -> tuple[int, ...]:
+    """Ascending degrees, beyond ``FINE`` multiples of ``unit`` alone, about an eighth apart, and the last."""
+    return tuple(
+        degree for degree in degrees if degree <= FINE or degree == degrees[-1] or degree % _apart(degree, unit) == 0
     )
+
+
+def _apart(degree: int, unit: int) -> int:
+    """The largest ``unit`` times a power of two that is at most an eighth of the power of two below a degree."""
+    most = (1 << degree.bit_length() - 1) // STEP
+    return unit << max(0, (most // unit).bit_length() - 1)
 
 
 def sides(cascade: Cascade, stage: Stage, ranks: int) -> tuple[int, ...]:

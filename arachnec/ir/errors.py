@@ -219,7 +219,7 @@ class NoCost(Diagnostic):
 @dataclass(frozen=True)
 class TooManyRanks(Diagnostic):
     title: ClassVar[str] = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
-    label: ClassVar[str] = "larger than any cluster there is"
+    label: ClassVar[str] = "more than is planned for"
     nodes: int
     gpus: int
     most: int

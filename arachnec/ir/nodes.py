@@ -13,7 +13,7 @@ from typing import cast
 from arachnec.ir.span import Span as Span
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
-MOST_GPUS = 2**17  # of a cluster: a slip of the hand must not fill the memory with ranks
+MOST_GPUS = 2**13  # of a cluster: more than any published run of a video model, and what is planned in a minute
 
 
 class Level(IntEnum):

@@ -108,6 +108,14 @@ def most_clips(stage: Stage) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def blocks_run(stage: Stage) -> int:
+    """Blocks that one forward of the stage runs; 0 where it lists none."""
+    blocks = stage.attrs.get("blocks")
+    if not isinstance(blocks, tuple):
+        return 0
+    return sum(pair[1] for pair in blocks if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], int))
+
+
 def formula_in(stage: Stage, name: str) -> Formula | None:
     """A formula that the stage says of itself, such as ``saved``; None where it says none."""
     value = stage.attrs.get(name)

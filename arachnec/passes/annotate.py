@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar
 
-from arachnec.cluster.device_specs import find_device_specs
+from arachnec.cluster.device_specs import block_overhead_of, find_device_specs
 from arachnec.cluster.topology import has_gpus
 from arachnec.cost.profile import (
     BATCH,
@@ -39,13 +39,12 @@ from arachnec.cost.sparse_profile import with_measured_sparsity
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Stage, integer, quantity
 from arachnec.ir.sampling import CODING, models_of
-from arachnec.ir.stage_sizes import crowding, element_bytes, formula_in
+from arachnec.ir.stage_sizes import blocks_run, crowding, element_bytes, formula_in
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value, formula_sum
 from arachnec.passes.infra.base import Pass
 
 BACKWARD = 2.0  # backward over forward
 _OPTIONS = {"f32": "fp32", "bf16": "bf16"}  # precisions, as users write them
-BLOCK_OVERHEAD = 0.15  # ms, where the device is unknown
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,8 @@ class Annotate(Pass):
         if specs is not None:
             flops, overhead = specs.sustained, specs.block_overhead
         else:
-            device = find_device_specs(str(module.cluster.attrs.get("device")))
             flops = quantity(module.cluster.attrs["flops"])
-            overhead = device.block_overhead if device else BLOCK_OVERHEAD
+            overhead = block_overhead_of(module.cluster)
         profile = read_profile(self.profile) if self.profile and specs is None else None
         source = profile_source(Path(self.profile or ""), profile) if profile is not None else ""
         if profile is not None:
@@ -154,7 +152,7 @@ def from_device_specs(stage: Stage, flops: float, overhead: float) -> Stage:
     work = formula_in(stage, "flops")
     if work is None:
         raise UserError(NoFlops(stage.span, stage.name))
-    forward = _scaled(work, 1e3 / flops, overhead * max(1, block_count(stage)))
+    forward = _scaled(work, 1e3 / flops, overhead * max(1, blocks_run(stage)))
     backward = _scaled(forward, BACKWARD, 0.0) if stage.trained else None
     return _with(stage, forward=forward, backward=backward, costs="device specs")
 
@@ -273,14 +271,6 @@ def with_measured_links(cluster: Cluster, profile: Profile) -> Cluster:
     if links.inter_latency is not None:
         measured["inter_latency"] = Quantity(links.inter_latency, "us")
     return replace(cluster, attrs=cluster.attrs.updated(**measured))
-
-
-def block_count(stage: Stage) -> int:
-    """Blocks that one forward of the stage runs; 0 where it lists none."""
-    blocks = stage.attrs.get("blocks")
-    if not isinstance(blocks, tuple):
-        return 0
-    return sum(pair[1] for pair in blocks if isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], int))
 
 
 def _scaled(formula: Formula, factor: float, constant: float) -> Formula:

@@ -42,12 +42,14 @@ from arachnec.planning.layout_search import (
     Candidate,
     Choice,
     anchors,
+    bounding_steps,
     planning_steps,
     shortest,
 )
 from arachnec.planning.layouts import REPLICATED, Layout, in_cells, layouts
 from arachnec.simulation.events import Engine
 
+BOUNDED = 2  # times the steps of planning, for bounds of all layouts
 HIDDEN = 0.5  # of the iterations, that all-reduces may take before other layouts are looked at
 DEFAULTS: tuple[Pass, ...] = (Partition(policy="dual"), Annotate(), ScheduleZ3(), Place(), Bucket(), Lower())
 
@@ -137,12 +139,15 @@ class ChooseLayout(Pass):
 
     def _chosen(self, module: Module, reporter: Reporter) -> Choice | None:
         """The layout with the shortest sample; None where some clip fits in none."""
+        assert module.cluster is not None
         stages = self._stages_run and not divided_encoders(module)  # a pipeline's encoders run on a rank each
         table = [layout for layout in layouts(module) if layout.stages == 1 or stages]
-        candidates, rows = [], Rows()
+        candidates, rows, left = [], Rows(), BOUNDED * self.steps
         for number, layout in enumerate(table, 1):
-            reporter(f"bounding layout {number} of {len(table)}")
-            candidates.append(self._candidate(module, layout, rows))
+            left -= bounding_steps(module, layout)
+            if left >= 0 or layout in anchors(module.cluster):
+                reporter(f"bounding layout {number} of {len(table)}")
+                candidates.append(self._candidate(module, layout, rows))
         return shortest(candidates, self._planned_ms, self.steps, reporter)
 
     def _chosen_narrower(self, module: Module, reporter: Reporter) -> Choice | None:

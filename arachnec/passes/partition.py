@@ -30,6 +30,7 @@ from arachnec.ir.stage_sizes import formula_in, is_encoder, most_clips
 from arachnec.ir.tables import OF_PARTS
 from arachnec.passes.infra.base import Count, Pass
 from arachnec.planning.cell_batches import MICRO_BATCHES_PER_CELL, cell_batches, most_in_memory
+from arachnec.planning.launch_bound import Launches
 from arachnec.planning.pipeline_orders import SPLITTING
 
 # Fewer, larger micro-batches save launches; but the planner needs several per GPU to balance them.
@@ -132,9 +133,13 @@ class Partition(Pass):
         in_turn = (cell_of(stage) or 1) == 1 or _is_part(stage)  # a pipeline is filled by several of them
         several = MICRO_BATCHES_PER_RANK if in_turn else MICRO_BATCHES_PER_CELL
         most_work = min(float(longest) ** p, work / (several * world))
-        return self._filled(
-            module, stage, lambda clip: min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
-        )
+        few = None if self.tokens is not None or _is_part(stage) else Launches.of(module, stage, several)
+
+        def limit_of(clip: Clip) -> float:
+            usual = min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
+            return usual if few is None else max(usual, few.clips_on_a_rank(module, stage, clip))
+
+        return self._filled(module, stage, limit_of)
 
     def _filled(self, module: Module, stage: Stage, limit_of: Callable[[Clip], float]) -> list[tuple[Clip, ...]]:
         """Micro-batches of at most so many clips per rank: on any ranks, or on whole cells of them."""

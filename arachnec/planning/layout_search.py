@@ -9,6 +9,8 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from arachnec.cluster.device_kinds import Devices
+from arachnec.cost.degrees import FINE, wide_steps
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.parameter_cells import cell_of
@@ -20,6 +22,8 @@ DEFAULT_STEPS = 5000  # for all layouts: about 5 s
 MS_JUDGED = 3.2  # of a cascade and of a rank, to schedule, place and simulate a layout's cascades
 MS_PIPELINED = 1.0  # of a cascade of stages, for each degree
 MS_ORDERED = 2.5  # of one where the order is searched for
+MS_BOUNDED = 50  # of a layout
+MS_COSTED = 0.3  # of a shape of clips at a degree, of few ranks
 STAGES_AT_FIRST = 1.2  # plans of stages over their bounds, before any was made; of other layouts 1
 TINY = 1e-9  # ms
 FAR = 1.25  # of the shortest so far: what would take so long, were it planned as its kind, is not planned
@@ -148,13 +152,28 @@ def planning_steps(costed: Module) -> int:
     """What planning a costed module takes, in ms of processor time or about that."""
     assert costed.cluster is not None
     if "schedule" not in costed.attrs:
-        return round(SEARCH_STEPS + MS_JUDGED * (len(costed.cascades) + costed.cluster.world))
+        judged = len(costed.cascades) + costed.cluster.world
+        return round(SEARCH_STEPS + MS_JUDGED * judged * _kinds(costed.cluster))
     parts = sum("part_of" in stage.attrs for stage in costed.stages)
     run = costed.cluster.world // parts
     cell = max(cell_of(stage) or 1 for stage in costed.stages)
     degrees = sum(run % degree == 0 for degree in range(cell, run + 1, cell))
     ms = MS_ORDERED if costed.attrs["schedule"] == "planned" else MS_PIPELINED
-    return round(ms * len(costed.cascades) * (1 + degrees))
+    return round(ms * len(costed.cascades) * (1 + degrees) * _kinds(costed.cluster))
+
+
+def bounding_steps(module: Module, layout: Layout) -> int:
+    """What the bound of a layout takes, in ms of processor time or about that."""
+    assert module.cluster is not None
+    shapes = len({(clip.frames, clip.height, clip.width, clip.text) for clip in module.clips})
+    largest = module.cluster.world // layout.stages
+    degrees = len(wide_steps(max(1, largest // layout.cell), module.cluster.gpus))
+    return round(MS_BOUNDED + MS_COSTED * shapes * degrees * (1 + largest / FINE) * _kinds(module.cluster))
+
+
+def _kinds(cluster: Cluster) -> int:
+    """Kinds of devices, each of which is priced."""
+    return max(1, len(Devices(cluster).kinds))
 
 
 def _costs(one: Candidate) -> object:
