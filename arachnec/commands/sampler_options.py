@@ -22,7 +22,9 @@ OF_TRAINING = "of training; a sampler file has none of it"
 class TwoKinds(Diagnostic):
     title: ClassVar[str] = "this is a model file and a sampler file in one"
     label: ClassVar[str] = "it names build, sample and loss, and {names} too"
-    help: ClassVar[str] = "move what samples into a file of its own, which imports this one; or give `models` another name"
+    help: ClassVar[str] = (
+        "move what samples into a file of its own, which imports this one; or give `models` another name"
+    )
     names: str
 
 

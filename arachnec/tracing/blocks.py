@@ -374,7 +374,9 @@ def _tokens_of_whole(
     versions = [flatten_call(model, (), example.arguments)[0] for example in examples]
     places = []
     for leaf in _tensor_leaves(versions[0]) if len({len(leaves) for leaves in versions}) == 1 else ():
-        series = [[int(size) for size in dims] for dims in zip(*(leaves[leaf].shape for leaves in versions), strict=True)]
+        series = [
+            [int(size) for size in dims] for dims in zip(*(leaves[leaf].shape for leaves in versions), strict=True)
+        ]
         moving = tuple(d for d, values in enumerate(series) if moves_with_clip(values, sizes))
         batched = tuple(d for d, values in enumerate(series) if moves_with_batch(values, sizes))
         if set(moving) - set(batched):
