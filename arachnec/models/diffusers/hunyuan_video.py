@@ -45,11 +45,12 @@ class HunyuanTextToVideo:
     config: Mapping[str, Any]
     text_length: int | None
     dtype: torch.dtype = torch.float32
+    stride: tuple[int, int, int] = (4, 8, 8)
 
     @property
     def geometry(self) -> common.Geometry:
         patch = self.config["patch_size"]
-        return common.Geometry(self.config["in_channels"], (self.config["patch_size_t"], patch, patch))
+        return common.Geometry(self.config["in_channels"], (self.config["patch_size_t"], patch, patch), self.stride)
 
     def build(self) -> torch.nn.Module:
         return in_precision(common.constructor(MODULE, "HunyuanVideoTransformer3DModel")(**self.config), self.dtype)
@@ -89,4 +90,4 @@ def text_to_video(
     """
     model = common.constructor(MODULE, "HunyuanVideoTransformer3DModel")
     config = common.configuration("HunyuanVideo", model, CONFIGURATIONS, name, config)
-    return HunyuanTextToVideo(config, text_length, dtype)
+    return HunyuanTextToVideo(config, text_length, dtype, common.strides_of(name))

@@ -20,10 +20,9 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
 from arachnec.models.encoders import TextEncoder, VideoEncoder
-from arachnec.models.initial_weights import read_config, read_json_object
+from arachnec.models.initial_weights import INDEX, PIPELINE, read_config, read_json_object
 from arachnec.models.prompts import wan_prompt
 
-INDEX = "model_index.json"
 LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama opens no autocast there
 TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 
@@ -64,7 +63,7 @@ def pipeline_encoders(
     folder: str | Path, multiple: int = 16, *, text_dtype: torch.dtype = torch.bfloat16
 ) -> dict[str, nn.Module]:
     """``encoders()`` of a model file: ``vae``, ``text`` and, of HunyuanVideo, ``pooled``, made from their configs.
-    Their weights are as drawn.
+    Their weights are as drawn; ``--init`` reads them from its own folder, or from this one where that has none.
 
     ``multiple`` is an adapter's ``geometry.multiple``. The VAE stays in fp32. Raises ``UserError`` where the folder
     lacks a part, is of a pipeline that encodes captions in a way of its own, or needs a newer transformers.
@@ -81,7 +80,10 @@ def pipeline_encoders(
             raise UserError(NoPipeline(None, str(folder), f"{part}/"))
     config = read_config(folder / "vae")
     kind = constructor("diffusers", config["_class_name"])
-    return {"vae": VideoEncoder(kind.from_config(config), multiple), **CAPTIONS[pipeline](folder, text_dtype)}
+    encoders = {"vae": VideoEncoder(kind.from_config(config), multiple), **CAPTIONS[pipeline](folder, text_dtype)}
+    for encoder in encoders.values():
+        setattr(encoder, PIPELINE, folder.absolute())
+    return encoders
 
 
 def _wan(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
