@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from arachnec.backends.torch_distributed.engine import Engine
     from arachnec.data.clip import VideoClip
     from arachnec.data.parquet_clips import ParquetClips
+    from arachnec.data.video import read_frames
     from arachnec.driver import compile, trace
 
-__all__ = ["Engine", "ParquetClips", "VideoClip", "__version__", "compile", "ir", "passes", "trace"]
+__all__ = ["Engine", "ParquetClips", "VideoClip", "__version__", "compile", "ir", "passes", "read_frames", "trace"]
 HOMES = {
     "Engine": "arachnec.backends.torch_distributed.engine",
     "ParquetClips": "arachnec.data.parquet_clips",
     "VideoClip": "arachnec.data.clip",
     "compile": "arachnec.driver",
+    "read_frames": "arachnec.data.video",
     "trace": "arachnec.driver",
 }
 

@@ -21,6 +21,7 @@ COMMANDS = {
     "generate": "Sample videos for requests, with one model or two.",
     "export": "Write a checkpoint's model as a folder that Diffusers loads.",
     "cache": "Run a model's encoders beforehand, restartable; write what they gave and its manifest.",
+    "manifest": "List a folder of videos as clips, with their sizes and captions.",
     "compare": "Plan the same clips with several pipelines; one table.",
     "opt": "IR in, passes, IR out.",
     "plan": "Schedule cascades whose durations somebody measured.",

@@ -19,14 +19,17 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import has_gpus, machines, node_of
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.long_manifest import LongManifest, is_long, read_long_manifest
-from arachnec.data.manifest import Manifest, demand_plannable, read_manifest
+from arachnec.data.manifest import Batch, Manifest, demand_plannable, read_manifest
+from arachnec.executable.batch_size import require_batch
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
-from arachnec.models.file import ModelFile, load_model_file
-from arachnec.passes.infra.instruments import Instrument
+from arachnec.ir.progress import Reporter, unreported
+from arachnec.models.caption_tokens import CaptionCounter
+from arachnec.models.file import MODEL_FILE, ModelFile, demand_python_file, load_model_file
+from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.named_pipelines import ORIGINAL_CLIPS
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.report import clips_trained, plan_report, simulation_report
@@ -56,10 +59,11 @@ class Compiled:
     tracing_ms: float
     training: Training
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
-    limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
+    limits: tuple[str, ...] = ()  # notes of the videos; what it costs that one graph does not serve all clips
     validation: str = ""  # the clips of the validation manifest, as the executable has them
     long: LongManifest | None = None  # what a run draws from, where ``manifest`` is its first batch only
     untried: tuple[tuple[int, int, int, int], ...] = ()  # clip shapes that a run tries before their step
+    notes: tuple[str, ...] = ()  # how the clips were read
 
     @property
     def report(self) -> dict[str, Any]:
@@ -89,19 +93,28 @@ class Compiled:
         )
 
 
-def trace(model: str | Path, data: str | Path, cluster: str | Path, *, batch: int | None = None) -> Module:
+def trace(
+    model: str | Path, data: str | Path, cluster: str | Path, *, batch: Batch = None, columns: str = ""
+) -> Module:
     """The module at level ``traced``: stages, block graphs, and every clip of the manifest.
 
     Raises ``UserError`` for a model that cannot be traced, a clip the model cannot take, or a malformed file.
     """
-    model_file = load_model_file(Path(model))
-    manifest = demand_plannable(read_manifest(Path(data), batch=batch))
+    demand_python_file(model, MODEL_FILE)
     machine = parse_cluster(cluster)
+    manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
+    model_file = load_model_file(Path(model))
+    manifest = CaptionCounter(model_file).manifest(manifest)
     return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
 
 
 def trace_file(
-    model_file: ModelFile, manifest: Manifest, training: Training | None = None, *, gpu: bool = False
+    model_file: ModelFile,
+    manifest: Manifest,
+    training: Training | None = None,
+    *,
+    gpu: bool = False,
+    reporter: Reporter = unreported,
 ) -> Trace:
     """The model as the options train it: in their precision, with the state of their optimizer; its memory that of a
     processor's kernels, or of a ``gpu``'s.
@@ -112,7 +125,7 @@ def trace_file(
     from arachnec.backends.training_trace import training_trace
 
     clips = [clip for clips in manifest.iterations for clip in clips]
-    return training_trace(model_file, clips, training or Training(), gpu=gpu)
+    return training_trace(model_file, clips, training or Training(), gpu=gpu, reporter=reporter)
 
 
 def front_end(traced: Trace, manifest: Manifest, cluster: Cluster) -> Module:
@@ -144,38 +157,49 @@ def compile(
     cluster: str | Path,
     *,
     passes: str | Pipeline = "default",
-    batch: int | None = None,
+    batch: Batch = None,
     training: Training | None = None,
+    init: Path | None = None,
     instruments: Sequence[Instrument] = (),
+    reporter: Reporter = unreported,
 ) -> Compiled:
     """What ``arachnec compile`` does, up to the executable folder (``Compiled.write``).
 
     ``cluster`` is a TOML file or a short form such as ``2x8:h100-80g``; ``passes`` a pipeline, its text, or the name of
-    one; ``data`` is None where the training options have a ``mix``. Raises ``UserError`` for every mistake in the
-    input.
+    one; ``data`` is None where the training options have a ``mix``; the weights in ``init`` are held against the model;
+    ``reporter`` is given what is being done. Raises ``UserError`` for every mistake in the input.
     """
+    training = training or Training()
+    demand_python_file(model, MODEL_FILE)
+    machine = parse_cluster(cluster)
+    listed = _listed(data, batch, training, machine)
+    pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
+    pipeline.demand(Level.TRACED, Level.LOWERED)
+    # what is above imports no torch: a path or a word that is wrong is told at once
     from arachnec.backends.staged_model import demand_own_parameters
     from arachnec.backends.training_trace import demand_optimizer_fits, validation_manifest, validation_of
+    from arachnec.models.initial_weights import demand_fit
     from arachnec.optimizers.recipe import demand_torch_takes
     from arachnec.sampling.during_training import sampler_and_requests
 
-    training = training or Training()
+    model_file = load_model_file(Path(model))
+    captions = CaptionCounter(model_file, training.long_captions == "refuse")
+    manifest, shapes, long = _planned(listed, data, batch, training, captions)
+    if init is not None:
+        demand_fit(init, Path(model))
     demand_torch_takes(training)
     sampler_and_requests(training.sampling)  # mistakes in them are told now, not on the ranks
-    model_file = load_model_file(Path(model))
-    manifest, shapes, long = _manifest(data, batch, training)
-    machine = parse_cluster(cluster)
-    pipeline = passes if isinstance(passes, Pipeline) else Pipeline.parse(passes)
-    pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(manifest.clips, training)
+    held_back = held_back and captions.manifest(held_back)
     started = time.perf_counter()
-    trace = trace_file(model_file, shapes, training, gpu=has_gpus(machine))
+    trace = trace_file(model_file, shapes, training, gpu=has_gpus(machine), reporter=reporter)
     if long is not None:
         tokens = [(*clip.shape, trace.tokens(clip)) for clip in shapes.iterations[-1]]
         long = msgspec.structs.replace(long, shapes=tuple(tokens))
     traced = front_end(trace, manifest, machine)
     validation = validation_of(trace, held_back)
     tracing_ms = (time.perf_counter() - started) * 1e3
+    instruments = (*instruments, ReportProgress(reporter))
     model_module, model_ms = plan_model(traced, pipeline, instruments)
     demand_optimizer_fits(trace, model_module, model_file, training)
     demand_own_parameters(model_module, model_file, training, shapes.clips)
@@ -195,34 +219,39 @@ def compile(
         validation=validation,
         long=long,
         untried=trace.untried,
+        notes=(*manifest.notes, *captions.notes),
     )
 
 
-def _manifest(
-    data: str | Path | None, batch: int | None, training: Training
+def _planned(
+    listed: Manifest | None, data: str | Path | None, batch: Batch, training: Training, captions: CaptionCounter
 ) -> tuple[Manifest, Manifest, LongManifest | None]:
     """The clips that are planned, those that the model is tried with, and the manifest where it is too long to list:
     then its first batch, and that and a clip of every shape."""
-    if data is not None and not training.mix.manifests and is_long(Path(data)):
-        long, of_shapes = read_long_manifest(Path(data), batch)
-        first = BatchSource(long.drawn(None, stratified=False), long.batch).draw()
-        assert first is not None, "a long manifest has clips"
-        planned = demand_plannable(Manifest((first,), Path(data)))
-        return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
-    listed = demand_plannable(_listed(data, batch, training))
-    return listed, listed, None
+    if listed is not None:
+        listed = captions.manifest(listed)
+        return listed, listed, None
+    assert data is not None, "only a file is too long to list"
+    long, of_shapes = read_long_manifest(Path(data), batch, training.columns, captions)
+    first = BatchSource(long.drawn(None, stratified=False), long.batch, captions=captions.clip).draw()
+    assert first is not None, "a long manifest has clips"
+    planned = demand_plannable(Manifest((first,), Path(data)))
+    return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
 
 
-def _listed(data: str | Path | None, batch: int | None, training: Training) -> Manifest:
+def _listed(data: str | Path | None, batch: Batch, training: Training, machine: Cluster) -> Manifest | None:
+    """The clips; None where the manifest is too long to list."""
     if not training.mix.manifests:
         if data is None:
             raise UserError(NoClipsGiven(None))
-        return read_manifest(Path(data), batch=batch)
+        if is_long(Path(data)):
+            return None
+        return demand_plannable(require_batch(read_manifest(Path(data), batch, training.columns), batch, machine))
     if data is not None or batch is not None:
         raise UserError(
             bad_value("mix", training.mix.paths, "clips are given twice", "leave out --data and --batch, or `mix`")
         )
-    return mixed_manifest(training)
+    return demand_plannable(mixed_manifest(training))
 
 
 @dataclass(frozen=True)
@@ -262,20 +291,24 @@ def compare(
     cluster: str | Path,
     pipelines: Mapping[str, Pipeline],
     *,
-    batch: int | None = None,
+    batch: Batch = None,
+    columns: str = "",
     instruments: Sequence[Instrument] = (),
+    reporter: Reporter = unreported,
 ) -> tuple[list[Compared], list[dict[str, str]]]:
     """What every pipeline makes of iteration 0, simulated, and why some pipelines cannot train it.
 
     Raises ``UserError`` where no pipeline can.
     """
-    model_file = load_model_file(Path(model))
-    manifest = demand_plannable(read_manifest(Path(data), batch=batch))
+    demand_python_file(model, MODEL_FILE)
     machine = parse_cluster(cluster)
+    manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    traced = front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
-    return compared(traced, pipelines, instruments)
+    model_file = load_model_file(Path(model))
+    manifest = CaptionCounter(model_file).manifest(manifest)
+    trace = trace_file(model_file, manifest, gpu=has_gpus(machine), reporter=reporter)
+    return compared(front_end(trace, manifest, machine), pipelines, instruments, reporter)
 
 
 def compare_requests(
@@ -286,6 +319,7 @@ def compare_requests(
     *,
     switch: str | None = None,
     instruments: Sequence[Instrument] = (),
+    reporter: Reporter = unreported,
 ) -> tuple[list[Compared], list[dict[str, str]]]:
     """What every pipeline makes of the requests of a sampler file, simulated, and why some cannot.
 
@@ -293,18 +327,23 @@ def compare_requests(
     pipeline can.
     """
     from arachnec.data.requests import read_requests
+
+    requests, machine = read_requests(data), parse_cluster(cluster)
+    for pipeline in pipelines.values():
+        pipeline.demand(Level.TRACED, Level.LOWERED)
     from arachnec.generation.compiled import asked
     from arachnec.generation.plan import traced as trace_requests
 
-    requests, machine = read_requests(data), parse_cluster(cluster)
     sampling, _ = asked(Path(sampler), switch, None, "carry")
-    for pipeline in pipelines.values():
-        pipeline.demand(Level.TRACED, Level.LOWERED)
-    return compared(trace_requests(sampling, requests).module(machine), pipelines, instruments)
+    traced = trace_requests(sampling, requests, reporter=reporter).module(machine)
+    return compared(traced, pipelines, instruments, reporter)
 
 
 def compared(
-    traced: Module, pipelines: Mapping[str, Pipeline], instruments: Sequence[Instrument] = ()
+    traced: Module,
+    pipelines: Mapping[str, Pipeline],
+    instruments: Sequence[Instrument] = (),
+    reporter: Reporter = unreported,
 ) -> tuple[list[Compared], list[dict[str, str]]]:
     """What every pipeline makes of iteration 0 of a traced module, simulated, and why some cannot.
 
@@ -312,10 +351,12 @@ def compared(
     """
     rows: list[Compared] = []
     refused: list[tuple[str, UserError]] = []
-    for name, pipeline in pipelines.items():
+    for number, (name, pipeline) in enumerate(pipelines.items(), 1):
+        what = f"pipeline {number} of {len(pipelines)}, {name}"
+        watching = (*instruments, ReportProgress(lambda doing, what=what: reporter(f"{what}: {doing}")))
         try:
-            model_module, model_ms = plan_model(traced, pipeline, instruments)
-            module, iteration_ms = plan_iteration(model_module, pipeline, 0, instruments)
+            model_module, model_ms = plan_model(traced, pipeline, watching)
+            module, iteration_ms = plan_iteration(model_module, pipeline, 0, watching)
         except UserError as error:
             refused.append((name, error))
             continue

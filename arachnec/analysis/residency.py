@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.nodes import Cluster, Module, Phase, Stage, integers
 from arachnec.ir.sampling import is_sampling
+from arachnec.ir.stage_sizes import gib
+from arachnec.ir.state_placement import GIB, held_twice
 
 
 def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[int]:
@@ -21,6 +26,13 @@ def resident_ranks(module: Module, cluster: Cluster, stage: Stage) -> frozenset[
     if any(cascade.phase in (Phase.TRAIN, Phase.ENCODE) for cascade in own) and not is_sampling(module):
         return frozenset(range(cluster.world))
     return frozenset(rank for cascade in own for rank in cascade.ranks)
+
+
+def resident_gib(stages: Sequence[Stage], name: str) -> float:
+    """GiB of ``state`` or ``host_state`` of these stages on one rank, what several of them hold counted once."""
+    twice = held_twice(stages)
+    both = twice.device if name == "state" else twice.host
+    return math.fsum(gib(stage.attrs.get(name)) for stage in stages) - both / GIB
 
 
 def learning_ranks(module: Module, cluster: Cluster) -> list[tuple[int, ...]]:

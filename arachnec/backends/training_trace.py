@@ -10,11 +10,13 @@ from typing import ClassVar
 from arachnec.backends.cascade_step import in_training_precision, trained_parameters
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
+from arachnec.data.header_check import hold_against_headers
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import validation_text
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Module
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
 from arachnec.passes.trace import Trace, trace_model
@@ -27,7 +29,7 @@ KEYS: Mapping[str, Callable[[VideoClip], bool]] = {
     "`path`": lambda clip: clip.path is not None,
     "`path` of latents (.safetensors)": lambda clip: clip.path is not None and clip.path.suffix == ".safetensors",
     "`caption`": lambda clip: clip.caption is not None,
-    "tensors": lambda clip: bool(clip.values),
+    "tensors": lambda clip: bool(clip.tensors),
 }
 
 
@@ -41,14 +43,21 @@ class HeldBackLacks(Diagnostic):
 
 
 def training_trace(
-    model_file: ModelFile, clips: Sequence[VideoClip], training: Training, *, gpu: bool = False
+    model_file: ModelFile,
+    clips: Sequence[VideoClip],
+    training: Training,
+    *,
+    gpu: bool = False,
+    reporter: Reporter = unreported,
 ) -> Trace:
-    """``gpu``: memory is that of a GPU's kernels. Of each clip shape one clip's file is held against what the manifest
-    says, where the file is here.
+    """``gpu``: memory is that of a GPU's kernels. Where the model file has encoders, clips are held against the headers
+    of their videos, where these are here: before tracing by the manifest's words, and then, one clip of each shape, by
+    what the encoders can take.
 
     Raises ``UserError``.
     """
-    traced = trace_model(in_training_precision(model_file, training), clips, gpu=gpu)
+    notes = [] if model_file.encoders is None else hold_against_headers(clips)
+    traced = trace_model(in_training_precision(model_file, training), clips, gpu=gpu, reporter=reporter)
     _hold_against_headers(traced, clips)
     encoders = meta_encoders(model_file)
     demand_timesteps_read(model_file, training.timesteps, clips[0], encoders, model_file.span("sample"))
@@ -56,20 +65,20 @@ def training_trace(
     model = traced.counter.model
     recipe = recipe_for(trained_parameters(model), model_file, training)
     stages = (with_optimizer(s, model, training, recipe) if s.trained else s for s in traced.stages)
-    return replace(traced, stages=tuple(stages))
+    return replace(traced, stages=tuple(stages), limits=(*notes, *traced.limits))
 
 
 def validation_manifest(clips: Sequence[VideoClip], training: Training) -> Manifest | None:
     """The options' validation manifest, beside the ``clips`` of training; None without one. Raises ``UserError``."""
     if training.validation.data is None:
         return None
-    manifest = read_manifest(training.validation.data)
+    manifest = read_manifest(training.validation.data, columns=training.columns)
     encoded_beforehand([clips[0], *manifest.clips])  # all or none, in training and here
     for key, has in KEYS.items():
         if all(has(clip) for clip in islice(clips, LOOKED_AT)):
             for clip in manifest.clips:
                 if not has(clip):
-                    raise UserError(HeldBackLacks(None, clip.id, str(manifest.path), key))
+                    raise UserError(HeldBackLacks(None, clip.name, str(manifest.path), key))
     return manifest
 
 

@@ -35,7 +35,8 @@ class EncodedFiles:
     encoders: tuple[str, ...]
 
     def path(self, encoder: str, clip: VideoClip) -> Path:
-        seen = [self.identity, encoder, _stamp(clip.path), clip.start, *clip.shape, clip.caption]
+        taken = clip.start, clip.target_fps, clip.stride
+        seen = [self.identity, encoder, _stamp(clip.path), *taken, *clip.shape, clip.caption]
         digest = hashlib.blake2b(json.dumps(seen).encode(), digest_size=16).hexdigest()
         return self.folder / encoder / digest[:2] / f"{digest}.safetensors"
 

@@ -23,7 +23,7 @@ from arachnec.caching.rank import SET_ASIDE, SetAside
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.manifest import Manifest
-from arachnec.executable.folder import demand_folder, iteration_of, write_executable
+from arachnec.executable.folder import demand_folder, iteration_of, row_of, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cluster
@@ -33,6 +33,7 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import trace_encoders, traced_module
+from arachnec.tracing.captions_read import require_one_caption
 from arachnec.tracing.sample import meta_encoders
 
 PIPELINE = "divide-encoders,partition{policy=encode},annotate,schedule-z3,place,lower,check"
@@ -104,7 +105,9 @@ class Encoding:
         """Raises ``UserError`` for encoders that the model file does not have."""
         model_file = load_model_file(options.model)
         wanted = [name.strip() for name in options.encoders.split(",") if name.strip()]
-        return cls(model_file, encoders_named(model_file, wanted, clips), cluster, options.init, options.seed)
+        names = encoders_named(model_file, wanted, clips)
+        require_one_caption(clips, {name: e for name, e in meta_encoders(model_file).items() if name in names})
+        return cls(model_file, names, cluster, options.init, options.seed)
 
     @property
     def notes(self) -> list[str]:
@@ -229,9 +232,12 @@ def _listed(manifest: Manifest, files: EncodedFiles, aside: Mapping[str | int, s
 
 def _row(clip: VideoClip, files: EncodedFiles, videos: bool) -> dict[str, Any]:
     sizes = {"frames": clip.frames, "height": clip.height, "width": clip.width, "text_tokens": clip.text_tokens}
-    row = {"id": clip.id, **sizes, "caption": clip.caption}
+    given = row_of(clip)
+    row = {"id": clip.id, **sizes, "caption": list(clip.captions) or clip.caption, "fps": clip.fps}
+    row |= {name: values for name in ("values", "files") if (values := getattr(given, name))}
     if videos and clip.path is not None:
-        row |= {"path": str(clip.path.absolute()), "start": clip.start}
+        row |= {"path": str(clip.path.absolute()), "start": clip.start, "stride": clip.stride}
+        row |= {"target_fps": clip.target_fps}
     before = {name: str(path.absolute()) for name, path in clip.cached.items()}
     now = {name: str(place.relative_to(files.folder)) for name, place in files.of(clip).items()}
     return {key: value for key, value in row.items() if value is not None} | {"encoded": before | now}

@@ -27,6 +27,7 @@ class CacheOptions:
     seed: int
     batch: int | None  # clips planned together
     as_json: bool
+    columns: str = ""
     start_timeout: float | None = None
     plan_timeout: float | None = None
     stall_timeout: float | None = None
@@ -60,7 +61,8 @@ LIMITS = tuple(
 
 OPTIONS = (
     click.argument("model", type=PATH),
-    click.option("--data", required=True, type=PATH, help="The clips: JSONL, CSV or Parquet."),
+    click.option("--data", required=True, type=PATH, help="The clips: JSONL, JSON, CSV or Parquet."),
+    click.option("--columns", default="", metavar="KEY=COLUMN,...", help="What its columns are: caption=prompt,..."),
     click.option(
         "-o",
         "--output",

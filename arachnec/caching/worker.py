@@ -50,6 +50,7 @@ def command(options: CacheOptions, cluster: str) -> None:
         from arachnec.cluster.resize import cluster_for
         from arachnec.data.manifest import read_manifest
         from arachnec.executable.folder import read_executable
+        from arachnec.models.caption_tokens import CaptionCounter
 
         machine = cluster_for(parse_cluster(cluster), joined.world)
         device, _ = joined.agree_on_devices(cpu=machine.attrs.get("device") == "cpu", planned=machine)
@@ -62,9 +63,11 @@ def command(options: CacheOptions, cluster: str) -> None:
             joined.watchdog.enter("the plan of rank 0")
             follow(joined.rank, options.output, encode)
             return
-        manifest = read_manifest(options.data)
+        manifest = read_manifest(options.data, columns=options.columns)
         encoding = Encoding.of(options, manifest.clips, machine)
-        for note in encoding.notes:
+        captions = CaptionCounter(encoding.model_file)
+        manifest = captions.manifest(manifest)
+        for note in (*manifest.notes, *captions.notes, *encoding.notes):
             print(note, file=sys.stderr, flush=True)
         cached = lead(encoding, manifest, options.output, options.batch, encode)
         report = (

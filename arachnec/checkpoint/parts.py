@@ -9,7 +9,10 @@ from typing import TypeAlias
 
 from torch import Tensor
 
-AVERAGE = "ema"  # of a parameter's weights: before its name
+MASTER = "master"  # a parameter's weights: before its name
+AVERAGE = "ema"  # of them
+IN_USE = "in_use"  # the weights to validate and export, where an optimizer trains with others
+ENTRIES = "optimizer_entries"  # what an optimizer remembers in its groups, as text: bytes
 
 
 @dataclass(frozen=True)

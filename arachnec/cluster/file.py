@@ -32,12 +32,13 @@ from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.solver.budget import usable_cores
 
 LARGEST_FILE = 2**20  # bytes
+AUTO = "auto"  # this machine, as `arachnec cluster detect` describes it
 
 
 @dataclass(frozen=True)
 class ClusterNotFound(Diagnostic):
     title: ClassVar[str] = "`{given}` is neither a cluster file nor a short form"
-    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, or the path of a TOML file"
+    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`"
     given: str
 
 
@@ -157,7 +158,7 @@ _QUANTITY = re.compile(r"\s*(?P<number>[0-9.]+(?:[eE][+-]?\d+)?)\s*(?P<unit>[A-Z
 
 
 def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster:
-    """The cluster that a short form or a TOML file describes.
+    """The cluster that a short form or a TOML file describes; ``auto`` is the machine at hand.
 
     Raises UserError with one diagnostic where it describes none.
     """
@@ -169,23 +170,31 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
     ]
     if len(groups) == len(shorts):
         return _of_short_forms(groups, name)
+    if str(text_or_path) == AUTO:
+        from arachnec.cluster.this_machine import detected
+
+        return _of_toml(detected(), AUTO, name)
     path = Path(text_or_path)
     if not path.is_file():
         raise UserError(ClusterNotFound(None, str(text_or_path)))
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
-    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    return _of_toml(path.read_text(encoding="utf-8-sig", errors="replace"), str(path), name)
+
+
+def _of_toml(text: str, path: str, name: str) -> Cluster:
+    """The cluster of a file's text; ``path`` is where mistakes in it are."""
     try:
         values = dict(tomllib.loads(text))
     except RecursionError:
-        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), "it is nested too deeply")) from None
+        raise UserError(BadToml(Span(path, 1, 1, 1, 2), "it is nested too deeply")) from None
     except tomllib.TOMLDecodeError as error:
         position = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         line, column = (int(position[1]), int(position[2])) if position else (1, 1)
-        raise UserError(BadToml(Span(str(path), line, column, line, column + 1), str(error))) from error
+        raise UserError(BadToml(Span(path, line, column, line, column + 1), str(error))) from error
     except ValueError:
-        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), "it has a number of thousands of digits")) from None
-    return _cluster(values, name, Lines(str(path), text))
+        raise UserError(BadToml(Span(path, 1, 1, 1, 2), "it has a number of thousands of digits")) from None
+    return _cluster(values, name, Lines(path, text))
 
 
 def _of_short_forms(parts: list[dict[str, object]], name: str) -> Cluster:

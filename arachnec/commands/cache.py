@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import json
 import sys
-import tempfile
-from typing import TYPE_CHECKING
 
 import click
 
 from arachnec.caching.options import CacheOptions, cache_options
-
-if TYPE_CHECKING:
-    from arachnec.ir.nodes import Cluster
+from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.inputs import demand_inputs
 
 
 @click.command("cache")
 @cache_options
-@click.option("--cluster", help="A TOML file, or a short form such as 8:h100-80g; default: this machine.")
-def command(options: CacheOptions, cluster: str | None) -> None:
+@cluster_option("This machine", default="auto")
+def command(options: CacheOptions, cluster: str) -> None:
     """Run the encoders of MODEL for every clip, on all ranks of this machine. Run again, it encodes what is missing."""
-    from arachnec.caching.manifest import Encoding, cache, on_this_machine
     from arachnec.cluster.file import parse_cluster
     from arachnec.data.manifest import read_manifest
 
-    manifest = read_manifest(options.data)
-    machine = parse_cluster(cluster) if cluster is not None else _this_machine()
+    demand_inputs(options.model, init=options.init)
+    manifest = read_manifest(options.data, columns=options.columns)
+    machine = parse_cluster(cluster)
+    from arachnec.caching.manifest import Encoding, cache, on_this_machine
+    from arachnec.models.caption_tokens import CaptionCounter
+
     encoding = Encoding.of(options, manifest.clips, machine)
-    for note in encoding.notes:
+    captions = CaptionCounter(encoding.model_file)
+    manifest = captions.manifest(manifest)
+    for note in (*manifest.notes, *captions.notes, *encoding.notes):
         click.echo(note, err=True)
     cached = cache(
         encoding, manifest, options.output, batch=options.batch, run=on_this_machine(_show, options.timeouts)
@@ -49,13 +51,3 @@ def _show(data: bytes) -> None:
     event = decode(data)
     if isinstance(event, Note):
         click.echo(event.text, err=True)
-
-
-def _this_machine() -> Cluster:
-    from arachnec.cluster.file import parse_cluster
-    from arachnec.commands.cluster import detected
-
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(detected())
-        file.flush()
-        return parse_cluster(file.name)

@@ -19,6 +19,9 @@ def command(program: Path, equivalence: bool) -> None:
     With --equivalence all ranks run as processes here, on clips of a few tokens and a small model with as many layers:
     loss, gradients and weights are those of one process that takes clip after clip.
     """
+    from arachnec.commands.program_file import demand_program
+
+    demand_program(program)
     from arachnec.analysis.memory import high_water
     from arachnec.analysis.uses import Values
     from arachnec.cluster.topology import machines, node_of

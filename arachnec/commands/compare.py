@@ -10,7 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
+from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import is_sampler
 
 if TYPE_CHECKING:
@@ -19,11 +23,12 @@ if TYPE_CHECKING:
 
 @click.command("compare")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@data_option()
+@columns_option
+@cluster_option()
 @click.option("--pipelines", help="Names of pipelines, or pipelines, separated by `;` or (names) `,`. Default: all.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
-@click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
+@batch_option
 @click.option("--switch", help="Of a sampler file: when the second model takes over, as for `arachnec generate`.")
 @click.option("--svg", "--plot", "svg", type=click.Path(path_type=Path), help="Draw times and timelines there.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
@@ -31,10 +36,11 @@ if TYPE_CHECKING:
 def command(
     model: Path,
     data: Path,
+    columns: str,
     cluster: str,
     pipelines: str | None,
     profile: Path | None,
-    batch: int | None,
+    batch: Batch,
     switch: str | None,
     svg: Path | None,
     as_json: bool,
@@ -48,22 +54,30 @@ def command(
     devices could do at their specified peak; a dash where either is not known. `x bound` is makespan over the lower
     bound of a pipeline's own micro-batches.
     """
-    from arachnec.commands.tables import terminal
-    from arachnec.driver import compare, compare_requests
-
     samples = is_sampler(model)
     if not names(pipelines, samples):
         raise click.UsageError("--pipelines names none; leave it out to compare all")
+    demand_inputs(model)
     named = {name: options.pipeline(name, profile) for name in names(pipelines, samples)}
     instruments = options.instruments()
+    from arachnec.commands.tables import terminal
+    from arachnec.driver import compare, compare_requests
+
     if samples:
-        if batch is not None:
-            raise click.UsageError("--batch is of training; requests come as they are")
-        plans, refused = compare_requests(model, data, cluster, named, switch=switch, instruments=instruments)
+        if batch is not None or columns:
+            given = "columns" if batch is None else "batch"
+            raise click.UsageError(f"--{given} is of training; requests come as they are")
+        with progress_on_stderr() as reporter:
+            plans, refused = compare_requests(
+                model, data, cluster, named, switch=switch, instruments=instruments, reporter=reporter
+            )
     else:
         if switch is not None:
             raise click.UsageError(f"--switch is of a sampler file; {model} has no `models`")
-        plans, refused = compare(model, data, cluster, named, batch=batch, instruments=instruments)
+        with progress_on_stderr() as reporter:
+            plans, refused = compare(
+                model, data, cluster, named, batch=batch, columns=columns, instruments=instruments, reporter=reporter
+            )
     rows = [plan.report for plan in plans]
     if as_json:
         json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)

@@ -8,19 +8,23 @@ from pathlib import Path
 from typing import Literal
 
 import click
+import msgspec
 
 from arachnec.backends.torch_distributed.options import training_options
+from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
+from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
 from arachnec.executable.training_options import Training
 
 
 @click.command("compile")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option(
-    "--data", type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet; or a `mix` of options."
-)
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@data_option(required=False, more="; or a `mix` of options")
+@columns_option
+@cluster_option()
 @click.option(
     "-o",
     "--output",
@@ -29,7 +33,7 @@ from arachnec.executable.training_options import Training
 )
 @click.option("--passes", help="A pipeline, or the name of one; default: `default`, of a sampler file `generate`.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
-@click.option("--batch", type=click.IntRange(min=1), help="Clips in a global batch, where the manifest does not say.")
+@batch_option
 @sampler_options
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 @click.option("--init", type=click.Path(path_type=Path), help="Hold the weights in this folder against the model.")
@@ -40,11 +44,12 @@ from arachnec.executable.training_options import Training
 def command(
     model: Path,
     data: Path | None,
+    columns: str,
     cluster: str,
     output: Path | None,
     passes: str | None,
     profile: Path | None,
-    batch: int | None,
+    batch: Batch,
     switch: str | None,
     first: str | None,
     history: Literal["carry", "restart"] | None,
@@ -60,17 +65,17 @@ def command(
 
     MODEL may be a sampler file, and the clips requests: then all of them are planned, and `arachnec run` samples them.
     """
-    from arachnec.commands.tables import print_plan
-    from arachnec.driver import compile as compile_model
     from arachnec.executable.folder import demand_folder
-    from arachnec.models.initial_weights import demand_fit
 
     if then_run and output is None:
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")
     if output is not None:
         demand_folder(output)
     if is_sampler(model):
-        refuse({"--batch": batch, "--init": init, "--steps": steps if steps != 1 else None}, OF_TRAINING)
+        refuse(
+            {"--batch": batch, "--columns": columns or None, "--init": init, "--steps": steps if steps != 1 else None},
+            OF_TRAINING,
+        )
         refuse({"--set and other training options": training if training != Training() else None}, OF_TRAINING)
         if data is None:
             raise click.UsageError("--data is missing: the requests to sample")
@@ -79,17 +84,25 @@ def command(
             run_executable(output)
         return
     refuse({"--switch": switch, "--first": first, "--history": history}, f"of a sampler file; {model} has no `models`")
-    if init is not None:
-        demand_fit(init, model)
-    compiled = compile_model(
-        model,
-        data,
-        cluster,
-        passes=options.pipeline("default" if passes is None else passes, profile),
-        batch=batch,
-        training=training,
-        instruments=options.instruments(),
-    )
+    demand_inputs(model, init=init)
+    if columns:
+        training = msgspec.structs.replace(training, columns=columns)
+    pipeline = options.pipeline("default" if passes is None else passes, profile)
+    from arachnec.commands.tables import print_plan
+    from arachnec.driver import compile as compile_model
+
+    with progress_on_stderr() as reporter:
+        compiled = compile_model(
+            model,
+            data,
+            cluster,
+            passes=pipeline,
+            batch=batch,
+            training=training,
+            init=init,
+            instruments=options.instruments(),
+            reporter=reporter,
+        )
     folder = compiled.write(output, load=options.files) if output is not None else None
     if as_json:
         json.dump(compiled.report, sys.stdout, indent=2)
@@ -116,17 +129,20 @@ def compile_sampler(
 ) -> None:
     """The same of a sampler file and requests. ``how`` are switch, first model and history, as they were given."""
     from arachnec.cluster.file import parse_cluster
-    from arachnec.commands.request_tables import print_request_plan
     from arachnec.data.requests import read_requests
-    from arachnec.generation.compiled import asked, compile_requests
-    from arachnec.generation.plan import DEFAULT
-    from arachnec.report import plan_report
 
     requests, machine = read_requests(data), parse_cluster(cluster)
-    pipeline = options.pipeline(DEFAULT if passes is None else passes, profile)
+    pipeline = options.pipeline("generate" if passes is None else passes, profile)
+    from arachnec.commands.request_tables import print_request_plan
+    from arachnec.generation.compiled import asked, compile_requests
+    from arachnec.report import plan_report
+
     switch, first, history = how
     sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
-    compiled = compile_requests(sampling, settings, requests, machine, pipeline, options.instruments())
+    with progress_on_stderr() as reporter:
+        compiled = compile_requests(
+            sampling, settings, requests, machine, pipeline, options.instruments(), reporter=reporter
+        )
     report = plan_report(compiled.module, compiled.planning_ms)
     folder = compiled.write(output, report, options.files) if output is not None else None
     if as_json:

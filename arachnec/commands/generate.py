@@ -9,13 +9,16 @@ from typing import Literal
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.models.file import SAMPLER_FORM
 
 
 @click.command("generate")
 @click.argument("sampler", type=click.Path(path_type=Path))
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="The requests: JSONL, CSV or Parquet.")
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 4:cpu.")
+@cluster_option()
 @click.option(
     "-o",
     "--output",
@@ -62,12 +65,18 @@ def command(
 
     A run that ended early goes on where it is started again. See docs/sampling.md.
     """
-    from arachnec.commands.generated import generate_here
+    from arachnec.cluster.file import parse_cluster
+    from arachnec.data.requests import read_requests
     from arachnec.executable.folder import demand_folder
-    from arachnec.generation.plan import DEFAULT
-    from arachnec.generation.run import prepare
 
     demand_folder(output)
+    demand_inputs(sampler, form=SAMPLER_FORM)
+    read_requests(data)
+    parse_cluster(cluster)
+    pipeline = options.pipeline("generate" if passes is None else passes, profile)
+    from arachnec.commands.generated import generate_here
+    from arachnec.generation.run import prepare
+
     generation = prepare(
         sampler,
         data,
@@ -76,7 +85,7 @@ def command(
         switch=switch,
         first=first,
         history=history,
-        passes=options.pipeline(DEFAULT if passes is None else passes, profile),
+        passes=pipeline,
         instruments=options.instruments(),
     )
     if not plan_only:

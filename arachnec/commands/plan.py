@@ -10,12 +10,14 @@ from typing import Any
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
+
 DEFAULT_PASSES = "schedule-z3{budget=10s},place"
 
 
 @click.command("plan")
 @click.argument("table", type=click.Path(path_type=Path))
-@click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g or 4:cpu.")
+@cluster_option()
 @click.option("--passes", default=DEFAULT_PASSES, show_default=True, help="A scheduler, and place.")
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON instead of a table.")
 def command(table: Path, cluster: str, passes: str, as_json: bool) -> None:

@@ -6,14 +6,18 @@ from pathlib import Path
 
 import click
 
+from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.data_options import columns_option, data_option
+
 
 @click.command("profile")
 @click.argument("model", type=click.Path(path_type=Path))
-@click.option("--data", required=True, type=click.Path(path_type=Path), help="The clips: JSONL, CSV or Parquet.")
-@click.option("--cluster", required=True, help="This machine: a TOML file, or a short form such as 4:cpu.")
+@data_option()
+@columns_option
+@cluster_option("This machine")
 @click.option("-o", "--output", required=True, type=click.Path(path_type=Path), help="Write the profile here.")
 @click.option("--dtype", type=click.Choice(["fp32", "bf16"]), default="fp32", help="The training option of this name.")
-def command(model: Path, data: Path, cluster: str, output: Path, dtype: str) -> None:
+def command(model: Path, data: Path, columns: str, cluster: str, output: Path, dtype: str) -> None:
     """Time the stages of MODEL on clips of the manifest, on as many processes at once as the cluster has ranks, and fit
     the cost formulas that `annotate{profile=FILE}` reads.
 
@@ -28,7 +32,9 @@ def command(model: Path, data: Path, cluster: str, output: Path, dtype: str) -> 
     samples = is_sampler(model)
     if samples and dtype != "fp32":
         raise click.UsageError("the models of a sampler file are timed as they are built: leave --dtype out")
-    profile = profile_here(model, data, cluster, output, samples=samples, dtype=dtype)
+    if samples and columns:
+        raise click.UsageError("--columns is of clips, and a sampler file has requests: leave it out")
+    profile = profile_here(model, data, cluster, output, samples=samples, dtype=dtype, columns=columns)
     table = plain_table("measured")
     for name in ("stage", "phase", "B", "S", "T", "ranks", "measured ms", "fitted ms"):
         table.add_column(name, justify="left" if name in ("stage", "phase") else "right")

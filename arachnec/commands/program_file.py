@@ -54,10 +54,15 @@ REMAINING_OF_REQUESTS = {
 }
 
 
-def read_program(path: Path) -> Module:
-    """The lowered module at ``path``, verified but not yet checked. Raises UserError."""
+def demand_program(path: Path) -> None:
+    """Raises ``UserError`` where nothing is at ``path``."""
     if not path.exists() and str(path) != "-":
         raise UserError(NoProgramFile(None, str(path)))
+
+
+def read_program(path: Path) -> Module:
+    """The lowered module at ``path``, verified but not yet checked. Raises UserError."""
+    demand_program(path)
     file = path / PROGRAM if path.is_dir() else path
     if path.is_dir() and not file.is_file():
         raise UserError(NotAProgram(None, str(path), PROGRAM))

@@ -14,6 +14,7 @@ from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import branches_of, forecast_of, models_of, outcomes_of
 from arachnec.views.executable_page import PAGE
+from arachnec.views.planned_and_measured import cost_sources
 
 COLUMNS = ("request", "video", "stage", "steps", "degree", "branches", "attention", "ranks", "start", "end")
 NUMBERS = {"steps", "degree", "start", "end"}
@@ -22,13 +23,13 @@ NUMBERS = {"steps", "degree", "start", "end"}
 def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: float, folder: Path | None) -> None:
     """The segments of a lowered module, the plan's figures, what is proved, and where the executable lies."""
     console = terminal()
-    print_segments(console, module, report["cascades"])
-    source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
+    everything = f"`arachnec show {folder} --all` prints" if folder is not None else "`--json` has"
+    print_segments(console, module, report["cascades"], f"{everything} them all")
     last = max(report["requests"], key=lambda row: float(row["latency_ms"]))
     of = "" if report["objective"] == "makespan" else f" of {report['objective']}"
     console.print(
         bold("predicted"),
-        f"(costs from: {', '.join(sorted(source))})\n"
+        f"(costs from: {cost_sources(module)})\n"
         f"  makespan {ms(report['makespan_ms'])}, lower bound{of} {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
         f"{', proved optimal' if report['proved_optimal'] else ''}\n"
         f"  latency: mean {ms(report['mean_latency_ms'])}, 95th percentile {ms(report['p95_latency_ms'])}, "
@@ -48,12 +49,19 @@ def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: fl
         console.print(f"\nwrote {folder}; {page}; next:", bold(f"arachnec run {folder}"), soft_wrap=True)
 
 
-def print_segments(console: Console, module: Module, rows: Sequence[Mapping[str, Any]]) -> None:
-    """What is sampled where, and its segments; ``rows`` are the cascades of a report."""
+def print_segments(
+    console: Console, module: Module, rows: Sequence[Mapping[str, Any]], everything: str, most: int | None = MOST_ROWS
+) -> None:
+    """What is sampled where, and its segments: of many the longest, in the order of ``rows``, which are the cascades of
+    a report. ``everything`` says where the others are."""
     console.print(bold(_title(module, len(rows))), soft_wrap=True)
-    console.print(segment_table(module, rows))
-    if len(rows) > MOST_ROWS:
-        console.print(f"  ... and {len(rows) - MOST_ROWS} more; `--json` has them all")
+    longest = {
+        row["name"] for row in sorted(rows, key=lambda row: float(row["start_ms"]) - float(row["end_ms"]))[:most]
+    }
+    console.print(segment_table(module, [row for row in rows if row["name"] in longest]))
+    if len(rows) > len(longest):
+        left_out = len(rows) - len(longest)
+        console.print(f"  ... and {left_out} more, shorter ones; {everything}", highlight=False, soft_wrap=True)
 
 
 def segment_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -64,7 +72,7 @@ def segment_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
     clips = {clip.id: clip for clip in module.clips}
     named = {cascade.name: cascade for cascade in module.cascades}
     before: tuple[int, ...] = ()
-    for row in rows[:MOST_ROWS]:
+    for row in rows:
         cascade = named[str(row["name"])]
         first = clips[cascade.clips[0]]
         told = cascade.clips == before  # the request stands in the row above

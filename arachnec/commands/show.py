@@ -16,25 +16,29 @@ FILE = click.Path(path_type=Path, dir_okay=False)
 
 @click.command("show")
 @click.argument("program", type=click.Path(path_type=Path))
+@click.option("--all", "everything", is_flag=True, help="Print all cascades, not the longest 40 alone.")
 @click.option("--html", type=FILE, help="Write the page to be opened in a browser there.")
 @click.option("--svg", type=FILE, help="Draw the same timelines there.")
 @click.option("--trace", type=FILE, help="Write a Chrome trace, for ui.perfetto.dev, there.")
-def command(program: Path, html: Path | None, svg: Path | None, trace: Path | None) -> None:
-    """Print the cascades and the timeline of PROGRAM, an executable folder or a lowered .cascade file.
+def command(program: Path, everything: bool, html: Path | None, svg: Path | None, trace: Path | None) -> None:
+    """Print the longest cascades and the timeline of PROGRAM, an executable folder or a lowered .cascade file.
 
     Of a folder that `arachnec run` has run, the plan of its last step is shown, and on the same scale what was measured
-    in it. `timeline.html` in the folder, which `compile` and `run` write, is the same as a page: timelines to zoom in,
-    memory, every cascade, and what bounds the makespan.
+    in it; where that differs from the plan by more than a factor of two, a line says so.
+
+    `timeline.html` in the folder, which `compile` and `run` write, is the same as a page: timelines to zoom in, memory,
+    every cascade, and what bounds the makespan.
     """
     import json
 
     from arachnec.commands.request_tables import print_segments
-    from arachnec.commands.tables import MOST_ROWS, cascade_table, terminal
+    from arachnec.commands.tables import MOST_ROWS, print_cascades, terminal
     from arachnec.ir.sampling import is_sampling
     from arachnec.report import plan_report
     from arachnec.views.chrome_trace import chrome_trace
     from arachnec.views.executable_page import PAGE
-    from arachnec.views.timeline import planned
+    from arachnec.views.planned_and_measured import differences, memory_words
+    from arachnec.views.timeline import cascade_times, planned
     from arachnec.views.timeline_svg import draw
     from arachnec.views.timeline_terminal import gantt
 
@@ -42,15 +46,18 @@ def command(program: Path, html: Path | None, svg: Path | None, trace: Path | No
     timelines = [planned(module), *measured]
     console = terminal()
     rows = plan_report(module, 0.0)["cascades"]
+    most, rest = None if everything else MOST_ROWS, "`--all` prints them all"
     if is_sampling(module):
-        print_segments(console, module, rows)
+        print_segments(console, module, rows, rest, most)
     else:
-        console.print(cascade_table(module, rows))
-        if len(rows) > MOST_ROWS:
-            console.print(f"  ... and {len(rows) - MOST_ROWS} more")
+        took = {name: longest for name, (_, _, longest) in cascade_times(measured[0]).items()} if measured else None
+        print_cascades(console, module, rows, rest, most, took)
     end = max(timeline.end for timeline in timelines)
     for timeline in timelines:
         console.print(gantt(module, timeline, end=end, width=min(100, console.width)))
+    for run in measured:
+        for line in (*differences(module, timelines[0], run), *memory_words(module, run)):
+            console.print(line, highlight=False, soft_wrap=True)
     if html is not None:
         html.write_text(page_of(program, module, measured), encoding="utf-8")
     if svg is not None:

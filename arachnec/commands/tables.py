@@ -7,37 +7,39 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich import box
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from arachnec.ir.nodes import Cascade, Module, Phase
 from arachnec.ir.stage_sizes import gib
 from arachnec.views.executable_page import PAGE
+from arachnec.views.format import clip_names, names_of, printable, size_of, title_of
 from arachnec.views.format import ms as ms
 from arachnec.views.format import ranges as ranges
 from arachnec.views.format import terminal as terminal
-from arachnec.views.format import title_of
+from arachnec.views.planned_and_measured import cost_sources
 
 if TYPE_CHECKING:
     from arachnec.driver import Compiled
 
 MOST_ROWS = 40
+NAMES = 24  # characters of a cascade's clips
+COLUMNS = ("cascade", "stage", "phase", "clips", "tokens", "degree", "attention", "ranks", "start", "end")
+NUMBERS = {"tokens", "start", "end", "degree"}
 
 
 def print_plan(compiled: Compiled, folder: Path | None) -> None:
     """The cascades of iteration 0, the plan's figures, and where the executable was written."""
     console = terminal()
     module, report = compiled.module, compiled.report
-    console.print(cascade_table(module, report["cascades"]))
-    left_out = len(report["cascades"]) - MOST_ROWS
-    if left_out > 0:
-        console.print(f"  ... and {left_out} more; `--json` has them all")
-    everything = f"{ms(report['makespan_ms'])} + exposed gradient all-reduce + optimizer"
-    source = {str(stage.attrs.get("costs", "")) for stage in module.stages} - {""}
+    everything = f"`arachnec show {folder} --all` prints" if folder is not None else "`--json` has"
+    print_cascades(console, module, report["cascades"], f"{everything} them all")
+    sum_of = f"{ms(report['makespan_ms'])} + exposed gradient all-reduce + optimizer"
     console.print(
         bold("predicted"),
-        f"(costs from: {', '.join(sorted(source))})\n"
-        f"  iteration {ms(report['iteration_ms'])} = makespan {everything}\n"
+        f"(costs from: {cost_sources(module)})\n"
+        f"  iteration {ms(report['iteration_ms'])} = makespan {sum_of}\n"
         f"  lower bound {ms(report['bound_ms'])}, gap {report['gap']:.1%}"
         f"{', proved optimal' if report['proved_optimal'] else ''}\n"
         f"  imbalance {report['imbalance']:.1%}, peak memory {report['peak_memory_gib']:.3g} GiB per rank",
@@ -51,6 +53,8 @@ def print_plan(compiled: Compiled, folder: Path | None) -> None:
     console.print(
         f"  {len(module.clips)} clips each counted once, no deadlock, inputs before use, memory within the device"
     )
+    for line in compiled.notes:
+        console.print(line, highlight=False, soft_wrap=True)
     for line in compiled.limits:
         console.print(bold("warning:"), line, highlight=False, soft_wrap=True)
     if compiled.warnings and any(cascade.degree > 1 for cascade in module.cascades):
@@ -67,23 +71,50 @@ def bold(text: str) -> Text:
     return Text(text, style="bold")
 
 
-def cascade_table(module: Module, rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = plain_table(f"{title_of(module)}: {len(rows)} cascades")
-    for column in ("cascade", "stage", "phase", "clips x tokens", "degree", "attention", "ranks", "start", "end"):
-        table.add_column(column, justify="right" if column in {"start", "end", "degree"} else "left")
+def print_cascades(
+    console: Console,
+    module: Module,
+    rows: Sequence[Mapping[str, Any]],
+    everything: str,
+    most: int | None = MOST_ROWS,
+    measured: Mapping[str, float] | None = None,
+) -> None:
+    """The longest cascades of a report, ``most`` of them, or all; ``everything`` says where the others are.
+    ``measured`` has the ms that a run took for each, by name."""
+    longest = sorted(rows, key=lambda row: float(row["start_ms"]) - float(row["end_ms"]))
+    console.print(cascade_table(module, longest[:most], len(rows), measured))
+    left_out = len(rows) - len(longest[:most])
+    if left_out:
+        console.print(f"  ... and {left_out} more, shorter ones; {everything}", highlight=False, soft_wrap=True)
+
+
+def cascade_table(
+    module: Module, rows: Sequence[Mapping[str, Any]], of: int, measured: Mapping[str, float] | None = None
+) -> Table:
+    """A row a cascade, in this order, ``of`` so many."""
+    table = plain_table(f"{title_of(module)}: {of} cascades, the longest first")
+    for column in COLUMNS:
+        table.add_column(column, justify="right" if column in NUMBERS else "left")
+    table.columns[COLUMNS.index("clips")].max_width = NAMES
+    table.columns[COLUMNS.index("clips")].no_wrap = True
+    if measured is not None:
+        table.add_column("measured", justify="right")
     named = {cascade.name: cascade for cascade in module.cascades}
-    for row in rows[:MOST_ROWS]:
+    names = names_of(module)
+    for row in rows:
         cascade = named[str(row["name"]).removeprefix("%")]
         table.add_row(
             f"%{cascade.name}",
             cascade.stage,
             cascade.phase.value,
-            f"{cascade.batch} x {cascade.tokens}",
+            printable(clip_names(names, cascade.clips)),
+            size_of(cascade, module.stage(cascade.stage)),
             str(cascade.degree),
             split_word(cascade),
             ranges(row["ranks"]),
             ms(row["start_ms"]),
             ms(row["end_ms"]),
+            *([] if measured is None else [ms(measured[cascade.name]) if cascade.name in measured else ""]),
         )
     return table
 

@@ -7,11 +7,12 @@ each alpha-beta over the links that its groups really use.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 from arachnec.cluster.topology import Link, group_link, packed_ranks, penalty, ring_link, ulysses_link
-from arachnec.cost.compute import is_divided, passes_of
+from arachnec.cost.compute import Share, is_divided, passes_of, shares
 from arachnec.cost.memory import GIB
 from arachnec.cost.sparse_attention import NO_LOAD, SparseLoad, SparseLoads
 from arachnec.cost.strategy import Attention
@@ -66,20 +67,23 @@ def volumes(
     sparse: SparseLoad = NO_LOAD,
     exchanged: float = 0.0,
     exchanges: int = 0,
+    most: Share | None = None,
 ) -> Volumes:
     """Of ``forward`` forwards and ``backward`` backwards.
 
     ``traffic`` are the GiB of q, k, v and the output over all ``attentions`` of one forward, ``output`` the bytes of
     what the last block gives; where that is not known, those of one attention's output are taken. The ``sparse`` layers
     take no part in all-to-alls of heads by number and in the ring: queries, keys and values go to who computes them.
-    ``exchanged`` are the GiB of tokens that factorised attention deals out anew, in so many ``exchanges``.
+    ``exchanged`` are the GiB of tokens that factorised attention deals out anew, in so many ``exchanges``. ``most`` is
+    the largest share of tokens on a rank, and of an Ulysses group, where they are not even.
     """
     degree = ulysses * ring
     if degree == 1 or not (attentions or exchanges):
         return Volumes(ulysses, ring)
     per_attention = traffic * GIB / max(1, attentions)
     dense, passes = attentions - sparse.layers, forward + backward
-    share = per_attention * dense / degree
+    most = most or Share(1 / degree, 1 / ring)
+    share = per_attention * dense * most.tokens
     around = (forward + 2 * backward) * (ring - 1)  # backward also carries the gradients of keys and values
     largest = math.ceil(heads / ulysses) / heads * ulysses  # where heads do not divide, one rank trades more
     return Volumes(
@@ -87,12 +91,12 @@ def volumes(
         ring,
         traded=passes * share * largest if ulysses > 1 else 0.0,
         trades=passes * 2 * dense if ulysses > 1 else 0.0,
-        passed=around * share / 2,
+        passed=around * per_attention * dense * most.queries / ulysses / 2,
         hops=around * dense,
         # the shards of the last block's output are gathered once, and their gradients scattered in backward
         gathered=passes * (per_attention / 4 if output is None else output),
         gathers=passes,
-        dealt=passes * (per_attention * sparse.received + exchanged * GIB / degree),
+        dealt=passes * (per_attention * sparse.received + exchanged * GIB * most.tokens),
         deals=passes * (2 * sparse.layers + exchanges),
     )
 
@@ -105,6 +109,13 @@ def encoder_volumes(cascade: Cascade, stage: Stage, split: Attention) -> Volumes
     gathered += evaluated(stage, "halo", cascade) * GIB
     gathers = cascade.batch * (1 + count_in(stage, "exchanges"))
     return Volumes(split.ulysses, split.ring, gathered=gathered, gathers=gathers)
+
+
+def _largest(shares: Sequence[Share] | None) -> Share | None:
+    """The most tokens of a rank, and the most of an Ulysses group."""
+    if shares is None:
+        return None
+    return Share(max(share.tokens for share in shares), max(share.queries for share in shares))
 
 
 def _steps(ranks: int) -> int:
@@ -142,6 +153,17 @@ class GroupLinks:
     contention: float
 
 
+@lru_cache(maxsize=1 << 14)
+def links_of(cluster: Cluster, group: tuple[int, ...], ulysses: int) -> GroupLinks:
+    """The links of a group, ``ulysses`` of whose ranks trade heads; every layout of a model asks for the same ones."""
+    return GroupLinks(
+        group_link(cluster, group),
+        ulysses_link(cluster, group, ulysses),
+        ring_link(cluster, group, ulysses),
+        penalty(cluster, group),
+    )
+
+
 @dataclass(frozen=True)
 class Communication:
     """Communication times in ms of cascades of these stages on a cluster."""
@@ -150,6 +172,9 @@ class Communication:
     cluster: Cluster
     sparse: SparseLoads
     _links: dict[tuple[object, ...], GroupLinks] = field(default_factory=dict, repr=False, compare=False)
+    _sent: dict[tuple[object, ...], tuple[float, float | None, float]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     def time(
         self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
@@ -181,31 +206,35 @@ class Communication:
             return encoder_volumes(cascade, stage, attention)
         forward, backward = passes_of(cascade, stage, recompute)
         cascade = as_forward(cascade)
+        traffic, output, exchanged = self._sizes_sent(cascade, stage)
         return volumes(
             ulysses=attention.ulysses,
             ring=attention.ring,
             heads=count_in(stage, "heads") or attention.ulysses,
             attentions=count_in(stage, "attentions"),
-            traffic=evaluated(stage, "traffic", cascade),
+            traffic=traffic,
             forward=forward,
             backward=backward,
-            output=token_bytes(stage, cascade.batch * cascade.tokens),
+            output=output,
             sparse=self.sparse.of(cascade, attention.ulysses * attention.ring),
-            exchanged=evaluated(stage, "halo", cascade),
+            exchanged=exchanged,
             exchanges=count_in(stage, "exchanges"),
+            most=_largest(shares(cascade, attention)),
         )
+
+    def _sizes_sent(self, cascade: Cascade, stage: Stage) -> tuple[float, float | None, float]:
+        """GiB of ``traffic``, bytes of the last block's output, GiB of ``halo``, whatever the degree."""
+        key = cascade.stage, cascade.batch, cascade.tokens, cascade.text
+        if key not in self._sent:
+            output = token_bytes(stage, cascade.batch * cascade.tokens)
+            self._sent[key] = evaluated(stage, "traffic", cascade), output, evaluated(stage, "halo", cascade)
+        return self._sent[key]
 
     def _links_of(self, degree: int, ranks: tuple[int, ...] | None, ulysses: int) -> GroupLinks:
         key = (degree if ranks is None else ranks, ulysses)
         links = self._links.get(key)
         if links is None:
-            group = self._group(degree, ranks)
-            links = self._links[key] = GroupLinks(
-                group_link(self.cluster, group),
-                ulysses_link(self.cluster, group, ulysses),
-                ring_link(self.cluster, group, ulysses),
-                penalty(self.cluster, group),
-            )
+            links = self._links[key] = links_of(self.cluster, self._group(degree, ranks), ulysses)
         return links
 
     def _group(self, degree: int, ranks: tuple[int, ...] | None) -> tuple[int, ...]:

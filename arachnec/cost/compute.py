@@ -26,7 +26,7 @@ from arachnec.cost.strategy import Attention
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.sampling import CODING, as_forward, planned_steps
-from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, term_value, uneven
+from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, shards_of, term_value, uneven
 from arachnec.ir.tensor_parallel import tensor_parallel
 
 # Forwards and backwards of its stage in which the ranks of a cascade meet. A weight gradient needs no other rank.
@@ -78,6 +78,26 @@ ACTIVATION_PART = (0.5, 1.0)
 
 
 @dataclass(frozen=True)
+class Share:
+    """What of a clip one of its ranks computes."""
+
+    tokens: float  # of all tokens
+    queries: float  # of the queries, with its heads: those of the tokens of its Ulysses group
+
+
+def shares(cascade: Cascade, attention: Attention) -> list[Share] | None:
+    """Of every rank, in their order; None where tokens are split evenly."""
+    ulysses = attention.ulysses
+    shards = shards_of(cascade, ulysses * attention.ring)
+    if shards is None:
+        return None
+    groups = [sum(shards[first : first + ulysses]) for first in range(0, len(shards), ulysses)]
+    return [
+        Share(tokens / cascade.tokens, groups[rank // ulysses] / cascade.tokens) for rank, tokens in enumerate(shards)
+    ]
+
+
+@dataclass(frozen=True)
 class Compute:
     """Compute times in ms of cascades of these stages."""
 
@@ -96,14 +116,22 @@ class Compute:
         return math.fsum(self.halves(cascade, degree, attention, recompute, slowdown, slowed))
 
     def halves(
-        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, slowdown: float, slowed: float = 1.0
+        self,
+        cascade: Cascade,
+        degree: int,
+        attention: Attention,
+        recompute: int,
+        slowdown: float,
+        slowed: float = 1.0,
+        share: Share | None = None,
     ) -> tuple[float, float]:
-        """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes."""
+        """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes; on a rank with
+        this ``share`` of the tokens, by default an even one."""
         forward, backward = passes_of(cascade, self.stages[cascade.stage], recompute)
         backs = 1.0 if cascade.phase is Phase.WEIGHT else backward
 
         def passes(name: str, times: float) -> float:
-            return times * self._one_pass(cascade, name, degree, attention, slowdown, slowed) if times else 0.0
+            return times * self._one_pass(cascade, name, degree, attention, slowdown, slowed, share) if times else 0.0
 
         first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
         times = forward if cascade.phase is Phase.DENOISE else first  # every step of sampling has keys of its own
@@ -113,24 +141,32 @@ class Compute:
         return ahead + chosen + learned, again + passes("backward", backs)
 
     def _one_pass(
-        self, cascade: Cascade, name: str, degree: int, attention: Attention, slowdown: float, slowed: float
+        self,
+        cascade: Cascade,
+        name: str,
+        degree: int,
+        attention: Attention,
+        slowdown: float,
+        slowed: float,
+        share: Share | None,
     ) -> float:
         if cascade.phase in CODING:
             stage = self.stages[cascade.stage]
             busiest, clip = on_busiest_rank(cascade, stage, degree), clip_time(cascade)
-            turns, share = clips_in_turn(cascade, stage, degree)
+            turns, part = clips_in_turn(cascade, stage, degree)
             if clip is not None:
-                return turns * busiest.batch * clip * share * slowdown
+                return turns * busiest.batch * clip * part * slowdown
             sizes = self._sizes_of(busiest, name)
-            return turns * (sizes.fixed * slowed + (sizes.caption + (sizes.linear + sizes.pairwise)) * share * slowdown)
+            return turns * (sizes.fixed * slowed + (sizes.caption + (sizes.linear + sizes.pairwise)) * part * slowdown)
         cascade = as_forward(cascade)
         sizes = self._backward_sizes(cascade) if name == "backward" else self._sizes_of(cascade, name)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
-        pairs = uneven(heads, attention.ulysses) / attention.ring
+        share = share or Share(uneven(cascade.tokens, degree), 1 / attention.ring)
+        pairs = uneven(heads, attention.ulysses) * share.queries
         load = self.sparse.of(cascade, degree)
         dense = (sizes.pairwise - sizes.square * load.pairs) * pairs
         sparse = sizes.square * (load.backward if name == "backward" else load.forward)
-        divided = sizes.caption + sizes.linear * uneven(cascade.tokens, degree) + dense + sparse
+        divided = sizes.caption + sizes.linear * share.tokens + dense + sparse
         return sizes.fixed * slowed + divided * slowdown
 
     def _choice(self, cascade: Cascade, degree: int) -> float:

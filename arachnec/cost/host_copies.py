@@ -21,7 +21,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integer
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
 from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.sampling import on_one_side
-from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes, trained_count, uneven
+from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes, largest_share, trained_count
 from arachnec.ir.values import Attributes, Quantity
 
 GIB = 2**30
@@ -91,4 +91,4 @@ def inputs_kept(cascade: Cascade, stage: Stage) -> float:
     """GiB of blocks' inputs that each rank of a cascade keeps in its host."""
     own = on_one_side(cascade, cascade.side)
     blocks = recomputed_blocks(cascade.attrs.get("recompute"), stage)
-    return offloaded(stage, own, uneven(own.tokens, cascade.degree), blocks)
+    return offloaded(stage, own, largest_share(own, cascade.degree), blocks)

@@ -19,7 +19,7 @@ from arachnec.ir.nodes import Cascade, Clip, Module, Phase, Stage, formula
 from arachnec.ir.parameter_cells import gathered_gib, scattered_gib, whole_gib
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.sampling import CODING, as_forward, branches_of, is_sampling, on_one_side
-from arachnec.ir.stage_sizes import evaluated, formula_in, gib, term_value, uneven
+from arachnec.ir.stage_sizes import evaluated, formula_in, gib, largest_share, term_value
 from arachnec.ir.values import Formula
 
 GIB = 2**30
@@ -57,7 +57,7 @@ class Memory:
         if cascade.phase is Phase.WEIGHT:  # its gradients are part of the state
             return received + scattered_gib(stage)
         cascade = on_one_side(cascade, side)
-        share = uneven(cascade.tokens, ranks // side)
+        share = largest_share(cascade, ranks // side)
         if cascade.phase in (Phase.TRAIN, Phase.FORWARD):  # a backward of its own finds the lists of keys saved
             received += lists_gib(stage, cascade, ranks // side, self._clip_of(cascade))
         if cascade.phase is Phase.TRAIN and "head" in stage.attrs and "recomputing" in stage.attrs:
@@ -83,12 +83,12 @@ class Memory:
     def host_inputs(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
         """GiB of blocks' inputs that each of its ranks keeps in its host's memory until the backward has ended."""
         cascade = on_one_side(cascade, side)
-        return offloaded(self.stages[cascade.stage], cascade, uneven(cascade.tokens, ranks // side), recompute)
+        return offloaded(self.stages[cascade.stage], cascade, largest_share(cascade, ranks // side), recompute)
 
     def kept(self, cascade: Cascade, ranks: int, recompute: int, side: int = 1) -> float:
         """GiB of this that stay until the backward of a cascade of phase forward has ended."""
         stage, part = self.stages[cascade.stage], on_one_side(cascade, side)
-        workspace = divided(stage, "workspace", part, uneven(cascade.tokens, ranks // side))
+        workspace = divided(stage, "workspace", part, largest_share(cascade, ranks // side))
         return self.of(cascade, ranks, recompute, side) - workspace - gathered_gib(stage)
 
     def received(self, cascade: Cascade, side: int = 1) -> float:
@@ -224,7 +224,7 @@ class Memory:
 def _sizes_of(cascade: Cascade) -> tuple[object, ...]:
     """What a stage's formulas and its phase make of a cascade's memory depends on nothing else of it."""
     sizes = cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
-    return *sizes, branches_of(cascade), cascade.attrs.get("sparse")
+    return *sizes, branches_of(cascade), cascade.attrs.get("sparse"), cascade.attrs.get("shards")
 
 
 def encoding_workspace(stage: Stage, cascade: Cascade, ranks: int) -> float:
@@ -319,7 +319,4 @@ def divided(stage: Stage, name: str, cascade: Cascade, share: float) -> float:
 
 def divided_formula(formula: Formula, cascade: Cascade, share: float) -> float:
     """A formula for a cascade on a rank that has this ``share`` of the tokens."""
-    return math.fsum(
-        term_value(term, cascade) * (share if any(symbol == "S" for symbol, _ in term.powers) else 1.0)
-        for term in formula.terms
-    )
+    return math.fsum(term_value(term, cascade) * (share if "S" in dict(term.powers) else 1.0) for term in formula.terms)

@@ -16,7 +16,7 @@ the slowest of a group sets its pace, and a cascade without ranks is thought of 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from arachnec.analysis.group_family import Grid, family_grids, heads_of
@@ -28,7 +28,7 @@ from arachnec.cost.communication import Volumes
 from arachnec.cost.degrees import sides
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of, strategy_of
-from arachnec.cost.table import CostTable
+from arachnec.cost.table import CostTable, Entry, Rows, costs_alike
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
@@ -39,9 +39,13 @@ from arachnec.ir.stage_sizes import count_in, times_of
 
 @dataclass(frozen=True)
 class CostModel:
-    """Time in ms and memory in GiB for every cascade of a costed module."""
+    """Time in ms and memory in GiB for every cascade of a costed module.
+
+    ``rows`` are those of modules that cost alike: whoever compares layouts of one model fills them once.
+    """
 
     module: Module
+    rows: Rows | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def cluster(self) -> Cluster:
@@ -59,7 +63,11 @@ class CostModel:
 
     @cached_property
     def table(self) -> CostTable:
-        return CostTable(self.stages, self.devices, self._memory, split_backwards(self.module))
+        split = split_backwards(self.module)
+        own: dict[tuple[object, ...], Entry] = {}
+        if self.rows is not None:
+            own = self.rows.setdefault(costs_alike(self.cluster, self.module.stages), own)
+        return CostTable(self.stages, self.devices, self._memory, split, own)
 
     @cached_property
     def family_grids(self) -> tuple[Grid, ...]:

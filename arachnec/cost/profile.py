@@ -126,6 +126,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sparsity: list[SparseProfile] = []
     version: int = 1
     dtype: str = ""  # of the trained stage's parameters; empty where it was not noted
+    measured_at: str = ""  # date and time of the machine
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,8 @@ class SparseLoads:
 
     def of(self, cascade: Cascade, degree: int) -> SparseLoad:
         """Of a clip of the cascade on ``degree`` ranks: as its ``heads`` say, or as they would be divided."""
+        if "sparse" not in cascade.attrs:
+            return NO_LOAD
         layers = self._running(cascade)
         dense = len(sparse_layers(cascade)) - len(layers)  # they learn until they turn sparse
         return _learning_too(self._of_layers(cascade, degree, layers), degree, dense)

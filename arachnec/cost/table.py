@@ -16,14 +16,15 @@ they are first asked for, and cascades of one shape share them. A new dimension 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import accumulate
 
 from arachnec.cluster.device_kinds import Devices
-from arachnec.cluster.topology import node_of
+from arachnec.cluster.topology import node_of, packed_ranks
 from arachnec.cost.communication import Communication
-from arachnec.cost.compute import Compute
+from arachnec.cost.compute import Compute, shares
 from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_transfers import HostTransfers
@@ -33,9 +34,11 @@ from arachnec.cost.strategy import CHEAPEST, Attention, Strategy, even_ranks, fi
 from arachnec.cost.timed_steps import TimedStep, correction, timed_steps
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import sparse_layers
-from arachnec.ir.nodes import Cascade, Phase, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
+from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.sampling import branches_of, on_one_side
 from arachnec.ir.stage_sizes import count_in, shape_of, times_of
+from arachnec.ir.values import Value
 
 MOST_UNEVEN = 16  # ranks of an unconditional branch that has ranks of its own number
 
@@ -52,6 +55,16 @@ class Entry:
     def recompute(self) -> int:
         """How many blocks run again in the backward."""
         return self.strategy.recompute
+
+
+Rows = dict[object, dict[tuple[object, ...], Entry]]
+STATE = ("state", "sharded", "optimizer")  # what a stage says of its state alone: no row depends on it
+
+
+def costs_alike(cluster: Cluster, stages: Iterable[Stage]) -> object:
+    """The key under which modules have the same rows."""
+    without: dict[str, Value | None] = dict.fromkeys(STATE)
+    return cluster, tuple((stage.name, stage.trained, stage.attrs.updated(**without)) for stage in stages)
 
 
 @dataclass(frozen=True)
@@ -163,8 +176,12 @@ class CostTable:
 
     def _alike(self, ranks: tuple[int, ...] | None, degree: int) -> tuple[int, ...] | None:
         """The ranks whose row these share: every node is like the first, or the first of its kind."""
-        if ranks is None or len({node_of(self.devices.cluster, rank) for rank in ranks}) > 1:
-            return ranks
+        if ranks is None:
+            return None
+        gpus = self.devices.cluster.gpus
+        if len({rank // gpus for rank in ranks}) > 1:
+            apart = self.devices.kinds or "rack" in self.devices.cluster.attrs
+            return ranks if apart else tuple(rank - ranks[0] // gpus * gpus for rank in ranks)
         if not self.devices.kinds:
             return None
         alike = self.devices.like(ranks[0])
@@ -183,7 +200,7 @@ class CostTable:
         attention = strategy.attention or self._cheapest(one, first, ranks and ranks[:first])
         resolved = replace(strategy, attention=attention)
         if times:
-            return Entry(times[degree] * self.devices.slowdown(ranks and ranks[:first]), memory, resolved)
+            return Entry(times[degree] * self.devices.slowdown(ranks), memory, resolved)
         apart = self.communication.exchange(cascade, degree, ranks) if strategy.side > 1 else 0.0
         slowest = max(
             self._measured(one, count, grid, strategy.recompute, group)
@@ -194,15 +211,18 @@ class CostTable:
     def _groups(
         self, cascade: Cascade, width: int, ranks: tuple[int, ...] | None, strategy: Strategy
     ) -> list[tuple[int, Attention, tuple[int, ...] | None]]:
-        """The ranks of every side that may take longest, and how they share it: equal ones all do the same."""
+        """How the ranks of every side share it; sides whose ranks are alike are one."""
         assert strategy.attention is not None
         first, other = first_ranks(strategy, width), strategy.unconditional
-        groups = [(first, strategy.attention, ranks and ranks[:first])]
-        if other is not None:
-            groups.append((width - first, other, ranks and ranks[first:]))
-        elif strategy.side == 2 and ranks and self.devices.kinds and cascade.phase is Phase.DENOISE:
-            groups.append((first, strategy.attention, ranks[first:]))
-        return groups
+        counts = [first] * strategy.sides if other is None else [first, width - first]
+        if ranks is None and width > self.devices.cluster.gpus:  # sides of packed ranks may lie on one node or on two
+            ranks = packed_ranks(self.devices.cluster, width)
+        grids = [strategy.attention, *[other or strategy.attention] * (len(counts) - 1)]
+        groups: dict[object, tuple[int, Attention, tuple[int, ...] | None]] = {}
+        for count, grid, end in zip(counts, grids, accumulate(counts), strict=True):
+            own = ranks and ranks[end - count : end]
+            groups.setdefault((count, grid, self._alike(own, count)), (count, grid, own))
+        return list(groups.values())
 
     def shown_copies(self, cascade: Cascade, degree: int, recompute: int, ranks: tuple[int, ...]) -> float:
         """ms of a clip's cascade in which its ranks wait for their hosts' memory, all devices of a node copying."""
@@ -230,8 +250,7 @@ class CostTable:
         """``_time``, as far from it as measured steps of one machine were, whatever the product of Ulysses and ring."""
         time = self._time(cascade, degree, attention, recompute, ranks)
         rows = self._timed[cascade.stage]
-        on_one_node = len({node_of(self.devices.cluster, rank) for rank in ranks or range(degree)}) == 1
-        if not rows or not on_one_node:
+        if not rows or len({node_of(self.devices.cluster, rank) for rank in ranks or range(degree)}) > 1:
             return time
         key = self.shape(cascade), degree
         if key not in self._corrections:
@@ -253,14 +272,31 @@ class CostTable:
     ) -> float:
         forward, backward = self._halves(cascade, degree, attention, recompute, ranks)
         inputs = self.memory.host_inputs(cascade, degree, recompute)
-        gathering = self.transfers.exposed(cascade, forward, backward, inputs, ranks[0] if ranks else 0)
+        cells = self._cells(cascade, ranks)
+        gathering = max(self.transfers.exposed(cascade, forward, backward, inputs, rank) for rank in cells)
         return forward + backward + gathering + self.communication.time(cascade, degree, attention, recompute, ranks)
+
+    def _cells(self, cascade: Cascade, ranks: tuple[int, ...] | None) -> tuple[int, ...]:
+        """A rank of every cell whose gathers a cascade waits for: where devices differ the slowest counts."""
+        if ranks is None or not self.devices.kinds:
+            return (ranks[0] if ranks else 0,)
+        cell = cell_of(self.stages[cascade.stage]) or 1
+        return tuple(dict.fromkeys(rank - rank % cell for rank in ranks)) if cell > 1 else ranks[:1]
 
     def _halves(
         self, cascade: Cascade, degree: int, attention: Attention, recompute: int, ranks: tuple[int, ...] | None
     ) -> tuple[float, float]:
-        slowdown, slowed = self.devices.slowdown(ranks), self.devices.slowed(ranks)
-        return self.compute.halves(cascade, degree, attention, recompute, slowdown, slowed)
+        own = shares(cascade, attention)
+        if own is None:
+            slowdown, slowed = self.devices.slowdown(ranks), self.devices.slowed(ranks)
+            return self.compute.halves(cascade, degree, attention, recompute, slowdown, slowed)
+        each = [(rank,) for rank in ranks] if ranks else [None] * degree
+        rows = {(share, self.devices.slowdown(r), self.devices.slowed(r)) for share, r in zip(own, each, strict=True)}
+        halves = [
+            self.compute.halves(cascade, degree, attention, recompute, slowdown, slowed, share)
+            for share, slowdown, slowed in rows
+        ]
+        return max(forward for forward, _ in halves), max(backward for _, backward in halves)
 
 
 def _unnamed(stage: Stage) -> tuple[object, ...]:

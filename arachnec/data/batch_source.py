@@ -81,10 +81,18 @@ class BatchSource:
     """Draws batches. ``batch`` is how many clips make one, where the dataset gives single clips. With ``repeat`` a
     dataset that can be begun again is, as often as needed."""
 
-    def __init__(self, batches: object, batch: int | None = None, *, repeat: bool = False) -> None:
+    def __init__(
+        self,
+        batches: object,
+        batch: int | None = None,
+        *,
+        repeat: bool = False,
+        captions: Callable[[VideoClip], VideoClip] = lambda clip: clip,
+    ) -> None:
         self._dataset = batches
         self._batch = batch
         self._repeat = repeat
+        self.captions = captions  # counts the text tokens of a clip
         self._items: Iterator[Any] | None = None
         self._in_epoch = 0  # items of the dataset since it was begun
         self._ahead: list[tuple[VideoClip, ...]] = []
@@ -195,10 +203,10 @@ class BatchSource:
         return [self._clip(clip) for clip in item]
 
     def _clip(self, item: object) -> VideoClip:
-        clip = clip_of_item(item, self._given)
+        clip = self.captions(clip_of_item(item, self._given))
         self._given += 1
         self._demand_tensors(clip)
-        for name, value in clip.values.items():
+        for name, value in clip.tensors.items():
             shape = tuple(value.shape)
             before, other = self._like.setdefault((clip.shape, name), (shape, clip.id))
             if shape != before:
@@ -208,12 +216,12 @@ class BatchSource:
 
     def _demand_tensors(self, clip: VideoClip) -> None:
         """Refuse a clip of which only the size is known beside one with tensors: it would be trained as zeros."""
-        if clip.values:
+        if clip.tensors:
             self._full = self._full or clip
         elif clip.path is None and not clip.cached and not clip.encoded and self._bare is None:
             self._bare = clip.id
         if self._full is not None and self._bare is not None:
-            names = ", ".join(f"`{name}`" for name in self._full.values)
+            names = ", ".join(f"`{name}`" for name in self._full.tensors)
             raise UserError(WithoutTensors(None, self._bare, self._full.id, names))
 
     def _item(self, *, again: bool) -> Any:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from arachnec.data.timesteps import UNIFORM, Timesteps
 
@@ -22,8 +23,12 @@ class VideoClip:
     ``.safetensors`` file of precomputed latents, or None for a clip that only has a size. ``encoded`` maps an encoder's
     name to its output for this clip, ``[1, ...]``; it is empty where the model file has no encoders. ``cached`` are the
     files of such outputs, of encoders that ran beforehand. ``values`` are the tensors that a dataset gave with it, by
-    its own names; empty for a clip that only has a size.
+    its own names, and what columns of its manifest say that are no keys: files as paths, and numbers and texts. ``fps``
+    is the file's own frame rate, None where nothing says it; of the file's frames those shown at ``target_fps`` times a
+    second are taken, or every ``stride``-th.
     ``timesteps`` says how ``sample`` is to draw the noise level; in a step that drops the caption it is empty.
+    ``title`` is what people read where the file's stem would not be unique. ``captions`` are several of which every
+    step draws one. ``counted``: its ``text_tokens`` are those of its longest caption, which nobody else counted.
     """
 
     id: str | int
@@ -36,15 +41,67 @@ class VideoClip:
     start: int = 0
     encoded: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
     cached: Mapping[str, Path] = field(default_factory=dict, compare=False)
-    values: Mapping[str, Tensor] = field(default_factory=dict, compare=False)
+    values: Mapping[str, Any] = field(default_factory=dict, compare=False)
     timesteps: Timesteps = field(default=UNIFORM, compare=False)
+    title: str = field(default="", compare=False)
+    captions: tuple[str, ...] = ()
+    counted: bool = field(default=False, compare=False)
+    fps: float | None = None
+    target_fps: float | None = None
+    stride: int = 1
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """What equal clips share: frames, height, width, text tokens."""
         return self.frames, self.height, self.width, self.text_tokens
 
+    @property
+    def texts(self) -> tuple[str, ...]:
+        """Every caption that a step may have."""
+        return self.captions or (() if self.caption is None else (self.caption,))
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Those of the ``values`` that a dataset gave as tensors."""
+        return {name: value for name, value in self.values.items() if hasattr(value, "dtype")}
+
+    @property
+    def name(self) -> str:
+        """The clip for people: its file's stem, else its id."""
+        return self.title or _stem(self)
+
+    @property
+    def frame_rate(self) -> float | None:
+        """Frames a second of the training clip; None where nothing says it."""
+        return self.target_fps or (self.fps and self.fps / self.stride)
+
 
 def caption_tokens(caption: str) -> int:
     """Tokens of a caption as ByT5 counts them (arXiv 2105.13626): its UTF-8 bytes and the end of the sequence."""
     return len(caption.encode()) + 1
+
+
+def with_unique_names(clips: Sequence[VideoClip]) -> list[VideoClip]:
+    """The clips, each with a ``name`` of its own: of equal stems the folder is added, else the id."""
+    names = [_stem(clip) for clip in clips]
+    for longer in (_folder_and_stem, _stem_and_id):
+        counts = Counter(names)
+        names = [name if counts[name] == 1 else longer(clip) for name, clip in zip(names, clips, strict=True)]
+    return [clip if clip.name == name else replace(clip, title=name) for name, clip in zip(names, clips, strict=True)]
+
+
+def _stem(clip: VideoClip) -> str:
+    return str(clip.id) if clip.path is None else _printable(clip.path.stem)
+
+
+def _folder_and_stem(clip: VideoClip) -> str:
+    return str(clip.id) if clip.path is None else _printable(f"{clip.path.parent.name}/{clip.path.stem}")
+
+
+def _stem_and_id(clip: VideoClip) -> str:
+    return str(clip.id) if clip.path is None else f"{_printable(clip.path.stem)}#{clip.id}"
+
+
+def _printable(name: str) -> str:
+    """A file's name as UTF-8, which it need not be."""
+    return name.encode("utf-8", "replace").decode()

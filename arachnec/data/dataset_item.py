@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.columns import CLIP_KEYS
 from arachnec.data.manifest import clips_of_row
-from arachnec.data.rows import ALIASES, KEYS, normalised
 from arachnec.data.rows import Row as ManifestRow
+from arachnec.data.rows import normalised
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 VIDEO = "video"  # pixels: channels x frames x height x width
 SIZES = ("frames", "height", "width")
+ITEM_KEYS = replace(CLIP_KEYS, extras=False)  # more is given as tensors
 
 
 @dataclass(frozen=True)
@@ -63,9 +65,9 @@ def clip_of_item(item: object, number: int) -> VideoClip:
     video = values.get(VIDEO)
     if video is not None and video.ndim == 4:
         given |= {name: given.get(name, int(size)) for name, size in zip(SIZES, video.shape[1:], strict=True)}
-    row = normalised(ManifestRow(number, _plain(given), Path("dataset"), number + 1, ""))
+    row = normalised(ManifestRow(number, _plain(given), Path("dataset"), number + 1, ""), ITEM_KEYS)
     clip = next(iter(clips_of_row(row)))
-    return _as_announced(replace(clip, values=values))
+    return _as_announced(replace(clip, values={**clip.values, **values}))
 
 
 def _as_announced(clip: VideoClip) -> VideoClip:
@@ -94,7 +96,7 @@ def _is_number(value: object) -> bool:
 
 def _remedy(name: str, value: object) -> str | None:
     """What to do about a value that no row of a manifest can have; None where a row may have it."""
-    known = name in KEYS or name in ALIASES or name == "txt"
+    known = ITEM_KEYS.place(name) is not None or name == "txt"
     if isinstance(value, bytes):
         return (
             "decode it in the dataset, to text" if known else "decode it in the dataset, to a tensor; or leave it out"

@@ -51,7 +51,7 @@ def read_encoded(clip: VideoClip) -> dict[str, Tensor]:
                 values[name] = file.get_tensor(TENSOR)
         except (SafetensorError, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(UnreadableEncoded(None, name, clip.id, str(path), reason)) from None
+            raise UserError(UnreadableEncoded(None, name, clip.name, str(path), reason)) from None
     return values
 
 
@@ -89,7 +89,7 @@ def encoded_beforehand(clips: Sequence[VideoClip]) -> frozenset[str]:
     for clip in clips:
         assert first is not None
         if clip.cached.keys() != first.cached.keys():
-            raise UserError(PartlyEncoded(None, clip.id, _named(clip), first.id, _named(first)))
+            raise UserError(PartlyEncoded(None, clip.name, _named(clip), first.name, _named(first)))
     return frozenset(first.cached if first else ())
 
 

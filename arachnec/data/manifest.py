@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar, Final, Literal, TypeAlias
 
-from arachnec.data.clip import VideoClip
-from arachnec.data.row_values import BadValue, MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
+from arachnec.data.clip import VideoClip, with_unique_names
+from arachnec.data.columns import CLIP_KEYS, FILES, NAMES, VALUES, Columns
+from arachnec.data.row_values import (
+    BadValue,
+    MissingKey,
+    SameId,
+    bad_value,
+    identifier,
+    integer,
+    rate,
+    texts,
+    tokens_of_text,
+)
 from arachnec.data.rows import Row, read_rows
+from arachnec.data.video import VideoHeader, frames_taken, read_header
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
 MOST_IN_BATCH = 2**14  # clips that are planned at once, in some 10 s
+ALL: Final = "all"  # clips make one global batch
+Batch: TypeAlias = int | Literal["all"] | None  # clips in a global batch; None where nothing says how many
 CLIP = "clip"  # what a row stands for, in messages
 SEEDS = "ids seed a clip's noise and must differ"
 
@@ -43,10 +58,20 @@ class Manifest:
 
     iterations: tuple[tuple[VideoClip, ...], ...]
     path: Path
+    grouped: bool = False  # by the key `iteration`
+    extras: tuple[str, ...] = ()  # columns that are no keys
 
     @property
     def clips(self) -> tuple[VideoClip, ...]:
         return tuple(clip for iteration in self.iterations for clip in iteration)
+
+    @property
+    def notes(self) -> list[str]:
+        """What a person should know of how it was read."""
+        if not self.extras:
+            return []
+        names = ", ".join(f"`{name}`" for name in self.extras)
+        return [f"note: {names} of {self.path} are no keys of a clip: `sample` finds them in `clip.values`"]
 
 
 def demand_plannable(manifest: Manifest) -> Manifest:
@@ -57,19 +82,23 @@ def demand_plannable(manifest: Manifest) -> Manifest:
     return manifest
 
 
-def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
-    """Read a manifest; ``docs/your_videos.md`` describes its keys.
+def read_manifest(path: str | Path, batch: Batch = None, columns: str = "") -> Manifest:
+    """Read a manifest; ``docs/your_videos.md`` describes its keys. ``columns`` says which are read, as
+    ``caption=prompt,path=video``.
 
     Rows that carry ``iteration`` are grouped by it, in order of first appearance; otherwise every ``batch`` clips make
-    one global batch (the last may be smaller: nothing is dropped), and without ``batch`` all clips make one. Sizes that
-    a row with a ``path`` leaves out are read from the video's header. Raises ``UserError`` with file and line.
+    one global batch (the last may be smaller: nothing is dropped), and without ``batch``, or with ``all``, all clips
+    make one. Sizes that a row with a ``path`` leaves out are read from the video's header. Raises ``UserError`` with
+    file and line.
     """
     path = Path(path)
     groups: dict[object, list[VideoClip]] = {}
     seen: dict[str, int] = {}
     grouped: bool | None = None
     copies = 0
-    for row in read_rows(path):
+    extras: dict[str, None] = {}
+    for row in read_rows(path, replace(CLIP_KEYS, columns=Columns.of(columns))):
+        extras |= dict.fromkeys((*row.extras, *row.files))
         grouped = "iteration" in row.values if grouped is None else grouped
         copies = _few_copies(row, copies)
         group = _iteration(row, grouped)
@@ -80,11 +109,17 @@ def read_manifest(path: str | Path, batch: int | None = None) -> Manifest:
             groups.setdefault(group, []).append(clip)
     if grouped is None:
         raise UserError(EmptyManifest(None, str(path)))
-    if grouped:
-        return Manifest(tuple(map(tuple, groups.values())), path)
-    (clips,) = groups.values()
-    size = batch or len(clips)
-    return Manifest(tuple(tuple(clips[i : i + size]) for i in range(0, len(clips), size)), path)
+    clips = with_unique_names([clip for group in groups.values() for clip in group])
+    sizes = [len(group) for group in groups.values()] if grouped else _batches(len(clips), batch)
+    ends = itertools.accumulate(sizes)
+    iterations = tuple(tuple(clips[end - size : end]) for size, end in zip(sizes, ends, strict=True))
+    return Manifest(iterations, path, grouped, tuple(extras))
+
+
+def _batches(clips: int, batch: Batch) -> list[int]:
+    """How many clips are in each global batch."""
+    size = clips if batch is None or batch == ALL else batch
+    return [min(size, clips - first) for first in range(0, clips, size)]
 
 
 def _few_copies(row: Row, before: int) -> int:
@@ -113,17 +148,37 @@ def clips_of_row(row: Row) -> Iterator[VideoClip]:
     """The clips of a row: one, or as many equal ones as it says. Raises ``UserError`` for a value that cannot be."""
     path = _path(row)
     sizes = {key: integer(row, key) for key in ("frames", "height", "width")}
-    start = integer(row, "start") or 0
+    start, stride = integer(row, "start") or 0, integer(row, "stride") or 1
+    fps, target_fps = rate(row, "fps"), rate(row, "target_fps")
+    if target_fps is not None and stride > 1:
+        remedy = "frames are taken by time, or by number: keep one of the two"
+        raise UserError(BadValue(row.span("stride"), "stride", str(stride), "no `stride` beside `target_fps`", remedy))
     if None in sizes.values():
-        sizes = _probed(row, path, start, sizes)
-    caption = text(row, "caption")
-    text_tokens, row_id = tokens_of_text(row, CLIP, caption), identifier(row)
+        path, header = _header(row, path, start, sizes)
+        taken = None if sizes["frames"] else frames_taken(path, start, target_fps, stride, header.frames)
+        probed = {"frames": taken, "height": header.height, "width": header.width}
+        sizes = {key: probed[key] if value is None else value for key, value in sizes.items()}
+        fps = fps or header.fps
+    captions = texts(row, "caption")
+    text_tokens, row_id = tokens_of_text(row, CLIP, captions), identifier(row)
     cached = _encoded(row)
     count = integer(row, "clips") or 1
     frames, height, width = (sizes[key] or 0 for key in ("frames", "height", "width"))
     for copy in range(count):
-        id = row_id if count == 1 else f"{row_id}.{copy}"
-        yield VideoClip(id, frames, height, width, text_tokens, caption, path, start, cached=cached)
+        yield VideoClip(
+            row_id if count == 1 else f"{row_id}.{copy}",
+            *(frames, height, width, text_tokens),
+            captions[0] if captions else None,
+            path,
+            start,
+            cached=cached,
+            values=_values(row),
+            captions=captions if len(captions) > 1 else (),
+            counted="text_tokens" not in row.values,
+            fps=fps,
+            target_fps=target_fps,
+            stride=stride,
+        )
 
 
 def _path(row: Row) -> Path | None:
@@ -133,6 +188,41 @@ def _path(row: Row) -> Path | None:
     if not isinstance(value, str):
         raise UserError(bad_value(row, "path", "a string", "put the path in quotes"))
     return _file_at(row, "path", value)
+
+
+def _values(row: Row) -> dict[str, Any]:
+    """What the columns say that are no keys; a file's place is a path, and several are a tuple of them."""
+    files: dict[str, Any] = {}
+    for name, value in _objects_opened(row.files).items():
+        places = value if isinstance(value, list) else [value]
+        if not all(isinstance(place, str) for place in places):
+            files[name] = value
+            continue
+        paths = tuple(_extra_file(row, name, place) for place in places)
+        files[name] = paths if isinstance(value, list) else paths[0]
+    return {name: _plain(value) for name, value in _objects_opened(row.extras).items()} | files
+
+
+def _objects_opened(columns: Mapping[str, Any]) -> dict[str, Any]:
+    """The columns, with those in the objects ``values`` and ``files``, as `arachnec cache` writes them."""
+    opened: dict[str, Any] = {}
+    for name, value in columns.items():
+        opened |= value if name in (VALUES, FILES) and isinstance(value, dict) else {name: value}
+    return opened
+
+
+def _plain(value: object) -> object:
+    """A value as JSON has it; what a Parquet file has beyond that, such as a date, as text."""
+    return value if isinstance(value, bool | int | float | str | list | dict | None) else str(value)
+
+
+def _extra_file(row: Row, column: str, value: str) -> Path:
+    path = (row.file.parent / value).absolute()
+    if column not in NAMES["path"] and not _is_file(path):
+        other = f"what is no file is asked for by --columns values={column}"
+        remedy = f"correct the path; a relative one starts at the manifest's folder; {other}"
+        raise UserError(BadValue(row.span(column), column, repr(value)[:200], "a file that is there", remedy))
+    return path
 
 
 def _file_at(row: Row, key: str, value: str) -> Path:
@@ -154,18 +244,16 @@ def _encoded(row: Row) -> dict[str, Path]:
     return {name: _file_at(row, "encoded", path) for name, path in value.items()}
 
 
-def _probed(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | None]) -> dict[str, int | None]:
+def _header(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | None]) -> tuple[Path, VideoHeader]:
+    """A row's video and its header, for the sizes that the row leaves out. Raises ``UserError`` without a video."""
     if path is None or path.suffix == ".safetensors":
         key = next(key for key, value in sizes.items() if value is None)
         raise UserError(MissingKey(row.span(), CLIP, key, f"add `{key}`, or the `path` of a video to read it from"))
-    from arachnec.data.video import probe
-
-    header = probe(path)
+    header = read_header(path)
     if start >= header.frames:
         remedy = f"the video has {header.frames} frames, counted from 0"
         raise UserError(BadValue(row.span("start"), "start", str(start), f"less than {header.frames}", remedy))
-    probed = {"frames": header.frames - start, "height": header.height, "width": header.width}
-    return {key: probed[key] if value is None else value for key, value in sizes.items()}
+    return path, header
 
 
 def _is_file(path: Path) -> bool:

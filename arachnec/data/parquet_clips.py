@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
 from arachnec.data.clip import VideoClip
+from arachnec.data.columns import CLIP_KEYS, Columns, RowKeys
 from arachnec.data.manifest import clips_of_row
-from arachnec.data.rows import (
-    ALIASES,
-    CLIP_KEYS,
-    NoManifest,
-    NoPyArrow,
-    Row,
-    canonical_key,
-    parquet_row,
-    unpacking,
-)
+from arachnec.data.rows import NoManifest, NoPyArrow, Row, normalised, parquet_row, unpacking
 from arachnec.data.stratified import stratified
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
@@ -44,7 +36,9 @@ class ParquetClips:
     batch of a window has its share of each shape. It says where it stands, so a resumed run goes on from there.
     """
 
-    def __init__(self, path: str | Path, seed: int | None = None, *, stratified: int | None = None) -> None:
+    def __init__(
+        self, path: str | Path, seed: int | None = None, *, stratified: int | None = None, columns: str = ""
+    ) -> None:
         """Reads the file's metadata alone. Raises ``UserError`` for no manifest, or an unknown column."""
         self.path = Path(path)
         if not self.path.is_file():
@@ -56,8 +50,10 @@ class ParquetClips:
         with unpacking(self.path):
             self._file = pyarrow.parquet.ParquetFile(self.path, memory_map=True)
             names = self._file.schema_arrow.names
+        self._keys = replace(CLIP_KEYS, columns=Columns.of(columns))
+        self._keys.columns.require_present(str(path), names)
         for column, name in enumerate(names):
-            canonical_key(name, Span(f"{path} (column {column + 1})", 1, 1, 1, 1), CLIP_KEYS)
+            self._keys.require_place(name, Span(f"{path} (column {column + 1})", 1, 1, 1, 1))
         self._seed = 0 if seed is None and stratified is not None else seed
         self._stratified = stratified
         self._round = 0
@@ -108,7 +104,7 @@ class ParquetClips:
                 for place in self._order(batch, start)[skipped:]:
                     with unpacking(self.path):
                         (values,) = batch.slice(place, 1).to_pylist()
-                    yield parquet_row(self.path, start + place, values)
+                    yield normalised(parquet_row(self.path, start + place, values), self._keys)
                 skipped = max(0, skipped - len(batch))
                 start += len(batch)
 
@@ -131,19 +127,49 @@ class ParquetClips:
         if self._stratified is None:
             rng.shuffle(order)
             return order
-        batches = stratified(_shapes(window), max(1, len(window) // self._stratified), rng)
+        batches = stratified(_shapes(window, self._keys), max(1, len(window) // self._stratified), rng)
         return [place for batch in batches for place in batch]
 
 
-def _shapes(window: Any) -> list[tuple[int, ...]]:
+def _shapes(window: Any, keys: RowKeys) -> list[tuple[int, ...]]:
     """What the rows of a window say of their shapes; of captions their bytes."""
-    import pyarrow.compute
-
-    columns = {
-        ALIASES.get(name, name): column for name, column in zip(window.schema.names, window.columns, strict=True)
-    }
+    columns = key_columns(window, keys)
     numbers = [columns[key] for key in ("frames", "height", "width", "text_tokens") if key in columns]
     if "text_tokens" not in columns and "caption" in columns:
-        numbers.append(pyarrow.compute.binary_length(columns["caption"]))
+        numbers.append(caption_lengths(columns["caption"]))
     rows = zip(*(column.fill_null(-1).to_pylist() for column in numbers), strict=True)
     return [tuple(map(int, row)) for row in rows] if numbers else [()] * len(window)
+
+
+def key_columns(window: Any, keys: RowKeys) -> dict[str, Any]:
+    """The columns of a table by key; of several for one key the first that has a value in a row."""
+    import pyarrow.compute
+
+    columns = {}
+    for key, names in keys.ordered(window.schema.names).items():
+        given = [_gaps_as_null(window.column(name)) for name in names]
+        columns[key] = given[0] if len({column.type for column in given}) > 1 else pyarrow.compute.coalesce(*given)
+    return columns
+
+
+def caption_lengths(captions: Any, counter: Any = None) -> Any:
+    """Bytes of each caption of a column, or its tokens as a ``counter`` has them; of a list of captions those of the
+    longest."""
+    import pyarrow
+    import pyarrow.compute
+
+    if counter is None and not pyarrow.types.is_list(captions.type):
+        return pyarrow.compute.binary_length(captions)
+    given = ([texts] if isinstance(texts, str) else texts for texts in captions.to_pylist())
+    count = counter.tokens if counter is not None else lambda texts: max(len(text.encode()) for text in texts)
+    return pyarrow.array([count(texts) if texts else None for texts in given], pyarrow.int32())
+
+
+def _gaps_as_null(column: Any) -> Any:
+    """A column of integers with gaps is commonly stored as floating point, with NaN in the gaps."""
+    import pyarrow
+    import pyarrow.compute
+
+    if not pyarrow.types.is_floating(column.type):
+        return column
+    return pyarrow.compute.if_else(pyarrow.compute.is_nan(column), None, column)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
 
 from arachnec.data.clip import VideoClip, caption_tokens
+from arachnec.data.columns import NAMES, RowKeys
 from arachnec.data.row_values import MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
-from arachnec.data.rows import ALIASES, Row, RowKeys, read_rows
+from arachnec.data.rows import Row, read_rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
 if TYPE_CHECKING:
@@ -25,11 +26,11 @@ REQUEST_KEYS = RowKeys(
         *("id", "caption", "negative_prompt", "text_tokens", "frames", "height", "width"),
         *("steps", "guidance", "seed", "arrival"),
     ),
-    aliases={
-        **{alias: key for alias, key in ALIASES.items() if key != "path"},
-        "prompt": "caption",
-        "num_inference_steps": "steps",
-        "guidance_scale": "guidance",
+    names={
+        "caption": ("caption", "text", "prompt"),
+        "frames": NAMES["frames"],
+        "steps": ("steps", "num_inference_steps"),
+        "guidance": ("guidance", "guidance_scale"),
     },
     texts=("caption", "negative_prompt"),
     fractions=("guidance", "arrival"),
@@ -77,6 +78,11 @@ class Request:
         return VideoClip(self.id, self.frames, self.height, self.width, tokens, caption, encoded=encoded)
 
     @property
+    def name(self) -> str:
+        """The request for people."""
+        return str(self.id)
+
+    @property
     def shape(self) -> tuple[int, int, int, int]:
         """What equal requests share in a forward: frames, height, width, text tokens."""
         return self.frames, self.height, self.width, self.text_tokens
@@ -118,7 +124,7 @@ def _request(row: Row) -> Request:
         guidance=_number(row, "guidance", GUIDANCE),
         seed=row.number if seed is None else seed,
         arrival=_number(row, "arrival", 0.0),
-        text_tokens=tokens_of_text(row, REQUEST, caption),
+        text_tokens=tokens_of_text(row, REQUEST, () if caption is None else (caption,)),
         negative_prompt=text(row, "negative_prompt"),
     )
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -12,9 +13,12 @@ from arachnec.data.clip import caption_tokens
 from arachnec.data.rows import Row
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-LEAST = {"frames": 1, "height": 1, "width": 1, "text_tokens": 0, "clips": 1, "start": 0, "steps": 1, "seed": 0}
+LEAST = dict.fromkeys(("frames", "height", "width", "clips", "stride", "steps"), 1)
+LEAST |= dict.fromkeys(("text_tokens", "start", "seed"), 0)
 # larger numbers are typing mistakes
 MOST = dict.fromkeys(LEAST, 2**20) | {"start": 2**31, "steps": 10_000, "seed": 2**63 - 1}
+
+LOWEST_RATE, HIGHEST_RATE = 0.001, 1000  # frames a second
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,8 @@ def integer(row: Row, key: str) -> int | None:
     if value is None:
         return None
     least = LEAST[key]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
     if not isinstance(value, int) or isinstance(value, bool):
         raise UserError(bad_value(row, key, f"an integer of at least {least}", f"write `{key}` as a whole number"))
     if value < least:
@@ -82,6 +88,17 @@ def _is_text(value: str) -> bool:
     return True
 
 
+def rate(row: Row, key: str) -> float | None:
+    """The row's frames a second; None where it has none. Raises ``UserError`` for what is no rate of a video."""
+    value = row.values.get(key)
+    if value is None:
+        return None
+    if not isinstance(value, int | float) or isinstance(value, bool) or not LOWEST_RATE <= value <= HIGHEST_RATE:
+        expected = f"a number of frames a second, from {LOWEST_RATE} to {HIGHEST_RATE}"
+        raise UserError(bad_value(row, key, expected, f"write `{key}` as a number, such as 16 or 29.97"))
+    return float(value)
+
+
 def text(row: Row, key: str) -> str | None:
     """The row's text; None where it has none. Raises ``UserError`` for what is none or cannot be written."""
     value = row.values.get(key)
@@ -102,12 +119,24 @@ def identifier(row: Row) -> str | int:
     return value
 
 
-def tokens_of_text(row: Row, what: str, caption: str | None) -> int:
-    """The row's ``text_tokens``, else as many as its caption has. Raises ``UserError`` where there is neither."""
+def texts(row: Row, key: str) -> tuple[str, ...]:
+    """The row's text, or those of its list; empty where it has none. Raises ``UserError`` as ``text``."""
+    value = row.values.get(key)
+    if not isinstance(value, list):
+        one = text(row, key)
+        return () if one is None else (one,)
+    if not value or not all(isinstance(item, str) and _is_text(item) for item in value):
+        raise UserError(bad_value(row, key, "a text or a list of texts", f"put the {key} in quotes"))
+    return tuple(value)
+
+
+def tokens_of_text(row: Row, what: str, captions: Sequence[str]) -> int:
+    """The row's ``text_tokens``, else as many as its longest caption has. Raises ``UserError`` where there is
+    neither."""
     tokens = integer(row, "text_tokens")
     if tokens is not None:
         return tokens
-    if caption is None:
+    if not captions:
         remedy = "add `caption`, or `text_tokens` (0 for a model that reads no text)"
         raise UserError(MissingKey(row.span(), what, "text_tokens", remedy))
-    return caption_tokens(caption)
+    return max(map(caption_tokens, captions))

@@ -1,4 +1,4 @@
-"""Manifest rows. In: a JSONL, CSV or Parquet file. Out: rows whose keys are known, each with its place in the file."""
+"""Manifest rows. In: a JSON, JSONL, CSV or Parquet file. Out: rows by known keys, each with its place in the file."""
 
 from __future__ import annotations
 
@@ -8,51 +8,56 @@ import csv
 import functools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TextIO
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
+from arachnec.data.columns import CLIP_KEYS, FILES, RESOLUTION, VALUES, RowKeys
+from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**28  # bytes
 MOST_ROWS = 2**18
 MOST_LINES = 2**21  # blank ones, and those of quoted texts, too
 LONGEST_ROW = 2**22  # characters
-
-ALIASES = {"num_frames": "frames", "text": "caption", "video": "path"}
-KEYS = (
-    *("frames", "height", "width", "text_tokens", "caption", "path", "id", "clips", "iteration", "start", "encoded"),
-    # How another system grouped these clips; read and not used, because partitioning is a pass.
-    "micro_batch",
-)
-
-
-@dataclass(frozen=True)
-class RowKeys:
-    """The keys that rows may have, their other names, and which of them are text or any number in a CSV file."""
-
-    keys: tuple[str, ...]
-    aliases: Mapping[str, str]
-    texts: tuple[str, ...] = ("caption", "path")
-    fractions: tuple[str, ...] = ()
-
-
-CLIP_KEYS = RowKeys(KEYS, ALIASES)
+ARRAY = "a .json file is one array of objects, or one object a line"
+ENDLESS = "a number or a nesting without end"
+_ARRAY = re.compile(r"\s*\[\s*(\{|\]|$)")  # where it begins: a row that is an array of numbers is a mistake
+_SPACE = re.compile(r"[ \t\r\n]*")
 
 
 @dataclass(frozen=True)
 class NoManifest(Diagnostic):
     title: ClassVar[str] = "there is no manifest `{path}`"
-    help: ClassVar[str] = "give a .jsonl, .csv or .parquet file, with a row for each clip or request"
+    help: ClassVar[str] = "give a .jsonl, .json, .csv or .parquet file, with a row for each clip or request"
     path: str
+
+
+@dataclass(frozen=True)
+class FolderGiven(Diagnostic):
+    title: ClassVar[str] = "`{path}` is a folder, and clips are listed by a manifest"
+    help: ClassVar[str] = "`arachnec manifest {path} -o clips.jsonl` writes one of the videos in it"
+    path: str
+
+
+@dataclass(frozen=True)
+class OtherSeparator(Diagnostic):
+    title: ClassVar[str] = "`{path}` is separated by {separator}, and a .csv file is by commas"
+    label: ClassVar[str] = "no comma in the names of its columns"
+    help: ClassVar[str] = (
+        "write it again with commas: pandas.read_csv({name!r}, sep={written!r}).to_csv({name!r}, index=False)"
+    )
+    path: str
+    name: str
+    separator: str
+    written: str
 
 
 @dataclass(frozen=True)
 class UnknownFormat(Diagnostic):
     title: ClassVar[str] = "`{path}` is not a manifest: its extension is `{suffix}`"
-    help: ClassVar[str] = "manifests end in .jsonl, .csv or .parquet"
+    help: ClassVar[str] = "manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows"
     path: str
     suffix: str
 
@@ -92,15 +97,6 @@ class BadRow(Diagnostic):
 
 
 @dataclass(frozen=True)
-class UnknownKey(Diagnostic):
-    title: ClassVar[str] = "unknown key `{key}`"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "{suggestion}"
-    key: str
-    suggestion: str
-
-
-@dataclass(frozen=True)
 class KeyTwice(Diagnostic):
     title: ClassVar[str] = "`{key}` and `{other}` are two names of one thing"
     label: ClassVar[str] = "given twice"
@@ -120,34 +116,53 @@ class RepeatedKey(Diagnostic):
 @dataclass(frozen=True)
 class Row:
     """One row: its values by canonical key, and its place. ``text`` is empty for Parquet; ``written`` are the keys that
-    the row calls otherwise."""
+    the row calls otherwise. ``extras`` and ``files`` are its columns that are no keys, and the paths among them."""
 
     number: int
     values: Mapping[str, Any]
     file: Path
     line: int
     text: str
+    column: int = 1  # where its text begins in its first line
     written: Mapping[str, str] = field(default_factory=dict)
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    files: Mapping[str, Any] = field(default_factory=dict)
 
     def span(self, key: str | None = None) -> Span:
         """The key in the row's text, or the whole row; a Parquet row's number stands by the file's name."""
         if not self.text:
             return Span(f"{self.file} (row {self.number + 1})", 1, 1, 1, 1)
-        column = self.text.find(f'"{key}"') if key else -1
-        if column < 0:
-            return Span(str(self.file), self.line, 1, self.line, len(self.text) + 1)
-        return Span(str(self.file), self.line, column + 1, self.line, column + len(f'"{key}"') + 1)
+        place = self.text.find(f'"{key}"') if key else -1
+        return self.part(place, place + len(f'"{key}"')) if place >= 0 else self.part(0, len(self.text))
+
+    def part(self, begin: int, end: int) -> Span:
+        """A part of the row's text, of one line; up to its line's end where there are more."""
+        before, line = self.text.count("\n", 0, begin), self.text.rfind("\n", 0, begin) + 1
+        stop = self.text.find("\n", begin, end)
+        length = (end if stop < 0 else stop) - begin
+        column = begin - line + (self.column if before == 0 else 1)
+        return Span(str(self.file), self.line + before, column, self.line + before, column + length)
 
 
 def read_rows(path: Path, keys: RowKeys = CLIP_KEYS) -> Iterator[Row]:
     """Rows in the file's order, by canonical keys. Raises ``UserError`` for a row that cannot be read."""
+    if path.is_dir():
+        raise UserError(FolderGiven(None, str(path)))
     if not path.is_file():
         raise UserError(NoManifest(None, str(path)))
-    readers = {".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".parquet": _parquet}
+    readers = {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
         raise UserError(UnknownFormat(None, str(path), path.suffix or "missing"))
-    return reader(path, keys)
+    return _normalised(path, reader(path, keys), keys)
+
+
+def _normalised(path: Path, rows: Iterable[Row], keys: RowKeys) -> Iterator[Row]:
+    """The rows by canonical keys. Raises ``UserError`` where the first lacks a column that the user names."""
+    for row in rows:
+        if row.number == 0:
+            keys.columns.require_present(str(path), list(row.values))
+        yield normalised(row, keys)
 
 
 class _Lines:
@@ -211,45 +226,97 @@ def _wrong_byte(path: Path) -> int:
     return before - len(decoder.getstate()[0])
 
 
-def _jsonl(path: Path, keys: RowKeys) -> Iterator[Row]:
-    number = 0
+def _json(path: Path, keys: RowKeys) -> Iterator[Row]:
+    """Rows of one JSON object a line, or of one array of objects."""
+    number, array = 0, False
     with _lines(path) as lines:
         for raw in lines:
             if raw.isspace():
                 lines.row_ends(number)
                 continue
-            values = _json_row(path, lines.number, lines.text)
-            yield normalised(Row(number, values, path, lines.number, lines.text), keys)
+            if number == 0 and _ARRAY.match(raw):
+                array = True
+                break
+            yield _json_row(Row(number, {}, path, lines.number, lines.text))
             number += 1
             lines.row_ends(number)
+    if array:
+        yield from _json_array(path)
 
 
-def _json_row(path: Path, line: int, text: str) -> dict[str, Any]:
+def _json_array(path: Path) -> Iterator[Row]:
+    """The elements of the file's array, one after the other."""
+    text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
+    if any("\udc80" <= character <= "\udcff" for character in text):
+        raise UserError(UnreadableManifest(None, str(path), f"not UTF-8 at byte {_wrong_byte(path)}"))
+    decoder, places = json.JSONDecoder(), _Places(path, text)
+    here, number = text.index("[") + 1, 0
+    while True:
+        here = _SPACE.match(text, here).end()  # type: ignore[union-attr]
+        if text[here : here + 1] == "]":
+            break
+        if number:
+            if text[here : here + 1] != ",":
+                raise UserError(BadRow(places.at(here), "JSON", "expecting ',' delimiter", ARRAY))
+            here = _SPACE.match(text, here + 1).end()  # type: ignore[union-attr]
+        try:
+            _, end = decoder.raw_decode(text, here)
+        except json.JSONDecodeError as error:
+            reason = error.msg[0].lower() + error.msg[1:]
+            raise UserError(BadRow(places.at(error.pos), "JSON", reason, ARRAY)) from None
+        except (ValueError, RecursionError):
+            raise UserError(BadRow(places.at(here), "JSON", ENDLESS, ARRAY)) from None
+        span = places.at(here)
+        yield _json_row(Row(number, {}, path, span.line, text[here:end], span.column))
+        here, number = end, number + 1
+        if number > MOST_ROWS:
+            raise UserError(ManifestTooLarge(None, str(path), MOST_ROWS, "rows"))
+    rest = _SPACE.match(text, here + 1).end()  # type: ignore[union-attr]
+    if rest < len(text):
+        raise UserError(BadRow(places.at(rest), "JSON", "more behind the array", ARRAY))
+
+
+@dataclass
+class _Places:
+    """Line and column of places in a text, asked for in ascending order."""
+
+    path: Path
+    text: str
+    line: int = 1
+    start: int = 0  # of the line
+
+    def at(self, place: int) -> Span:
+        lines = self.text.count("\n", self.start, place)
+        if lines:
+            self.line, self.start = self.line + lines, self.text.rfind("\n", 0, place) + 1
+        column = place - self.start + 1
+        return Span(str(self.path), self.line, column, self.line, column + 1)
+
+
+def _json_row(row: Row) -> Row:
     remedy = "a manifest line is one complete JSON object"
     try:
-        values = json.loads(text, object_pairs_hook=functools.partial(_object, path, line, text))
+        values = json.loads(row.text, object_pairs_hook=functools.partial(_object, row))
     except json.JSONDecodeError as error:
-        span = Span(str(path), line, error.colno, line, error.colno + 1)
-        raise UserError(BadRow(span, "JSON", error.msg[0].lower() + error.msg[1:], remedy)) from None
+        reason = error.msg[0].lower() + error.msg[1:]
+        raise UserError(BadRow(row.part(error.pos, error.pos + 1), "JSON", reason, remedy)) from None
     except (ValueError, RecursionError):  # a number of thousands of digits, brackets in brackets without end
-        span = Span(str(path), line, 1, line, 2)
-        raise UserError(BadRow(span, "JSON", "a number or a nesting without end", remedy)) from None
+        raise UserError(BadRow(row.part(0, 1), "JSON", ENDLESS, remedy)) from None
     if not isinstance(values, dict):
-        span = Span(str(path), line, 1, line, len(text) + 1)
         raise UserError(
-            BadRow(span, "a JSON object", f"a {type(values).__name__}", "write one object of keys and values")
+            BadRow(row.span(), "a JSON object", f"a {type(values).__name__}", "write one object of keys and values")
         )
-    return values
+    return replace(row, values=values)
 
 
-def _object(path: Path, line: int, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+def _object(row: Row, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object of the row; Python would keep the last of two values of one key and say nothing."""
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            places = [match.span() for match in re.finditer(rf'"{re.escape(key)}"(?=\s*:)', text)]
-            begin, end = places[1] if len(places) > 1 else (0, len(text))  # not there where it is written in escapes
-            raise UserError(RepeatedKey(Span(str(path), line, begin + 1, line, end + 1), key))
+            places = [match.span() for match in re.finditer(rf'"{re.escape(key)}"(?=\s*:)', row.text)]
+            # not there where it is written in escapes
+            raise UserError(RepeatedKey(row.part(*(places[1] if len(places) > 1 else (0, len(row.text)))), key))
         values[key] = value
     return values
 
@@ -259,8 +326,9 @@ def _csv(path: Path, keys: RowKeys) -> Iterator[Row]:
         reader = csv.reader(lines, strict=True)
         try:
             names = [name.strip() for name in next(reader, [])]
+            _require_commas(path, lines.text, names)
             for column, name in enumerate(names):
-                canonical_key(name, _named_span(path, lines.text, name), keys)
+                keys.require_place(name, _named_span(path, lines.text, name))
                 if name in names[:column]:
                     raise UserError(RepeatedKey(_named_span(path, lines.text, name, names[:column].count(name)), name))
             number = 0
@@ -279,20 +347,32 @@ def _csv_row(row: Row, names: Sequence[str], fields: Sequence[str], keys: RowKey
         reason = f"{len(fields)} fields under {len(names)} names"
         raise UserError(BadRow(row.span(), "complete", reason, "give every row as many fields as the first line"))
     values = {name: _csv_value(name, field, keys) for name, field in zip(names, fields, strict=True)}
-    return normalised(replace(row, values=values), keys)
+    return replace(row, values=values)
 
 
 def _csv_value(name: str, field: str, keys: RowKeys) -> int | float | str | None:
     """CSV has no types: an empty field is absent, one that reads as an integer is one, except in captions and paths."""
     if not field.strip():
         return None
-    key = keys.aliases.get(name, name)
-    if key in keys.texts:
+    key, _ = keys.place(name) or (name, 0)
+    if key in keys.texts or key == FILES:
         return field
-    for number in (int, float) if key in keys.fractions else (int,):
+    for number in (int, float) if key in (*keys.fractions, VALUES) else (int,):
         with contextlib.suppress(ValueError):
             return number(field)
+    with contextlib.suppress(ValueError):
+        if key in keys.counts and (whole := float(field)).is_integer():
+            return int(whole)
     return field.strip()
+
+
+def _require_commas(path: Path, header: str, names: Sequence[str]) -> None:
+    """Raises ``UserError`` for a file that is separated by something else."""
+    for separator, word, written in ((";", "semicolons", ";"), ("\t", "tabs", "\\t"), ("|", "bars", "|")):
+        if len(names) == 1 and separator in header:
+            raise UserError(
+                OtherSeparator(Span(str(path), 1, 1, 1, len(header) + 1), str(path), path.name, word, written)
+            )
 
 
 def _parquet(path: Path, keys: RowKeys) -> Iterator[Row]:
@@ -312,7 +392,7 @@ def _parquet(path: Path, keys: RowKeys) -> Iterator[Row]:
         with unpacking(path):
             listed = batch.to_pylist()
         for values in listed:
-            yield parquet_row(path, number, values, keys)
+            yield parquet_row(path, number, values)
             number += 1
 
 
@@ -338,37 +418,39 @@ def _demand_listable(path: Path, metadata: Any) -> None:
         raise UserError(ManifestTooLarge(None, str(path), LARGEST_FILE >> 20, "MiB when it is unpacked"))
 
 
-def parquet_row(path: Path, number: int, values: Mapping[str, Any], keys: RowKeys = CLIP_KEYS) -> Row:
+def parquet_row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
+    """The row by the names of its columns."""
     # A column of integers with gaps is commonly stored as floating point, with NaN or null in the gaps.
     present = {key: None if value != value else value for key, value in values.items()}
     integral = {k: int(v) if isinstance(v, float) and v.is_integer() else v for k, v in present.items()}
-    return normalised(Row(number, integral, path, number + 1, ""), keys)
+    return Row(number, integral, path, number + 1, "")
 
 
 def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
-    """The row by canonical keys, without what is None. Raises ``UserError`` for an unknown or repeated key."""
-    values: dict[str, Any] = {}
-    written: dict[str, str] = {}
-    for key, value in row.values.items():
-        name = canonical_key(key, row.span(key), keys)
-        if value is None:
-            continue
-        if name in values:
-            raise UserError(KeyTwice(row.span(key), name, next(a for a, n in keys.aliases.items() if n == name)))
-        values[name] = value
-        if name != key:
-            written[name] = key
-    return replace(row, values=values, written=written)
-
-
-def canonical_key(key: str, span: Span, keys: RowKeys) -> str:
-    """The key's canonical name. Raises ``UserError`` for an unknown key."""
-    name = keys.aliases.get(key, key)
-    if name not in keys.keys:
-        near = close_to(key, (*keys.keys, *keys.aliases))
-        suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(keys.keys)}"
-        raise UserError(UnknownKey(span, key, suggestion))
-    return name
+    """The row by canonical keys, without what is None. Of several columns for one key the first has it; the others are
+    ``extras``. Raises ``UserError`` for an unknown key, and for a repeated one where there are no extras."""
+    given: dict[str, list[tuple[int, str]]] = {}
+    for name, value in row.values.items():
+        key, rank = keys.require_place(name, row.span(name))
+        if value is not None:
+            given.setdefault(key, []).append((rank, name))
+    extras = given.pop(VALUES, [])
+    files = {name: row.values[name] for _, name in given.pop(FILES, [])}
+    first = {key: min(names)[1] for key, names in given.items()}
+    others = [(key, name) for key, names in given.items() for _, name in names if name != first[key]]
+    files |= {name: row.values[name] for key, name in others if key == "path"}
+    if others and not keys.extras:
+        key, name = others[-1]
+        raise UserError(KeyTwice(row.span(name), key, name if name != key else first[key]))
+    more = {
+        name: row.values[name]
+        for name in (*(name for _, name in extras), *(name for key, name in others if key != "path"))
+    }
+    values = {key: row.values[name] for key, name in first.items()}
+    if isinstance(more.get(RESOLUTION), dict):
+        values = {key: size for key in ("height", "width") if (size := more[RESOLUTION].get(key)) is not None} | values
+    written = {key: name for key, name in first.items() if name != key}
+    return replace(row, values=values, written=written, extras=more, files=files)
 
 
 def _named_span(path: Path, header: str, name: str, before: int = 0) -> Span:

@@ -13,7 +13,8 @@ class Timesteps(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     t is then shifted to s t / (1 + (s - 1) t). s is ``shift``, times sqrt(tokens / ``base_tokens``) where that is
     given, so that larger clips see more noise. Only those from ``min`` to ``max`` are drawn, each as often beside the
-    others as without; where both are None the model's own bounds hold. Esser et al., arXiv 2403.03206, section 3.1 and equation 23.
+    others as without; where both are None the model's own bounds hold. Esser et al.,
+    arXiv 2403.03206, section 3.1 and equation 23.
     """
 
     sampling: Literal["uniform", "logit-normal"] = "uniform"

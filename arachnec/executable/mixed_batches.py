@@ -15,7 +15,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TypeVar
 
-from arachnec.data.clip import VideoClip
+from arachnec.data.clip import VideoClip, with_unique_names
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.batches import Drawn, ManifestBatches, Mark
 from arachnec.executable.folder import Executable
@@ -77,8 +77,11 @@ def mixed_manifest(training: Training) -> Manifest:
     """
     mix = training.mix
     lists = [
-        _in_order(_named(name, _read(source.data))) for name, source in zip(_names(mix), mix.manifests, strict=True)
+        _in_order(_named(name, _read(source.data, training.columns)))
+        for name, source in zip(_names(mix), mix.manifests, strict=True)
     ]
+    named = iter(with_unique_names([clip for clips in lists for clip in clips]))
+    lists = [[next(named) for _ in clips] for clips in lists]
     first = [lists[chosen][place] for chosen, place in _mixture(training, lists).places(0, mix.batch)]
     begin = list({str(clip.id): clip for clip in first}.values())
     known = {str(clip.id) for clip in begin}
@@ -87,8 +90,8 @@ def mixed_manifest(training: Training) -> Manifest:
     return Manifest((tuple(begin), *batches), Path(mix.manifests[0].data))
 
 
-def _read(path: str) -> Sequence[VideoClip]:
-    manifest = read_manifest(path)
+def _read(path: str, columns: str) -> Sequence[VideoClip]:
+    manifest = read_manifest(path, columns=columns)
     if len(manifest.iterations) > 1:
         reason = "its rows have `iteration`, and a mix draws its own batches"
         raise UserError(bad_value("mix.manifests", path, reason, "leave `iteration` out of that manifest"))
@@ -131,10 +134,12 @@ class MixedBatches:
         planned, clips = [], {}
         for number, id in enumerate(ids):
             clip = self.executable.clips[id]
-            clips[number] = replace(clip, id=f"{clip.id}#{seen[id]}") if seen[id] else clip
+            if seen[id]:
+                clip = replace(clip, id=f"{clip.id}#{seen[id]}", title=f"{clip.name}#{seen[id]}")
+            clips[number] = clip
             seen[id] += 1
             ir = self.executable.traced.clips[id]
-            planned.append(replace(ir, id=number, attrs=ir.attrs.updated(iteration=step, name=str(clips[number].id))))
+            planned.append(replace(ir, id=number, attrs=ir.attrs.updated(iteration=step, name=clips[number].name)))
         return Drawn(step, tuple(planned), clips, self.mark(step + 1))
 
     def mark(self, steps: int) -> Mark:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 
 import msgspec
 
+from arachnec.data.columns import Columns
 from arachnec.data.manifest import MOST_IN_BATCH
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -99,7 +100,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     copies. ``clip_norm`` 0 switches clipping off, ``ema`` 0 the moving average. A parameter has the arguments of the
     first of the ``groups`` that it fits. An update is made of ``accumulate`` global batches; with ``shuffle`` clips
     come in another order in every epoch, with ``stratified`` also each batch has its share of every shape. In a step a
-    clip has no caption with probability ``caption_dropout``.
+    clip has no caption with probability ``caption_dropout``. ``columns`` says which of manifests are read, and
+    ``long_captions`` what becomes of those with more text tokens than the model takes.
     """
 
     lr: float = 1e-4
@@ -119,6 +121,8 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     validation: Validation = Validation()
     sampling: SampledRequests = SampledRequests()
     mix: Mix = Mix()
+    columns: str = ""
+    long_captions: Literal["cut", "refuse"] = "cut"
 
 
 @dataclass(frozen=True)
@@ -209,6 +213,7 @@ def _is_used(file: str | None, every: int) -> bool:
 
 def verified(training: Training) -> Training:
     """The options themselves, or a ``UserError`` that names the one out of range."""
+    Columns.of(training.columns)
     warmup, dropout, drawn = training.schedule.warmup, training.caption_dropout, training.timesteps
     least, most = (drawn.min or 0.0), (1.0 if drawn.max is None else drawn.max)
     rules = (
@@ -252,8 +257,8 @@ def verified(training: Training) -> Training:
         ("timesteps.std", drawn.std, 0 < drawn.std < math.inf, "a spread is above zero"),
         ("timesteps.mean", drawn.mean, -math.inf < drawn.mean < math.inf, "a mean is a finite number"),
         ("timesteps.shift", drawn.shift, 0 < drawn.shift < math.inf, "a shift is above zero; 1 shifts nothing"),
-        ("timesteps.min", drawn.min, 0 <= least < 1, "a noise level lies on [0, 1], the least below 1"),
-        ("timesteps.max", drawn.max, max(0, least) < most <= 1, "a noise level lies on [0, 1], above timesteps.min"),
+        ("timesteps.min", least, 0 <= least < 1, "a noise level lies on [0, 1], the least below 1"),
+        ("timesteps.max", most, max(0, least) < most <= 1, "a noise level lies on [0, 1], above timesteps.min"),
         ("timesteps.base_tokens", drawn.base_tokens or 1, (drawn.base_tokens or 1) > 0, "give a number of tokens"),
     )
     bad = tuple(BadTraining(None, option, value, remedy) for option, value, holds, remedy in rules if not holds)

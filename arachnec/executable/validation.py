@@ -45,6 +45,9 @@ def demand_same_manifests(executable: Executable, training: Training) -> None:
     if executable.training.mix != training.mix:
         reason = "it was compiled with another"
         raise UserError(bad_value("mix", training.mix.paths, reason, "give `arachnec compile` the same option"))
+    if executable.training.columns != training.columns:
+        reason = "clips were read when it was compiled"
+        raise UserError(bad_value("columns", training.columns, reason, "give `arachnec compile` the same option"))
     compiled, given = executable.training.validation.data, training.validation.data
     if compiled != given:
         reason = "it was compiled " + ("without one" if compiled is None else f"with {compiled!r}")
@@ -80,5 +83,5 @@ class ValidationBatches:
 
 
 def _planned(number: int, row: ValidationRow) -> Clip:
-    clip, attrs = row.clip, Attributes.of(name=str(row.clip.id), iteration=row.batch)
+    clip, attrs = row.clip, Attributes.of(name=clip_of(row.clip).name, iteration=row.batch)
     return Clip(number, clip.frames, clip.height, clip.width, clip.text_tokens, row.tokens, attrs)

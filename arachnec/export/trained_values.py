@@ -12,10 +12,10 @@ from torch import Tensor
 
 from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs
 from arachnec.checkpoint.folder import Position, committed, is_intact, read_commit
-from arachnec.checkpoint.parts import AVERAGE, Part
+from arachnec.checkpoint.parts import AVERAGE, IN_USE, MASTER, Part
 from arachnec.ir.diagnostic import Diagnostic, UserError
 
-MASTER, BUFFER = "master", "buffer"
+BUFFER = "buffer"
 
 
 @dataclass(frozen=True)
@@ -84,5 +84,6 @@ def trained_values(folder: Path, digest: str, executable: Path, *, averages: boo
         stored = stored_runs(path, [record.name for record in commit.files])
         if averages and not any(key.startswith(f"{AVERAGE}/") for key in stored):
             raise UserError(NoAverages(None, str(path)))
-        return TrainedValues(path, commit.position, AVERAGE if averages else MASTER, stored)
+        own = IN_USE if any(key.startswith(f"{IN_USE}/") for key in stored) else MASTER
+        return TrainedValues(path, commit.position, AVERAGE if averages else own, stored)
     raise UserError(NoCheckpoint(None, str(folder)))

@@ -17,8 +17,9 @@ from arachnec.generation.plan import ordered, planned, traced
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster, Module
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
-from arachnec.passes.infra.instruments import Instrument
+from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.sparsify import Sparsify
 from arachnec.sampling.loop import Sampling
@@ -107,15 +108,16 @@ def compile_requests(
     pipeline: Pipeline,
     instruments: Sequence[Instrument] = (),
     seen: Sequence[Seen] = (),
+    reporter: Reporter = unreported,
 ) -> CompiledRequests:
     """Trace the models, plan the requests, and prove the plan. ``seen`` are switches so far, to forecast by.
 
     Raises ``UserError`` for any mistake.
     """
     started = time.perf_counter()
-    module = traced(sampling, requests, seen).module(machine)
+    module = traced(sampling, requests, seen, reporter).module(machine)
     begun = time.perf_counter()
-    program = planned(module, pipeline, instruments)
+    program = planned(module, pipeline, (*instruments, ReportProgress(reporter)))
     tracing_ms, planning_ms = (begun - started) * 1e3, (time.perf_counter() - begun) * 1e3
     return CompiledRequests(
         sampling.sampler, settings, tuple(requests), module, program, pipeline, planning_ms, tracing_ms

@@ -17,6 +17,7 @@ from arachnec.generation.model_kind import model_kind
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.values import Symbol, Value
 from arachnec.models.batch import prediction_of
 from arachnec.models.decoders import DECODER, FromLatents, latents_of
@@ -126,7 +127,9 @@ def ordered(sampler: SamplerFile, first: str | None) -> tuple[str, ...]:
     return (first, *(name for name in names if name != first))
 
 
-def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen] = ()) -> Traced:
+def traced(
+    sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen] = (), reporter: Reporter = unreported
+) -> Traced:
     """Trace the models, and hold what they predict against the latents. Raises ``UserError`` for what cannot run."""
     clips = [request.clip() for request in requests]
     demand_steps(sampling, requests)
@@ -135,7 +138,8 @@ def traced(sampling: Sampling, requests: Sequence[Request], seen: Sequence[Seen]
     kinds = {name: name if alone else model_kind(sampling.sampler, name, clips) for name in sampling.names}
     first = {kind: name for name, kind in reversed(kinds.items())}
     of_kinds = {
-        kind: trace_model(sampling.sampler.model_file(name), clips, gradients=False) for kind, name in first.items()
+        kind: trace_model(sampling.sampler.model_file(name), clips, gradients=False, reporter=reporter)
+        for kind, name in first.items()
     }
     traces = {name: of_kinds[kind] for name, kind in kinds.items()}
     decoder = decoder_stage(sampling, clips, traces[sampling.names[0]].tokens)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from arachnec.ir.nodes import Stage
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
@@ -22,6 +23,7 @@ class Bucket:
     size: int  # bytes
 
 
+@lru_cache(maxsize=1024)
 def layers_of(stage: Stage) -> tuple[tuple[str, int], ...]:
     """Path and trained parameters of every layer of a stage, in the order they run."""
     value = stage.attrs.get("layers", ())

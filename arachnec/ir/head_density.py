@@ -127,7 +127,8 @@ def part_densities(
 
 def sparse_layers(cascade: Cascade) -> tuple[int, ...]:
     """The layers in which a cascade attends to chosen keys."""
-    return integers(cascade.attrs.get("sparse", ()))
+    listed = cascade.attrs.get("sparse")
+    return () if listed is None else integers(listed)
 
 
 def group_count(stage: Stage, tokens: int) -> int:

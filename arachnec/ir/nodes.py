@@ -54,16 +54,16 @@ class Cluster:
     attrs: Attributes = NO_ATTRIBUTES
     span: Span | None = field(default=None, compare=False, repr=False)
 
-    @property
+    @cached_property
     def nodes(self) -> int:
         return integer(self.attrs["nodes"])
 
-    @property
+    @cached_property
     def gpus(self) -> int:
         """Devices per node."""
         return integer(self.attrs["gpus"])
 
-    @property
+    @cached_property
     def world(self) -> int:
         """Ranks in the cluster."""
         return self.nodes * self.gpus

@@ -7,10 +7,12 @@ a stage are numbered as they run. One more, the last number, holds what lies in 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Stage, integer
-from arachnec.ir.stage_sizes import count_in, element_bytes, gradient_element_bytes, trained_count
+from arachnec.ir.stage_sizes import count_in, element_bytes, gradient_element_bytes, own_trained
+from arachnec.ir.state_placement import gathered_bytes, gathered_elements
 
 Ranks = tuple[int, ...]
 HELD = 2  # layers that are whole at once: the one that computes, and the one that is gathered meanwhile
@@ -64,10 +66,13 @@ def last_layer(stage: Stage) -> int:
     return len(layers_of(stage))
 
 
+@lru_cache(maxsize=1024)
 def layer_sizes(stage: Stage) -> tuple[LayerSize, ...]:
     """Every layer's size, the last one's too. Without `layer_params` frozen ones count as evenly in blocks."""
+    if "tensors" in stage.attrs:
+        return tuple(LayerSize(*counts) for counts in gathered_elements(stage))
     blocks = layers_of(stage)
-    trained = trained_count(stage)
+    trained = own_trained(stage)
     counted = stage.attrs.get("layer_params")
     if isinstance(counted, tuple) and len(counted) == len(blocks):
         whole = [LayerSize(integer(count), train) for count, (_, train) in zip(counted, blocks, strict=True)]
@@ -97,19 +102,27 @@ def gathered_gib(stage: Stage, held: int = HELD) -> float:
     return whole_gib(stage, held) + scattered_gib(stage)
 
 
+@lru_cache(maxsize=1024)
 def whole_gib(stage: Stage, held: int = HELD) -> float:
     """GiB of that while no backward runs: ``held`` times the largest layer, and the last layer."""
     if cell_of(stage) is None:
         return 0.0
+    if sizes := gathered_bytes(stage):
+        *layers, outside = (parameters for parameters, _ in sizes)
+        return (held * max(layers, default=0) + outside) / GIB
     *blocks, last = layer_sizes(stage)
     largest = max((layer.parameters for layer in blocks), default=0.0)
     return (held * largest + last.parameters) * element_bytes(stage) / GIB
 
 
+@lru_cache(maxsize=1024)
 def scattered_gib(stage: Stage) -> float:
     """GiB of the gradients that are not reduce-scattered yet: of the last layer, and of two others."""
     if cell_of(stage) is None:
         return 0.0
+    if sizes := gathered_bytes(stage):
+        *layers, outside = (gradients for _, gradients in sizes)
+        return (2 * max(layers, default=0) + outside) / GIB
     *blocks, last = layer_sizes(stage)
     trained = max((layer.trained for layer in blocks), default=0.0)
     return (2 * trained + last.trained) * gradient_element_bytes(stage) / GIB

@@ -47,8 +47,7 @@ def planned_steps(cascade: Cascade) -> int:
 
 def as_forward(cascade: Cascade) -> Cascade:
     """A ``denoise`` as its model's forward sees it: a clip for each prediction."""
-    branches = branches_of(cascade)
-    if cascade.phase is not Phase.DENOISE or branches == 1:
+    if cascade.phase is not Phase.DENOISE or (branches := branches_of(cascade)) == 1:
         return cascade
     return replace(cascade, batch=cascade.batch * branches, attrs=cascade.attrs.updated(branches=None))
 

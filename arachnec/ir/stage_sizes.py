@@ -13,7 +13,7 @@ BYTES = {"f64": 8.0, "f32": 4.0, "bf16": 2.0, "f16": 2.0}
 
 def shape_of(cascade: Cascade) -> tuple[object, ...]:
     """The key under which cascades cost the same."""
-    measured = tuple(cascade.attrs.get(name) for name in ("times", "per_clip", "sparse", "heads"))
+    measured = tuple(cascade.attrs.get(name) for name in ("times", "per_clip", "sparse", "heads", "shards"))
     sampled = planned_steps(cascade), branches_of(cascade)
     sizes = cascade.stage, cascade.phase, cascade.batch, cascade.tokens, cascade.text
     return *sizes, *measured, bool(cascade.inputs), *sampled
@@ -47,9 +47,27 @@ def uneven(items: int, parts: int) -> float:
     return math.ceil(items / parts) / items if items else 1.0
 
 
+def shards_of(cascade: Cascade, ranks: int) -> tuple[int, ...] | None:
+    """The tokens of each of a clip's ``ranks``, where the cascade lists them for so many; None where they are even."""
+    listed = cascade.attrs.get("shards")
+    shards = () if listed is None else integers(listed)
+    return shards if len(shards) == ranks and cascade.tokens else None
+
+
+def largest_share(cascade: Cascade, ranks: int) -> float:
+    """The part of a clip's tokens on the rank that has most."""
+    shards = shards_of(cascade, ranks)
+    return uneven(cascade.tokens, ranks) if shards is None else max(shards) / cascade.tokens
+
+
 def gradient_bytes(stage: Stage) -> float:
-    """Bytes of a stage's gradients in the all-reduce."""
-    return trained_count(stage) * gradient_element_bytes(stage) if stage.trained else 0.0
+    """Bytes of a stage's gradients in its all-reduce; those of what parts share have one of their own."""
+    return own_trained(stage) * gradient_element_bytes(stage) if stage.trained else 0.0
+
+
+def own_trained(stage: Stage) -> int:
+    """How many parameters train that no other part of the model holds."""
+    return max(0, trained_count(stage) - sum(count for _, count in tied_sets(stage.attrs.get("tied"))))
 
 
 def trained_count(stage: Stage) -> int:
@@ -110,8 +128,7 @@ def squared(cost: Formula | None) -> float:
 
 def term_value(term: Term, cascade: Cascade) -> float:
     """One term of a formula for a cascade."""
-    sizes = {"B": cascade.batch, "S": cascade.tokens, "T": cascade.text}
-    return term.coefficient * math.prod(float(sizes[symbol]) ** power for symbol, power in term.powers)
+    return term.of({"B": float(cascade.batch), "S": float(cascade.tokens), "T": float(cascade.text)})
 
 
 def tied_sets(value: Value | None) -> tuple[tuple[tuple[int, ...], int], ...]:

@@ -106,6 +106,10 @@ STAGE = table("""
     traffic         | GiB formula    | traced | optional | q, k, v and output of all attentions of one forward
     state           | GiB            | traced | optional | on every rank: parameters, gradients, optimizer
     optimizer       | GiB            | traced | optional | the part of the whole state that can lie on one rank alone
+    tensors         | [[int, str, int, int > 0, bool, int, int]] | traced | optional | of each kind of layer, see below
+    tensor_kinds    | [int]          | traced | optional | the kind of each layer
+    outside         | [[int, [int], [int], str, int, int > 0, bool, int, int]] | traced | optional | as `tensors`
+    unsharded       | int            | traced | optional | bytes on every rank that holds any of it: buffers
     sharded         | int > 0        | traced | optional | the optimizer's part is dealt out over so many ranks
     cell            | int > 0        | traced | optional | parameters, gradients, optimizer are dealt out over so many
     host            | [str]          | traced | optional | what lies in host memory: "optimizer", "parameters", "inputs"
@@ -171,7 +175,7 @@ STAGE = table("""
     activation      | ms formula     | costed | optional | of a split backward the part before its `weight`, measured
     weight          | ms formula     | costed | optional | of a split backward the products with weights, measured
     update          | ms             | costed | optional | the optimizer's step, measured
-    costs           | str            | costed | required | where they come from: "profile", "device specs" or "table"
+    costs           | str            | costed | required | where from: "profile" and its file, "device specs" or "table"
 """)
 
 FUSED = table("""

@@ -44,6 +44,13 @@ class Term:
             total[name] = total.get(name, 0) + power
         object.__setattr__(self, "powers", tuple(sorted((n, p) for n, p in total.items() if p)))
 
+    def of(self, sizes: Mapping[str, float]) -> float:
+        """The term for these sizes."""
+        product = 1.0
+        for name, power in self.powers:
+            product *= sizes[name] ** power
+        return self.coefficient * product
+
 
 @dataclass(frozen=True)
 class Formula:
@@ -57,9 +64,7 @@ class Formula:
 
     def __call__(self, *, B: float, S: float, T: float = 0.0) -> float:
         sizes = {"B": B, "S": S, "T": T}
-        return math.fsum(
-            term.coefficient * math.prod(sizes[name] ** power for name, power in term.powers) for term in self.terms
-        )
+        return math.fsum([term.of(sizes) for term in self.terms])
 
     @property
     def constant(self) -> float:

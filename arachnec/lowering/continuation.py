@@ -16,7 +16,7 @@ from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import COMPUTE, Values
 from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.ir.values import Quantity
-from arachnec.lowering.programs import lower, resident_gib
+from arachnec.lowering.programs import lower, resident_by_rank
 
 BEFORE = Quantity(-math.inf, "ms")  # the start of what was made in earlier rounds
 
@@ -39,7 +39,7 @@ def continued(module: Module, round: int, cascades: Sequence[Cascade]) -> Module
     names = {cascade.name for cascade in earlier}
     rest = lower(replace(module, cascades=(*earlier, *cascades)))
     whole = replace(module, cascades=(*(c for c in module.cascades if c.round < round), *cascades))
-    states = resident_gib(
+    states = resident_by_rank(
         whole, {stage.name: resident_ranks(whole, module.cluster, stage) for stage in whole.stages}, "state"
     )
     programs, timed = [], {cascade.name: cascade for cascade in whole.cascades}

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.residency import resident_gib, resident_ranks
 from arachnec.analysis.stage_handoffs import handed_gib
 from arachnec.analysis.uses import split_backwards
 from arachnec.cost.host_copies import with_host_copies
@@ -32,7 +32,7 @@ from arachnec.ir.nodes import (
 )
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.sampling import CODING, models_of, on_one_side
-from arachnec.ir.stage_sizes import uneven
+from arachnec.ir.stage_sizes import largest_share
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank, updated_parameters
@@ -84,7 +84,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     lists, ends = _with_ends(module, module.cluster, order, placed, resident)
     lists = _with_copies(module, lists)
     gathers = updated_parameters(module, resident)
-    states, kept = (resident_gib(module, resident, name) for name in ("state", "host_state"))
+    states, kept = (resident_by_rank(module, resident, name) for name in ("state", "host_state"))
     programs = tuple(
         Program(
             rank,
@@ -96,13 +96,17 @@ def lower(module: Module, attention: str | None = None) -> Module:
     return replace(module, level=Level.LOWERED, programs=programs)
 
 
-def resident_gib(module: Module, resident: Mapping[str, Collection[int]], name: str) -> dict[int, float]:
+def resident_by_rank(module: Module, resident: Mapping[str, Collection[int]], name: str) -> dict[int, float]:
     """What every rank always holds by an attribute of the stages that lie on it: ``state`` or ``host_state``."""
     assert module.cluster is not None
-    return {
-        rank: math.fsum(_gib(stage.attrs.get(name)) for stage in module.stages if rank in resident[stage.name])
-        for rank in range(module.cluster.world)
-    }
+    stages_of: dict[tuple[Stage, ...], float] = {}
+    held = {}
+    for rank in range(module.cluster.world):
+        here = tuple(stage for stage in module.stages if rank in resident[stage.name])
+        if here not in stages_of:
+            stages_of[here] = resident_gib(here, name)
+        held[rank] = stages_of[here]
+    return held
 
 
 def compute_lists(
@@ -218,7 +222,7 @@ def instructions_of(cascade: Cascade, stage: Stage, clips: int, inputs: float) -
     if cascade.phase is Phase.FORWARD:
         # several micro-batches are held at once, and one of them runs
         part = on_one_side(cascade, cascade.side)
-        running = min(own, divided(stage, "workspace", part, uneven(cascade.tokens, cascade.degree)))
+        running = min(own, divided(stage, "workspace", part, largest_share(cascade, cascade.degree)))
         attrs = _forward_attrs(cascade, clips, duration, own - running).updated(workspace=_some(running))
         return (Instruction("forward", cascade.name, group, attrs),)
     attrs = _times(cascade.start, duration)

@@ -7,7 +7,8 @@ arguments a parameter's update has, a ``Recipe`` says; what it keeps lies in ``K
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -15,13 +16,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.checkpoint.parts import AVERAGE, Part
-from arachnec.executable.training_options import Training
+from arachnec.executable.training_options import Schedule, Training
 from arachnec.model_state.gradient_pieces import pieces_of
 from arachnec.model_state.kept_gradients import gradient_of
 from arachnec.model_state.parameter_parts import GatheredParts, Parts, own_parts
+from arachnec.optimizers.entries import KeptEntries
 from arachnec.optimizers.kept_state import KeptState
 from arachnec.optimizers.own_update import told_update
-from arachnec.optimizers.recipe import ParameterGroup, Recipe, recipe_of
+from arachnec.optimizers.recipe import ParameterGroup, Recipe, has_modes, recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule
 from arachnec.runtime.host_optimizer import HostMasters
 
@@ -68,6 +70,7 @@ class Optimizer:
         self._group_of = tuple(numbers) or (0,)  # of each of torch's groups
         self._kept = KeptState(self._recipe, groups, self.torch)
         self._kept.expect(self._masters)
+        self._entries = KeptEntries(self.torch) if self._recipe.kind is None else None
         self._rates = Rates(training.schedule, [group.arguments for group in groups])
         self.sets_rates = True  # unless somebody else's schedule does
         self.done = 0  # updates, those before a resumed run included
@@ -139,7 +142,9 @@ class Optimizer:
         return norm
 
     def _update(self) -> None:
-        with told_update(self._recipe, type(self.torch).__name__, self.done):
+        with told_update(self._recipe, type(self.torch).__name__, self.done), ExitStack() as stack:
+            if self._entries is not None:
+                stack.enter_context(self._entries.watched())
             self.torch.step()
 
     def tensors(self) -> dict[str, Tensor | Part]:
@@ -156,6 +161,47 @@ class Optimizer:
                     count if self._parts is None else Part(count, 0, 1, writes=self._parts.rank == 0)
                 )
         return state
+
+    def entries(self) -> str:
+        """What the optimizer remembers in its groups, as text; empty where that is nothing."""
+        return "" if self._entries is None else self._entries.text()
+
+    def take_entries(self, text: str) -> None:
+        """Put back what ``entries`` gave."""
+        if self._entries is not None:
+            self._entries.take(text)
+
+    @property
+    def has_modes(self) -> bool:
+        """Whether the weights to use are others than those that train."""
+        return self._recipe.kind is None and has_modes(self.torch)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside, masters and parameters are the weights to use: to validate, to sample, to export. Behind it they are
+        those that train, to the bit, which waits in the host's memory meanwhile."""
+        if not self.has_modes:
+            yield
+            return
+        self._kept.settle(self._masters)
+        training = {name: master.detach().to("cpu", copy=True) for name, master in self._masters.items()}
+        self.torch.eval()  # type: ignore[attr-defined]
+        self.round_parameters()
+        try:
+            yield
+        finally:
+            self.torch.train()  # type: ignore[attr-defined]
+            with torch.no_grad():
+                for name, master in self._masters.items():
+                    master.copy_(training[name])
+            self.round_parameters()
+
+    def weights_in_use(self) -> dict[str, Tensor]:
+        """Copies of those weights on the host, by name; none where they are those that train."""
+        if not self.has_modes:
+            return {}
+        with self.in_use():
+            return {name: master.detach().to("cpu", copy=True) for name, master in self._masters.items()}
 
     def _part(self, own: Tensor, value: Tensor) -> Part:
         assert self._parts is not None
@@ -202,8 +248,8 @@ class Optimizer:
 
     @property
     def rate(self) -> float:
-        """The learning rate of the first group in the latest update."""
-        return float(self.torch.param_groups[0].get("lr", 0.0))
+        """The learning rate of the first group in the latest update; 0 where the optimizer has its own."""
+        return float(self.torch.param_groups[0].get("lr") or 0.0)
 
     def demand_lasting(self, steps: int) -> None:
         """Raises ``UserError`` for a schedule that ends before so many updates."""
@@ -211,8 +257,12 @@ class Optimizer:
 
     def _set_rates(self) -> None:
         rates = self._rates.at(self.done)
-        for group, number in zip(self.torch.param_groups, self._group_of, strict=True):
-            group.update(rates[number] if rates else {})
+        scheduled = self._training.schedule != Schedule()
+        for place, (group, number) in enumerate(zip(self.torch.param_groups, self._group_of, strict=True)):
+            given = rates[number] if rates else {}
+            if not scheduled and self._entries is not None:  # some set their rate themselves
+                given = {key: value for key, value in given.items() if not self._entries.sets(place, key)}
+            group.update(given)
 
     def _runs(self, group: ParameterGroup) -> list[list[Tensor]]:
         """A group's masters, piece by piece: the update of a piece needs twice its size for a moment."""

@@ -50,13 +50,16 @@ def clip_generator(seed: int, step: int, clip: str | int) -> torch.Generator:
 
 
 def clip_in_step(clip: VideoClip, seed: int, step: int, dropout: float, timesteps: Timesteps = UNIFORM) -> VideoClip:
-    """A clip as one step trains it: with these ``timesteps``, and with probability ``dropout`` an empty caption.
+    """A clip as one step trains it: with these ``timesteps``, one of its captions, and with probability ``dropout`` an
+    empty one.
 
-    Whether it is dropped follows from (seed, step, clip) alone; noise and timestep are the same either way. The clip
-    keeps its ``text_tokens``, which is what was planned: an encoder pads to them.
+    Which it is follows from (seed, step, clip) alone; noise and timestep are the same either way. The clip keeps its
+    ``text_tokens``, which is what was planned, those of its longest caption: an encoder pads to them.
     """
     dropped = dropout > 0 and clip_seed(seed, step, f"caption/{clip.id}") / 2**63 < dropout
-    return replace(clip, timesteps=timesteps, caption="" if dropped else clip.caption)
+    several = clip.captions
+    caption = several[clip_seed(seed, step, f"captions/{clip.id}") % len(several)] if several else clip.caption
+    return replace(clip, timesteps=timesteps, caption="" if dropped else caption, captions=())
 
 
 def make_batch(
@@ -111,7 +114,7 @@ def prediction_of(output: Any) -> Tensor:
 
 
 def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
-    check_sample(result, lambda: model_file.span("sample"), clip.id)
+    check_sample(result, lambda: model_file.span("sample"), clip.name)
     kwargs, target = result
     return kwargs, target
 
@@ -124,7 +127,7 @@ def _names(
         other = sorted(set(names) ^ set(kwargs))
         if other:
             difference = "given for one of them only"
-            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].id, clip.id, difference))
+            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].name, clip.name, difference))
     return names
 
 
@@ -136,12 +139,12 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
         for clip, value in zip(clips, values, strict=True):
             if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
                 difference = f"{_described(first)} and {_described(value)}"
-                raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].id, clip.id, difference))
+                raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].name, clip.name, difference))
         return torch.cat(list(values))
     for clip, value in zip(clips, values, strict=True):
         if not _equal(first, value):
             difference = f"{_described(first)} and {_described(value)}"
-            raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].id, clip.id, difference))
+            raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].name, clip.name, difference))
     return first
 
 

@@ -34,7 +34,7 @@ def naming(clips: Sequence[VideoClip]) -> Iterator[None]:
         if ran_out_of_memory(error) or not _of_a_graph(error):
             raise
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UserError(CannotRun(None, ", ".join(str(clip.id) for clip in clips), reason)) from error
+        raise UserError(CannotRun(None, ", ".join(clip.name for clip in clips), reason)) from error
 
 
 def _of_a_graph(error: Exception) -> bool:

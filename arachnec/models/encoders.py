@@ -16,8 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.video import TooFewFrames, UnreadableVideo, count_frames, probe, read_frames
+from arachnec.data.header_check import disagreement
+from arachnec.data.video import TooFewFrames, UnreadableVideo, read_frames, read_header
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.file import ModelFile
 from arachnec.models.fixed_tiles import FixedTiles
 from arachnec.models.latents import encode
@@ -54,24 +56,13 @@ class UnreadableClip(WrongClip):
 
 
 def hold_against_header(clip: VideoClip, multiple: int = 16) -> None:
-    """Raises ``UserError`` where a clip has more frames than its video from its start on, or is larger than it.
-
-    Sizes may be rounded up to a multiple. A video whose header states too few frames is counted before it is refused.
-    """
+    """Raises ``UserError`` where a clip wants more of its video than there is (``disagreement``)."""
     if clip.path is None or clip.path.suffix == ".safetensors":
         return
     with _named(clip):
-        header = probe(clip.path)
-        if clip.start + clip.frames > header.frames:
-            header = replace(header, frames=count_frames(clip.path))
-    if clip.start + clip.frames > header.frames:
-        reason = f"the video `{clip.path}` has {header.frames} frames, not {clip.start + clip.frames}"
-        raise UserError(WrongClip(None, clip.id, reason, "take fewer frames or an earlier start"))
-    if clip.height >= header.height + multiple or clip.width >= header.width + multiple:
-        sizes = f"{clip.height} x {clip.width}", f"{header.height} x {header.width}"
-        reason = f"it is {sizes[0]}, and the video `{clip.path}` is {sizes[1]} (height x width)"
-        remedy = "give sizes that the video has, or leave out `height` and `width`: they are read from its header"
-        raise UserError(WrongClip(None, clip.id, reason, remedy))
+        wrong = disagreement(clip, read_header(clip.path), multiple)
+    if wrong is not None:
+        raise UserError(WrongClip(None, clip.name, *wrong))
 
 
 @contextmanager
@@ -82,7 +73,7 @@ def _named(clip: VideoClip) -> Iterator[None]:
     except UserError as error:
         file = all(isinstance(d, UnreadableVideo | TooFewFrames) for d in error.diagnostics)
         kind = UnreadableClip if file else WrongClip
-        raise UserError(*(kind(None, clip.id, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
+        raise UserError(*(kind(None, clip.name, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
 
 
 def running_encoders(model_file: ModelFile, names: Collection[str]) -> ModelFile:
@@ -140,10 +131,12 @@ class VideoEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 3, clip.frames, height, width), dtype=torch.uint8, device=device)
         if clip.path is None:
-            raise UserError(NoVideo(None, clip.id))
+            raise UserError(NoVideo(None, clip.name))
         self.check(clip)
         with _named(clip):
-            return read_frames(clip.path, clip.start, clip.frames, height, width)[None].to(device)
+            sizes = clip.frames, height, width
+            pixels = read_frames(clip.path, clip.start, *sizes, target_fps=clip.target_fps, stride=clip.stride)
+        return pixels[None].to(device)
 
     def check(self, clip: VideoClip) -> None:
         """Hold a clip against the VAE's tiles and its video's header, without decoding. Raises ``UserError`` where they
@@ -168,18 +161,30 @@ class TextEncoder(nn.Module):
     """A frozen transformers text encoder and its tokenizer.
 
     A caption becomes exactly the clip's ``text_tokens`` tokens: cut or padded where the tokenizer counts otherwise, so
-    that what was planned is what runs. A manifest without ``text_tokens`` has ByT5's count. Without ``masked`` padding
-    is a token like others. ``tidy`` is what the model's pipeline does to captions before.
+    that what was planned is what runs. In a manifest without ``text_tokens`` captions are counted by the tokenizer, up
+    to ``most``. Without ``masked`` padding is a token like others: then every caption has ``most``, where it is given.
+    ``tidy`` is what the model's pipeline does to captions before.
     """
 
     def __init__(
-        self, tokenizer: Any, model: nn.Module, *, masked: bool = True, tidy: Callable[[str], str] = str
+        self,
+        tokenizer: Any,
+        model: nn.Module,
+        *,
+        masked: bool = True,
+        tidy: Callable[[str], str] = str,
+        most: int | None = None,
     ) -> None:
         super().__init__()
         self.tidy = tidy
         self.tokenizer = tokenizer
         self.masked = masked
+        self.most = most
         self.model = model.requires_grad_(False).eval()
+
+    @property
+    def tokenization(self) -> Tokenization:
+        return Tokenization(self.tokenizer, self.tidy, self.most, padded=not self.masked)
 
     def length(self, clip: VideoClip) -> int:
         """Tokens that the model is given."""
@@ -190,7 +195,7 @@ class TextEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 2, self.length(clip)), dtype=torch.int64, device=device)
         if clip.caption is None:
-            raise UserError(NoCaption(None, clip.id))
+            raise UserError(NoCaption(None, clip.name))
         tokens = self.tokenizer(
             self.tidy(clip.caption),
             padding="max_length", max_length=self.length(clip), truncation=True, return_tensors="pt",

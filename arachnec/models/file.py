@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, cast
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
@@ -159,10 +159,7 @@ def load_functions(
 
     A function that the file does not have, and need not have, is None.
     """
-    path = Path(path).absolute()
-    if not path.is_file() or path.suffix != ".py":
-        *calls, last = map(form.call, form.required)
-        raise UserError(NoModelFile(None, str(path), form.kind, f"{', '.join(calls)} and {last}"))
+    path = demand_python_file(path, form)
     source = path.read_bytes()
     digest = hashlib.sha256(source).hexdigest()
     modules = neighbours(path) if modules is None else tuple(modules)
@@ -171,6 +168,15 @@ def load_functions(
     module = _import(path, digest, shown, form.kind)
     functions = {name: _function(module, shown, name, form) for name in form.arguments}
     return {**functions, "path": shown, "digest": digest, "modules": modules}
+
+
+def demand_python_file(path: str | Path, form: FileForm) -> Path:
+    """Its absolute path. Imports nothing. Raises ``UserError`` where there is no such file."""
+    path = Path(path).absolute()
+    if not path.is_file() or path.suffix != ".py":
+        *calls, last = map(form.call, form.required)
+        raise UserError(NoModelFile(None, str(path), form.kind, f"{', '.join(calls)} and {last}"))
+    return path
 
 
 def _same(origin: Path, source: bytes) -> bool:
@@ -259,11 +265,11 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
             result = without_compilation(result)
         if name == "sample":
             clip: Any = args[0]
-            check_sample(result, lambda: defined, clip.id)
+            check_sample(result, lambda: defined, clip.name)
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
             raise UserError(WrongResult(defined, name, *wrong, form.page))
-        return result
+        return cast(R, result)
 
     return functools.wraps(function)(checked)
 
@@ -356,6 +362,23 @@ MODEL_FILE = FileForm(
     },
     required=("build", "sample", "loss"),
     results={"build": _wrong_model, "encoders": wrong_encoders},
+)
+SAMPLER_FORM = FileForm(  # without what looks at results, which ``models.sampler_file`` adds
+    kind="sampler file",
+    page="docs/sampling.md",
+    arguments={
+        "models": (),
+        "scheduler": (),
+        "start": ("request", "generator"),
+        "arguments": ("name", "latents", "timestep", "request", "conditional"),
+        "encoders": (),
+        "decoder": (),
+        "guidance": ("name", "request"),
+        "switch": (),
+        "predictors": (),
+    },
+    required=("models", "scheduler", "start", "arguments"),
+    results={},
 )
 
 

@@ -52,7 +52,7 @@ class FixedTiles:
         fitting = tuple(_fitting(n, tile, step) for n, tile, step in zip(size, self.tile, self.stride, strict=True))
         if fitting != size:
             words = (_told(lengths) for lengths in (self.tile, self.stride, size, fitting))
-            raise UserError(NotInTiles(None, clip.id, self.vae, *words))
+            raise UserError(NotInTiles(None, clip.name, self.vae, *words))
 
 
 def _fitting(size: int, tile: int, stride: int) -> int:

@@ -65,14 +65,14 @@ def _without_weights(kind: Any, of_config: Callable[..., Any]) -> Iterator[None]
         if not torch.empty(0).is_meta:
             return load(path, *args, **kwargs)
         given = {key: value for key, value in kwargs.items() if value}  # what is off is as if it were not there
-        made = (
+        planned = (
             None if args or not given.keys() <= {*PRECISION, *HUB, *OF_FILES, "config"} else of_config(cls, path, given)
         )
-        if made is None:
+        if planned is None:
             with torch.device("cpu"):
                 loaded = load(path, *args, **kwargs)
             return without_values(loaded) if isinstance(loaded, torch.nn.Module) else loaded
-        return made.eval()
+        return planned.eval()
 
     kind.from_pretrained = classmethod(from_pretrained)
     try:

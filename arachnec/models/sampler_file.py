@@ -7,7 +7,7 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -19,7 +19,7 @@ from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
 from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.file import (
-    FileForm,
+    SAMPLER_FORM,
     ModelFile,
     called,
     definition,
@@ -296,21 +296,8 @@ def _wrong_predictors(places: Any) -> tuple[str, str] | None:
     return None if wrong is None else (f"{called(wrong)} as a folder", expected)
 
 
-SAMPLER_FILE = FileForm(
-    kind="sampler file",
-    page=PAGE,
-    arguments={
-        "models": (),
-        "scheduler": (),
-        "start": ("request", "generator"),
-        "arguments": ("name", "latents", "timestep", "request", "conditional"),
-        "encoders": (),
-        "decoder": (),
-        "guidance": ("name", "request"),
-        "switch": (),
-        "predictors": (),
-    },
-    required=("models", "scheduler", "start", "arguments"),
+SAMPLER_FILE = replace(
+    SAMPLER_FORM,
     results={
         "models": _wrong_models,
         "scheduler": _wrong_scheduler,

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from arachnec.checkpoint.files import save_tensors
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.weights_there import NoWeights, demand_weights_there
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 PREFERRED = ("diffusion_pytorch_model", "model")  # of several in a folder, what Diffusers and transformers load
@@ -30,14 +31,6 @@ LARGEST_INDEX = 64 * 2**20  # bytes
 SHARD_BYTES = 5 * 10**9  # of a file that is written
 SAMPLED = 4096  # elements of a tensor that its fingerprint reads
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class NoWeights(Diagnostic):
-    title: ClassVar[str] = "{folder} holds no weights: {reason}"
-    help: ClassVar[str] = "give a folder that `save_pretrained` wrote, or one of .safetensors files"
-    folder: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -144,8 +137,7 @@ def weight_files(folder: Path) -> WeightFiles:
 
 
 def _weight_files(folder: Path) -> WeightFiles:
-    if not folder.exists():
-        raise UserError(NoWeights(None, str(folder), "there is no such folder"))
+    demand_weights_there(folder)
     if folder.is_file() and folder.suffix in PICKLES:
         raise UserError(OnlyPickles(None, str(folder)))
     if folder.is_file() and folder.suffix != SUFFIX:

@@ -21,6 +21,7 @@ from arachnec.optimizers.state import kept_state
 
 PROBE = (3,)  # the shape of a tensor that stands for all: an update element by element keeps 3 or 1 of everything
 WATCHED = 2  # updates after which all of its state is held to what was expected; later what is new in it
+UPDATES = ""  # key of a count of a parameter's updates, where its state has none
 STEP = "step"  # scalars have this kind, or one that begins so: ``CellParameters.parts`` knows them by it
 
 
@@ -64,7 +65,7 @@ class KeptState:
         elements: dict[str, Tensor] = {}
         scalars: dict[str, Tensor] = {}
         for key, value in like.items():
-            kind = key if key == STEP else f"{STEP}.{key}"
+            kind = key if key == STEP and _counts(like) else f"{STEP}.{key}"
             if not isinstance(value, Tensor):
                 own[key] = torch.tensor([float(held[key])], dtype=torch.float64)
                 scalars[kind] = own[key]
@@ -73,8 +74,8 @@ class KeptState:
             else:
                 held[key] = held[key].contiguous()
                 elements[key] = held[key]
-        if STEP not in like:
-            scalars[STEP] = own.setdefault(STEP, torch.zeros(1))
+        if not _counts(like):
+            scalars[STEP] = own.setdefault(UPDATES, torch.zeros(1))
         return elements, scalars
 
     def settle(self, masters: Mapping[str, Tensor]) -> None:
@@ -84,11 +85,12 @@ class KeptState:
         self._handed_out = False
         for name, master in masters.items():
             held, own = self.optimizer.state[master], self._scalars.get(name, {})
-            count = own[STEP] if STEP in own else held.get(STEP, 0)
+            like = self._expected(name, master)
+            count = (own[STEP] if STEP in own else held.get(STEP, 0)) if _counts(like) else own.get(UPDATES, 0)
             if not float(count):
                 self.optimizer.state.pop(master, None)
                 continue
-            for key, value in self._expected(name, master).items():
+            for key, value in like.items():
                 if not isinstance(value, Tensor):
                     held[key] = type(value)(own[key].item())
 
@@ -104,8 +106,8 @@ class KeptState:
             if master.grad is None:
                 continue
             like = self._expected(name, master)
-            if STEP not in like:
-                self._scalars.setdefault(name, {}).setdefault(STEP, torch.zeros(1)).add_(1)
+            if not _counts(like):
+                self._scalars.setdefault(name, {}).setdefault(UPDATES, torch.zeros(1)).add_(1)
             if self._updates <= WATCHED or not self.optimizer.state[master].keys() <= like.keys():
                 self._demand(name, master)
 
@@ -140,6 +142,8 @@ class KeptState:
         like, held = self._expected(name, master), self.optimizer.state[master]
         for key, value in held.items():
             expected = like.get(key)
+            if _stands_for(value, expected):  # a single number, as of a parameter of zeros, for all of a tensor
+                value = held[key] = value.to(master.device).expand(expected.shape).contiguous()
             if value is None or (key in like and self._fits(value, expected, master)):
                 continue
             raise UserError(UnexpectedState(None, self.recipe.name, key, name, _shown(value), _shown(expected)))
@@ -150,6 +154,17 @@ class KeptState:
         if self.recipe.elementwise and not self._is_scalar(like):
             return value.shape == master.shape and value.dtype == like.dtype
         return value.shape == like.shape and value.dtype == like.dtype
+
+
+def _counts(like: Mapping[str, Any]) -> bool:
+    """Whether a parameter's state says how often it was updated: its `step` is not 0 behind one update."""
+    step = like.get(STEP)
+    return step is not None and ((isinstance(step, Tensor) and step.is_meta) or bool(step))
+
+
+def _stands_for(value: Any, expected: Any) -> bool:
+    both = isinstance(value, Tensor) and isinstance(expected, Tensor)
+    return both and value.ndim == 0 and expected.ndim > 0 and value.dtype == expected.dtype
 
 
 def _shown(value: Any) -> str:

@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from arachnec.executable.training_options import OWN_OPTIMIZER, Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.nodes import Module, Stage, quantity
-from arachnec.ir.values import Quantity
+from arachnec.ir.nodes import Module, Stage
+from arachnec.ir.state_placement import with_kept
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.recipe import Recipe, recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule
-from arachnec.optimizers.state import AVERAGE, state_bytes
-from arachnec.tracing.cost import MOMENTS, optimizer_bytes, resident_bytes
+from arachnec.optimizers.state import AVERAGE, most_kept, state_bytes
 
 GIB = 2**30
+MASTER = 8  # bytes, of parameters below fp32: the fp32 copy that is updated, and the gradient it is updated with
 PARTS = {
     "sharded": "its state is dealt out over ranks (shard-optimizer)",
     "cell": "parameters are dealt out over cells of ranks",
@@ -66,11 +66,13 @@ def with_optimizer(stage: Stage, model: nn.Module, training: Training, recipe: R
     """A trained stage as ``trace`` made it, its state that of this recipe and these options."""
     if training == msgspec.structs.replace(training, optimizer=OWN_OPTIMIZER, groups=(), ema=0.0) and _is_own(recipe):
         return stage
-    bytes_now = optimizer_bytes(model)
-    needed = kept_bytes(_trained(model), training, recipe) + bytes_now - MOMENTS * _count(model)
-    state = quantity(stage.attrs["state"]) + (needed - bytes_now) / GIB
-    optimizer = Quantity(needed / GIB, "GiB") if recipe.elementwise else None
-    return replace(stage, attrs=stage.attrs.updated(state=Quantity(state, "GiB"), optimizer=optimizer))
+    parameters = _trained(model)
+    averages = AVERAGE if training.ema else 0
+    if recipe.elementwise:
+        kept, once = most_kept(parameters, recipe)
+        return with_kept(stage, kept + averages, once)
+    whole = kept_bytes(parameters, training, recipe)
+    return with_kept(replace(stage, attrs=stage.attrs.updated(optimizer=None)), 0, 0, whole)
 
 
 def kept_bytes(parameters: Mapping[str, Tensor], training: Training, recipe: Recipe) -> int:
@@ -103,7 +105,13 @@ def demand_whole_tensors(module: Module, recipe: Recipe) -> None:
 def _whole_bytes(model: nn.Module, model_file: ModelFile, training: Training) -> int:
     parameters = _trained(model)
     kept = kept_bytes(parameters, training, recipe_for(parameters, model_file, training))
-    return resident_bytes(model) + optimizer_bytes(model) - MOMENTS * _count(model) + kept
+    return resident_bytes(model) + MASTER * sum(p.numel() for p in parameters.values() if p.dtype.itemsize < 4) + kept
+
+
+def resident_bytes(model: nn.Module) -> int:
+    """Bytes on every rank that computes: parameters, gradients of the trained ones, buffers."""
+    parameters = sum(p.numel() * p.dtype.itemsize * (2 if p.requires_grad else 1) for p in model.parameters())
+    return parameters + sum(b.numel() * b.dtype.itemsize for b in model.buffers())
 
 
 def _is_own(recipe: Recipe) -> bool:
@@ -112,7 +120,3 @@ def _is_own(recipe: Recipe) -> bool:
 
 def _trained(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.named_parameters() if value.requires_grad}
-
-
-def _count(model: nn.Module) -> int:
-    return sum(value.numel() for value in _trained(model).values())

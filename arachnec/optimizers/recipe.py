@@ -69,7 +69,10 @@ class Recipe:
         if self.kind is None:
             assert self.user is not None
             values = [value for run, _ in parameters for value in run]
-            return self.user([value if isinstance(value, nn.Parameter) else nn.Parameter(value) for value in values])
+            own = self.user([value if isinstance(value, nn.Parameter) else nn.Parameter(value) for value in values])
+            if has_modes(own):
+                own.train()  # type: ignore[attr-defined]
+            return own
         runs: list[Any] = [{"params": list(run), **group.arguments} for run, group in parameters]
         kind: Callable[..., Optimizer] = self.kind
         fused = bool(runs) and all(run.get("fused") for run in runs)  # torch asks it of the class, too
@@ -176,6 +179,11 @@ def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptim
     if kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__):
         return Recipe(tuple(groups), kind)
     return Recipe(tuple(groups), None, user, span, kind.__name__)
+
+
+def has_modes(optimizer: Optimizer) -> bool:
+    """Whether it keeps other weights to train with than to use, and switches between them (schedule-free)."""
+    return all(callable(getattr(optimizer, name, None)) for name in ("train", "eval"))
 
 
 def _arguments(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -39,6 +39,11 @@ class Rates:
 
     def __init__(self, schedule: Schedule, groups: Sequence[Mapping[str, Any]]) -> None:
         self._schedule, self._groups = schedule, groups
+        if self._has_own and schedule != Schedule():
+            chosen = schedule.scheduler
+            key, value = ("warmup", schedule.warmup) if chosen is None else ("name", chosen.name)
+            reason = "the optimizer has no `lr` and finds its rate itself"
+            raise UserError(bad_value(f"schedule.{key}", value, reason, "leave [schedule] out, or give it an `lr`"))
         self._begin()
 
     def at(self, step: int) -> list[dict[str, Any]]:
@@ -51,9 +56,16 @@ class Rates:
         self._advance(max(0, step - warmup))
         moved = MOVED if self._scheduler is not None else ("lr",)
         rates = [{key: group[key] for key in moved if key in group} for group in self._held.param_groups]
+        if self._has_own:
+            return [{key: value for key, value in rate.items() if value is not None} for rate in rates]
         for rate in rates:
             self._demand_rate(step, rate["lr"])
         return [{**rate, "lr": rate["lr"] * rises} for rate in rates]
+
+    @property
+    def _has_own(self) -> bool:
+        """Whether the optimizer finds a rate itself, as Adafactor does without one."""
+        return any(group.get("lr") is None for group in self._groups)
 
     def _demand_rate(self, step: int, rate: float) -> None:
         chosen = self._schedule.scheduler

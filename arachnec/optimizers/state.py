@@ -1,4 +1,8 @@
-"""What an optimizer keeps for a parameter: found by one update of a tensor like it, before anything is allocated."""
+"""What an optimizer keeps for a parameter: found by one update of a tensor like it, before anything is allocated.
+
+The update is tried on the meta device first, where it takes no memory, and with drawn numbers where an optimizer looks
+at them: a parameter or a gradient of zeros is a special case to some.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.users_code import users_line
+from arachnec.optimizers.entries import changed, is_entry, places, snapshot
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, master_dtype
 
 AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
@@ -21,7 +26,7 @@ AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
 class CannotMeasure(Diagnostic):
     title: ClassVar[str] = "{name} cannot update a tensor of shape {shape}: {reason}"
     label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = "what it keeps is counted before launch by one update with a gradient of zeros; {remedy}"
+    help: ClassVar[str] = "what it keeps is counted before launch by one update with a drawn gradient; {remedy}"
     name: str
     shape: tuple[int, ...]
     reason: str
@@ -40,10 +45,11 @@ class UnkeptState(Diagnostic):
 def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     """The optimizer's state of one parameter after an update: tensors on the meta device, or numbers on the CPU."""
     for device in ("meta", "cpu"):  # some look at their numbers
-        value = nn.Parameter(torch.zeros(shape, dtype=dtype, device=device))
-        value.grad = torch.zeros_like(value)
+        value = nn.Parameter(_drawn(shape, dtype, device))
+        value.grad = _drawn(shape, dtype, device)
         try:
             optimizer = recipe.make([([value], group)])
+            before = snapshot(optimizer)
             optimizer.step()
         except Exception as error:
             if device == "meta":
@@ -55,8 +61,32 @@ def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dt
         for key, held in kept.items():
             if held is not None and not isinstance(held, Tensor | int | float):
                 raise UserError(UnkeptState(None, recipe.name, str(key), type(held).__name__))
+        for other in optimizer.state:
+            if other is not value:
+                raise UserError(UnkeptState(None, recipe.name, str(other), "state of no parameter"))
+        for place, keys in zip(places(optimizer), changed(before, optimizer), strict=True):
+            for key in sorted(keys):
+                if not is_entry(place[key]):
+                    raise UserError(UnkeptState(None, recipe.name, key, type(place[key]).__name__))
         return kept
     raise AssertionError("the CPU answers")
+
+
+def most_kept(parameters: Mapping[str, Tensor], recipe: Recipe) -> tuple[int, int]:
+    """Bytes that an update element by element keeps for an element, and for a tensor: of the group that has most."""
+    most = 0, 0
+    for group in recipe.groups:
+        for dtype in {master_dtype(parameters[name].dtype) for name in group.names}:
+            few, more = (nbytes(kept_state(recipe, group, (size,), dtype)) for size in (3, 5))
+            of_element = (more - few) // 2
+            most = max(most[0], of_element), max(most[1], few - 3 * of_element)
+    return most
+
+
+def _drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
+    """Numbers between 1/2 and 1, the same every time."""
+    generator = None if device == "meta" else torch.Generator().manual_seed(0)
+    return torch.empty(shape, dtype=dtype, device=device).uniform_(0.5, 1.0, generator=generator)
 
 
 def state_bytes(parameters: Mapping[str, Tensor], recipe: Recipe) -> int:

@@ -101,15 +101,17 @@ class Annotate(Pass):
             flops = quantity(module.cluster.attrs["flops"])
             overhead = device.block_overhead if device else BLOCK_OVERHEAD
         profile = read_profile(self.profile) if self.profile and specs is None else None
+        source = profile_source(Path(self.profile or ""), profile) if profile is not None else ""
         if profile is not None:
             demand_precision(module, profile)
         stages, models = [], models_of(module)
         for stage in module.stages:
             part = part_from_profile(stage, profile, module.cluster) if profile is not None else None
             if part is not None:
-                stages.append(part)
+                stages.append(replace(part, attrs=part.attrs.updated(costs=source)))
             elif profile is not None and _is_measured(stage, profile, models):
-                stages.append(from_profile(stage, profile, module.cluster))
+                measured = from_profile(stage, profile, module.cluster)
+                stages.append(replace(measured, attrs=measured.attrs.updated(costs=source)))
             else:
                 stages.append(from_device_specs(stage, flops, overhead))
         if profile is not None:
@@ -136,6 +138,15 @@ def demand_precision(module: Module, profile: Profile) -> None:
             measured, wanted = (_OPTIONS.get(dtype, dtype) for dtype in (profile.dtype, computed))
             option = wanted if wanted in _OPTIONS.values() else "fp32"
             raise UserError(OtherPrecision(stage.span, measured, stage.name, wanted, option))
+
+
+MOST_DATE = 32  # characters
+
+
+def profile_source(path: Path, profile: Profile) -> str:
+    """``profile profile.json of 2026-03-01 12:30``: the file's name, and when it was measured where it says so."""
+    when = profile.measured_at[:MOST_DATE]
+    return f"profile {path.name}" + (f" of {when}" if when else "")
 
 
 def from_device_specs(stage: Stage, flops: float, overhead: float) -> Stage:

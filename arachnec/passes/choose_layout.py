@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from arachnec.analysis.uses import Values
 from arachnec.cost.synchronisation import reduce_time
+from arachnec.cost.table import Rows
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Clip, Level, Module, integer
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.tensor_parallel import divided_encoders
 from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.bucket import Bucket
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import CountFromZero, Pass, Scope
 from arachnec.passes.lower import Lower
 from arachnec.passes.offload import Offload
 from arachnec.passes.partition import Partition
@@ -34,11 +36,18 @@ from arachnec.planning.encoder_width import narrower, narrowest
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.layout_bound import least_ms
 from arachnec.planning.layout_refusal import demand_fits, may_fit
+from arachnec.planning.layout_search import (
+    DEFAULT_STEPS,
+    SEARCH_STEPS,
+    Candidate,
+    Choice,
+    anchors,
+    planning_steps,
+    shortest,
+)
 from arachnec.planning.layouts import REPLICATED, Layout, in_cells, layouts
 from arachnec.simulation.events import Engine
 
-STEPS = 100  # of the scheduler, for each layout that is planned
-WORTH = 0.01  # of the iteration, that a layout must save over a plainer one
 HIDDEN = 0.5  # of the iterations, that all-reduces may take before other layouts are looked at
 DEFAULTS: tuple[Pass, ...] = (Partition(policy="dual"), Annotate(), ScheduleZ3(), Place(), Bucket(), Lower())
 
@@ -49,17 +58,6 @@ class NoSuchLayout(Diagnostic):
     help: ClassVar[str] = "its layouts are {known}"
     layout: str
     known: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    """``times`` are ms of those that were simulated, ``bounds`` of those that were not."""
-
-    layout: Layout
-    module: Module
-    times: dict[str, float]
-    bounds: dict[str, float]
-    refused: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -75,6 +73,7 @@ class ChooseLayout(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     layout: str | None = None
+    steps: CountFromZero = DEFAULT_STEPS
     following: tuple[Pass, ...] = field(default=(), init=False, compare=False, repr=False)
 
     def informed(self, following: tuple[Pass, ...]) -> ChooseLayout:
@@ -84,6 +83,9 @@ class ChooseLayout(Pass):
         return informed
 
     def run(self, module: Module) -> Module:
+        return self.run_reporting(module, unreported)
+
+    def run_reporting(self, module: Module, reporter: Reporter) -> Module:
         if module.cluster is None or any({"sharded", "cell", "part_of"} & set(s.attrs) for s in module.stages):
             return module
         held = self.layout or module.attrs.get("layout")
@@ -93,7 +95,7 @@ class ChooseLayout(Pass):
         crowded = any("sharded" in stage.attrs for stage in replicated.stages)
         if not crowded and None not in least_degrees(replicated) and self._hidden(replicated):
             return replicated
-        choice = self._chosen(module) or self._chosen_narrower(module)
+        choice = self._chosen(module, reporter) or self._chosen_narrower(module, reporter)
         if choice is None:
             world = module.cluster.world
             together = applied(module, Layout(f"cells-{world}", cell=world))
@@ -115,80 +117,71 @@ class ChooseLayout(Pass):
         passes = [step for step in self.following if step.scope is Scope.ITERATION]
         ends = next((i for i, step in enumerate(passes) if isinstance(step, Lower)), None)
         steps = DEFAULTS if ends is None else tuple(passes[: ends + 1])
-        return tuple(replace(step, steps=STEPS) if isinstance(step, ScheduleZ3) else step for step in steps)
+        return tuple(step.for_comparison(SEARCH_STEPS) if isinstance(step, ScheduleZ3) else step for step in steps)
 
     @property
     def _stages_run(self) -> bool:
         """Whether the passes that follow can run stages."""
         return any(isinstance(step, ScheduleZ3) for step in self._passes)
 
-    def _planned_ms(self, module: Module) -> float:
+    def _planned_ms(self, candidate: Candidate) -> float:
         """Simulated ms of the sample. Raises UserError where it fits nowhere."""
         total = 0.0
-        for clips in sample(module):
-            planned = _run(self._passes, module, clips)
+        for costed in candidate.costed:
+            planned = _run(self._passes, costed, begin=len(self._costing))
             assert planned.cluster is not None
             engine = Engine(Values(planned), planned.cluster)
             engine.run()
             total += max((interval.end for interval in engine.intervals), default=0.0)
         return total
 
-    def _chosen(self, module: Module) -> Choice | None:
+    def _chosen(self, module: Module, reporter: Reporter) -> Choice | None:
         """The layout with the shortest sample; None where some clip fits in none."""
         stages = self._stages_run and not divided_encoders(module)  # a pipeline's encoders run on a rank each
         table = [layout for layout in layouts(module) if layout.stages == 1 or stages]
-        candidates = [(layout, applied(module, layout)) for layout in table]
-        return shortest(candidates, self._least_ms, self._planned_ms)
+        candidates, rows = [], Rows()
+        for number, layout in enumerate(table, 1):
+            reporter(f"bounding layout {number} of {len(table)}")
+            candidates.append(self._candidate(module, layout, rows))
+        return shortest(candidates, self._planned_ms, self.steps, reporter)
 
-    def _chosen_narrower(self, module: Module) -> Choice | None:
+    def _chosen_narrower(self, module: Module, reporter: Reporter) -> Choice | None:
         """The same with encoders divided by width, as few of them over as few ranks as it takes."""
         candidates = (laid for laid in narrower(module) if may_fit(laid))
-        return next((choice for laid in candidates if (choice := self._chosen(laid)) is not None), None)
+        return next((choice for laid in candidates if (choice := self._chosen(laid, reporter)) is not None), None)
+
+    def _candidate(self, module: Module, layout: Layout, rows: Rows | None = None) -> Candidate:
+        assert module.cluster is not None
+        laid = applied(module, layout)
+        anchor = layout in anchors(module.cluster)
+        try:
+            costed = self._costed(laid)
+            least = sum(least_ms(one, rows) for one in costed)
+            return Candidate(layout, laid, least, costed, sum(map(planning_steps, costed)), anchor)
+        except UserError:
+            return Candidate(layout, laid, math.inf)
+
+    @property
+    def _costing(self) -> tuple[Pass, ...]:
+        return tuple(step for step in self._passes if step.gives <= Level.COSTED)
+
+    def _costed(self, module: Module) -> tuple[Module, ...]:
+        """The costed modules of the sample."""
+        return tuple(_run(self._costing, _of(module, clips)) for clips in sample(module))
 
     def _hidden(self, replicated: Module) -> bool:
         """Whether the cascades take long enough for the gradients' all-reduces to hide behind the last of them."""
         assert replicated.cluster is not None
         everyone = tuple(range(replicated.cluster.world))
         reduces = sum(reduce_time(replicated.cluster, stage, everyone) for stage in replicated.stages if stage.trained)
-        return len(sample(replicated)) * reduces <= HIDDEN * _or_infinite(self._least_ms, replicated)
+        return len(sample(replicated)) * reduces <= HIDDEN * self._least_ms(replicated)
 
     def _least_ms(self, module: Module) -> float:
-        """ms of the sample at least. Raises UserError where a clip of it fits nowhere."""
-        costing = [step for step in self._passes if step.gives <= Level.COSTED]
-        return sum(least_ms(_run(costing, module, clips)) for clips in sample(module))
-
-
-def shortest(
-    candidates: Sequence[tuple[Layout, Module]],
-    least: Callable[[Module], float],
-    planned: Callable[[Module], float],
-) -> Choice | None:
-    """The layout that is ``planned`` shortest, the plainest first among the candidates; None where none fits.
-
-    One that takes as long at ``least`` as the shortest so far is not planned. Both functions raise UserError for one
-    that does not fit.
-    """
-    bounds = {layout.name: _or_infinite(least, laid) for layout, laid in candidates}
-    times: dict[str, float] = {}
-    refused = [name for name, bound in bounds.items() if math.isinf(bound)]
-    place = {layout.name: number for number, (layout, _) in enumerate(candidates)}
-    best: tuple[float, int, Layout, Module] | None = None
-    for layout, laid in sorted(candidates, key=lambda candidate: bounds[candidate[0].name]):
-        bound = bounds[layout.name]
-        plainer = best is None or place[layout.name] < best[1]
-        if math.isinf(bound) or (best is not None and bound >= best[0] * (1 + WORTH if plainer else 1 - WORTH)):
-            continue
-        time = _or_infinite(planned, laid)
-        if math.isinf(time):
-            refused.append(layout.name)
-            continue
-        times[layout.name] = time
-        if best is None or time < best[0] * (1 + WORTH if plainer else 1 - WORTH):
-            best = (time, place[layout.name], layout, laid)
-    if best is None:
-        return None
-    others = {name: bound for name, bound in bounds.items() if name not in times and name not in refused}
-    return Choice(best[2], best[3], times, others, tuple(name for name in place if name in refused))
+        """ms of the sample at least; infinite where a clip of it fits nowhere."""
+        try:
+            return sum(map(least_ms, self._costed(module)))
+        except UserError:
+            return math.inf
 
 
 def applied(module: Module, layout: Layout) -> Module:
@@ -218,18 +211,15 @@ def sample(module: Module) -> Sequence[tuple[Clip, ...]]:
     return [tuple(iterations[number]) for number in sorted({min(iterations), longest})]
 
 
-def _run(passes: Sequence[Pass], module: Module, clips: tuple[Clip, ...]) -> Module:
-    module = replace(module, clips=clips, graphs=())
-    for index, step in enumerate(passes):
+def _of(module: Module, clips: tuple[Clip, ...]) -> Module:
+    return replace(module, clips=clips, graphs=())
+
+
+def _run(passes: Sequence[Pass], module: Module, begin: int = 0) -> Module:
+    """The module after the passes from number ``begin`` on, each of which knows those that follow."""
+    for index, step in enumerate(passes[begin:], begin):
         module = step.informed(tuple(passes[index + 1 :])).run(module)
     return module
-
-
-def _or_infinite(ms: Callable[[Module], float], module: Module) -> float:
-    try:
-        return ms(module)
-    except UserError:
-        return math.inf
 
 
 def _held(module: Module, name: str) -> Module:

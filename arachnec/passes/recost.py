@@ -17,8 +17,8 @@ from arachnec.lowering.order import forward_share
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.formulate import problem_of
+from arachnec.planning.mixed_bound import bound_of
 from arachnec.planning.placement import in_order
-from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 
 
@@ -43,7 +43,7 @@ class Recost(Pass):
         makespan = max((cascade.end for cascade in cascades.values()), default=0.0)
         problem = problem_of(costed, cost)
         # the problem rounds each time up by less than a tick
-        ticks = max(0, lower_bound(problem) - len(problem.jobs))
+        ticks = max(0, bound_of(costed, cost, problem) - len(problem.jobs))
         bound = min(makespan, ticks / TICKS)
         return replace(
             costed,

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
@@ -55,6 +55,13 @@ class ScheduleZ3(Pass):
     steps: CountFromZero | None = None
     baselines: bool = True
     following: Following = field(default_factory=Following, init=False, compare=False, repr=False)
+    compared: bool = field(default=False, init=False, compare=False, repr=False)
+
+    def for_comparison(self, steps: int) -> ScheduleZ3:
+        """The pass with a short, counted search, and without what only a plan that is kept says of itself."""
+        compared = replace(self, steps=steps)
+        object.__setattr__(compared, "compared", True)
+        return compared
 
     def informed(self, following: tuple[Pass, ...]) -> ScheduleZ3:
         """Plans for the settings of the passes that follow; for the defaults of those that do not."""
@@ -73,7 +80,7 @@ class ScheduleZ3(Pass):
 
     def run(self, module: Module) -> Module:
         if "schedule" in module.attrs:
-            return scheduled_stages(module, quick=self.steps is not None)
+            return scheduled_stages(module, quick=self.steps is not None, bounded=not self.compared)
         clock = Clock(time.perf_counter(), self.budget, self.steps)
         cost = CostModel(module)
         problem = problem_of(module, cost)

@@ -18,7 +18,7 @@ from typing import ClassVar
 from arachnec.ir.nodes import Cluster, Level, Module, Stage, integers, quantity
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gib
-from arachnec.ir.values import Quantity
+from arachnec.ir.state_placement import place
 from arachnec.passes.infra.base import Count, Pass, Scope
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
@@ -90,6 +90,4 @@ def _dealt_out(stage: Stage, ranks: int) -> Stage:
         return stage
     if not stage.trained or "optimizer" not in stage.attrs or "sharded" in stage.attrs:
         return stage
-    spared = quantity(stage.attrs["optimizer"]) / (cell_of(stage) or 1) * (1 - 1 / ranks)
-    state = Quantity(quantity(stage.attrs["state"]) - spared, "GiB")
-    return replace(stage, attrs=stage.attrs.updated(state=state, sharded=ranks))
+    return place(stage, sharded=ranks)

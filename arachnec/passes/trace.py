@@ -19,6 +19,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.values import Attributes
 from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
@@ -50,7 +51,7 @@ class Trace:
     captured: CapturedModel
     counter: TokenCounter
     warnings: tuple[str, ...] = ()  # what sharing a clip among ranks costs apart from attention
-    limits: tuple[str, ...] = ()  # what it costs that one graph does not serve all clips
+    limits: tuple[str, ...] = ()  # notes of the videos; what it costs that one graph does not serve all clips
 
     def tokens(self, clip: VideoClip) -> int:
         """S of one clip: the tokens that the first block is given. Raises ``UserError`` if it is refused."""
@@ -78,7 +79,7 @@ def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], clus
     clips: list[Clip] = []
     for number, iteration in enumerate(iterations):
         for clip in iteration:
-            attrs = Attributes.of(name=str(clip.id), iteration=number)
+            attrs = Attributes.of(name=clip.name, iteration=number)
             sizes = clip.frames, clip.height, clip.width, clip.text_tokens, traced.tokens(clip)
             clips.append(Clip(len(clips), *sizes, attrs))
     return Module("manifest", Level.TRACED, cluster, tuple(clips), traced.stages, traced.graphs)
@@ -143,12 +144,18 @@ class TokenCounter:
             handle.remove()
         if not counted or counted[0] < 1:
             reason = "the first block is given no tokens"
-            raise UserError(CannotTake(None, str(clip.id), sizes_of(clip), clip.text_tokens, reason))
+            raise UserError(CannotTake(None, clip.name, sizes_of(clip), clip.text_tokens, reason))
         return counted[0]
 
 
 def trace_model(
-    source: ModelSource, clips: Sequence[VideoClip], *, meta: bool = True, gradients: bool = True, gpu: bool = False
+    source: ModelSource,
+    clips: Sequence[VideoClip],
+    *,
+    meta: bool = True,
+    gradients: bool = True,
+    gpu: bool = False,
+    reporter: Reporter = unreported,
 ) -> Trace:
     """Trace a model file's transformer and its encoders for these clips.
 
@@ -156,7 +163,8 @@ def trace_model(
     where its ``build`` puts it. Without ``gradients`` it only runs forward, and none are verified. ``gpu``: memory is
     that of a GPU's kernels. Raises ``UserError`` for a model that cannot be traced.
     """
-    trace = partial(_trace, source, clips, gradients, gpu)
+    trace = partial(_trace, source, clips, gradients, gpu, reporter)
+    reporter("tracing")
     return _where_it_runs(source, trace) if meta else trace(source.build())
 
 
@@ -189,9 +197,16 @@ def _trace_encoders(source: ModelSource, clips: Sequence[VideoClip], model: nn.M
     return Trace(frozen, (), captured, counter, whole)
 
 
-def _trace(source: ModelSource, clips: Sequence[VideoClip], gradients: bool, gpu: bool, model: nn.Module) -> Trace:
+def _trace(
+    source: ModelSource,
+    clips: Sequence[VideoClip],
+    gradients: bool,
+    gpu: bool,
+    reporter: Reporter,
+    model: nn.Module,
+) -> Trace:
     encoders = meta_encoders(source)
-    special = specialise(model, source, clips, encoders, gradients=gradients)
+    special = specialise(model, source, clips, encoders, gradients=gradients, reporter=reporter)
     captured, calls = special.captured, special.calls
     counter = TokenCounter(model, captured, source, encoders)
     if special.step.graphs is Graphs.ONE and not captured.folded:

@@ -107,6 +107,8 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
     co_resident = co_resident_outputs(module, cost)
     jobs = []
     for cascade in module.cascades:
+        if "shards" in cascade.attrs:  # of a plan; others are possible
+            cascade = cascade.with_attrs(shards=None)
         held = co_resident.get(cascade.name, 0.0)
         key = (*cost.table.shape(cascade), held)
         if key not in choices:

@@ -10,10 +10,10 @@ from dataclasses import replace
 
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.memory import RESERVE, Memory
-from arachnec.ir.nodes import Clip, Module, Stage, integer, quantity
-from arachnec.ir.parameter_cells import cell_of, gathered_gib
-from arachnec.ir.stage_sizes import element_bytes, formula_in, trained_count
-from arachnec.ir.values import Quantity
+from arachnec.ir.nodes import Clip, Module, Stage
+from arachnec.ir.parameter_cells import gathered_gib
+from arachnec.ir.stage_sizes import element_bytes, formula_in
+from arachnec.ir.state_placement import place
 
 GIB = 2**30
 FP32 = 4  # bytes
@@ -39,7 +39,9 @@ def least_degrees(module: Module) -> tuple[int | None, ...]:
     assert module.cluster is not None
     gathered = max((gathered_gib(stage) for stage in module.stages if stage.trained), default=0.0)
     room = (1 - RESERVE) * module.cluster.memory - Memory(module, Devices(module.cluster)).resident - gathered
-    return tuple(_least_degree(module, clip, room) for clip in module.clips)
+    alike = {(clip.tokens, clip.text): clip for clip in module.clips}
+    least = {sizes: _least_degree(module, clip, room) for sizes, clip in alike.items()}
+    return tuple(least[clip.tokens, clip.text] for clip in module.clips)
 
 
 def _least_degree(module: Module, clip: Clip, room: float) -> int | None:
@@ -69,18 +71,4 @@ def _kept(stage: Stage, precision: str) -> Stage:
     """A stage with its gradients in this precision."""
     if not stage.trained or element_bytes(stage) >= LOW or "gradients" in stage.attrs or "state" not in stage.attrs:
         return stage
-    if precision != "f32":
-        return replace(stage, attrs=stage.attrs.updated(gradients=precision))
-    trained = trained_count(stage) / (cell_of(stage) or 1)
-    larger = trained * (FP32 - element_bytes(stage)) / GIB
-    copy = trained * FP32 / GIB if "optimizer" in stage.attrs else 0.0  # of the gradients, for the optimizer
-    ranks = integer(stage.attrs.get("sharded", 1))
-    attrs = stage.attrs.updated(
-        gradients=precision,
-        state=Quantity(max(0.0, quantity(stage.attrs["state"]) + larger - copy / ranks), "GiB"),
-    )
-    if copy:
-        attrs = attrs.updated(
-            optimizer=Quantity(max(0.0, quantity(stage.attrs["optimizer"]) - copy * (cell_of(stage) or 1)), "GiB")
-        )
-    return replace(stage, attrs=attrs)
+    return place(stage, gradients=precision)

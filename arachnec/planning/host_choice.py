@@ -7,10 +7,10 @@ from dataclasses import replace
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.host_placement import INPUTS, PARAMETERS, PLACED, in_host
-from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula, integer, quantity
-from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula, integer
 from arachnec.ir.recomputation import block_count
-from arachnec.ir.stage_sizes import count_in, element_bytes, formula_in, gib, gradient_element_bytes, trained_count
+from arachnec.ir.stage_sizes import count_in, element_bytes, formula_in, gib
+from arachnec.ir.state_placement import place
 from arachnec.ir.values import Formula, Quantity, Term
 
 GIB = 2**30
@@ -26,36 +26,12 @@ def with_host(module: Module, what: str) -> Module:
 def _placed(stage: Stage, listed: tuple[str, ...]) -> Stage:
     if in_host(stage) or "state" not in stage.attrs:
         return stage
-    if PARAMETERS in listed and cell_of(stage) is None:
-        stage = _whole_or_in_a_cell(stage)
-    optimizer, others = _sizes(stage)
-    kept = optimizer + (others if PARAMETERS in listed else 0.0)
-    attrs = stage.attrs.updated(
-        host=listed,
-        state=Quantity(max(0.0, quantity(stage.attrs["state"]) - kept), "GiB"),
-        host_state=Quantity(kept, "GiB"),
-        host_inputs=_inputs(stage) if INPUTS in listed else None,
-    )
-    return replace(stage, attrs=attrs)
-
-
-def _whole_or_in_a_cell(stage: Stage) -> Stage:
-    """Layers that come and go have a cell: of one rank, or, where the optimizer is dealt out, of as many as that: all,
-    or those of its stage."""
-    if "sharded" not in stage.attrs:
-        return replace(stage, attrs=stage.attrs.updated(cell=1))
-    shares = integer(stage.attrs["sharded"])
-    whole = quantity(stage.attrs["state"]) + gib(stage.attrs.get("optimizer")) * (1 - 1 / shares)
-    attrs = stage.attrs.updated(sharded=None, cell=shares, state=Quantity(whole / shares, "GiB"))
-    return replace(stage, attrs=attrs)
-
-
-def _sizes(stage: Stage) -> tuple[float, float]:
-    """GiB on one rank of the optimizer, and of parameters and gradients."""
-    cell = cell_of(stage) or 1
-    shares = cell * integer(stage.attrs.get("sharded", 1))
-    others = count_in(stage, "params") * element_bytes(stage) + trained_count(stage) * gradient_element_bytes(stage)
-    return gib(stage.attrs.get("optimizer")) / shares, others / cell / GIB
+    cell, sharded = stage.attrs.get("cell"), stage.attrs.get("sharded")
+    if PARAMETERS in listed and cell is None:  # layers that come and go have a cell: as wide as the optimizer, or one
+        cell, sharded = sharded or 1, None
+    inputs = _inputs(stage) if INPUTS in listed else None
+    nothing = Quantity(0.0, "GiB")
+    return place(stage, cell=cell, sharded=sharded, host=listed, host_state=nothing, host_inputs=inputs)
 
 
 def _inputs(stage: Stage) -> Formula:

@@ -2,7 +2,8 @@
 
 The bound on the makespan knows which degrees fit, and what recomputing and gathering cost; the optimizer's step is
 added to it. All-reduces may hide behind the last backwards. A pipeline's busiest stage waits for its first micro-batch,
-and what it hands back goes through the stages before it; its all-reduce begins inside its last backward at best.
+and what it hands back goes through the stages before it; its all-reduce begins inside its last backward at best. The
+longest micro-batch goes through all stages and back, and where there are more than pipelines, one has several.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from arachnec.cost.model import CostModel
+from arachnec.cost.table import Rows
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.planning.formulate import problem_of
@@ -20,12 +22,13 @@ from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 
 
-def least_ms(module: Module) -> float:
-    """ms of an iteration at least; infinite where stages hold some micro-batch at no degree.
+def least_ms(module: Module, rows: Rows | None = None) -> float:
+    """ms of an iteration at least; infinite where stages hold some micro-batch at no degree. ``rows`` of costs are
+    filled, and used where they are there.
 
     Raises UserError where a clip of a model without stages fits nowhere.
     """
-    cost = CostModel(module)
+    cost = CostModel(module, rows)
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if parts:
         step = max(cost.step_time(part) for part in parts)
@@ -59,6 +62,8 @@ def _at_degree(
     backwards: list[list[float]] = []
     work, split = [0.0] * len(parts), [0.0] * len(parts)  # ``split``: of weight gradients, which nobody waits for
     longest = [0.0] * len(parts)  # of the backwards, weight gradients with them
+    through = 0.0  # the longest way of a micro-batch to the last stage and back
+    whole: list[list[tuple[float, int]]] = [[] for _ in parts]  # ms of each micro-batch on a stage, and how many
     for batch, count in batches:
         forward, backward = [0.0] * len(parts), [0.0] * len(parts)
         for number in range(len(parts)):
@@ -73,17 +78,28 @@ def _at_degree(
             work[number] += count * (forward[number] + backward[number])
             split[number] += count * weight
             longest[number] = max(longest[number], backward[number] + weight)
+            whole[number].append((forward[number] + backward[number] + weight, count))
+        through = max(through, sum(forward) + sum(backward))
         forwards.append(forward)
         backwards.append(backward)
     pipelines = run // degree
-    least = 0.0
+    least = through
     for number, part in enumerate(parts):
         begins = min(sum(times[:number]) for times in forwards)
         ends = min(sum(times[:number]) for times in backwards)
         reduced = max(0.0, _reduce_time(cost, part, number * run, run) - longest[number])
         busy = begins + work[number] / pipelines
         least = max(least, busy + ends, busy + split[number] / pipelines + reduced)
+        least = max(least, begins + fullest(whole[number], pipelines))
     return least
+
+
+def fullest(durations: Sequence[tuple[float, int]], groups: int) -> float:
+    """What the fullest of so many groups takes at least, given durations and how many there are of each: of the longest
+    k n + 1 of them one of n groups has k + 1."""
+    descending = [length for length, count in sorted(durations, reverse=True) for _ in range(count)]
+    ends = range(groups + 1, len(descending) + 1, groups)
+    return max((sum(descending[end - 1 - k : end]) for k, end in enumerate(ends, 1)), default=0.0)
 
 
 def _reduce_time(cost: CostModel, part: Stage, first: int, run: int) -> float:

@@ -16,6 +16,7 @@ from arachnec.ir.nodes import Level, Module, quantity
 from arachnec.planning.layout_bound import least_by_degree
 from arachnec.planning.pipeline_orders import ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
+from arachnec.planning.replica_orders import DECODED, DECODED_QUICKLY
 
 
 @dataclass(frozen=True)
@@ -25,32 +26,36 @@ class UnknownSchedule(Diagnostic):
     name: str
 
 
-def scheduled_stages(module: Module, *, quick: bool = False) -> Module:
+def scheduled_stages(module: Module, *, quick: bool = False, bounded: bool = True) -> Module:
     """Its cascades have the ranks that the schedule chose as ``assigned``. Raises UserError where no degree fits.
 
-    The search for an order is ``quick`` for every degree but the one that is taken.
+    Degrees are compared without a search for an order, which is then short where it is to be ``quick``. A plan that is
+    only compared needs no bound on what any schedule takes: it is not ``bounded``.
     """
     name = str(module.attrs["schedule"])
     if name not in get_args(ScheduleName):
         raise UserError(UnknownSchedule(module.span, name))
     schedule = cast(ScheduleName, name)
-    degree = shortest_degree(module, schedule) if stages_each(schedule, Options.v) == 1 else None
-    placed = pipelined(module, Options(schedule, degree=degree, quick=quick))  # which says what does not fit
+    cost, degree = CostModel(module), None
+    if stages_each(schedule, Options.v) == 1:
+        degree = shortest_degree(module, schedule, cost)
+    options = Options(schedule, degree=degree, decoded=DECODED_QUICKLY if quick else DECODED)
+    placed = pipelined(module, options, cost, bounded=bounded)  # which says what does not fit
     cascades = (
         cascade.with_attrs(assigned=cascade.ranks, ranks=None, ulysses=None, ring=None) for cascade in placed.cascades
     )
     return replace(placed, level=Level.SCHEDULED, cascades=tuple(cascades))
 
 
-def shortest_degree(module: Module, schedule: ScheduleName) -> int | None:
+def shortest_degree(module: Module, schedule: ScheduleName, cost: CostModel) -> int | None:
     """The degree of all stages with the shortest makespan; None where none fits."""
     best, least = None, math.inf
-    bounds = least_by_degree(module, CostModel(module))
+    bounds = least_by_degree(module, cost)
     for degree in sorted(bounds, key=lambda degree: bounds[degree]):
         if bounds[degree] >= least:
             break
         try:
-            placed = pipelined(module, Options(schedule, degree=degree, quick=True))
+            placed = pipelined(module, Options(schedule, degree=degree, decoded=0), cost, bounded=False)
         except UserError:
             continue
         if (makespan := quantity(placed.attrs["makespan"])) < least:

@@ -7,15 +7,14 @@ layout is another row here, and what it does to the stages a line in ``arachnec.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.ir.nodes import Cluster, Module, Stage, quantity
+from arachnec.ir.nodes import Cluster, Module, Stage
 from arachnec.ir.parameter_cells import cell_fits
+from arachnec.ir.state_placement import place
 from arachnec.ir.tables import FIGURES
-from arachnec.ir.values import Quantity
 from arachnec.planning.pipeline_orders import ScheduleName
-from arachnec.planning.sparse_stages import predictor_gib
 
 REPLICATED = "replicated"
 ONE_LENGTH: tuple[ScheduleName, ...] = ("1f1b", "zb-h1")
@@ -89,7 +88,4 @@ def in_cells(stage: Stage, cell: int) -> Stage:
     """A trained stage with its state dealt out over cells of so many ranks; any other as it is."""
     if not stage.trained or "cell" in stage.attrs or "sharded" in stage.attrs:
         return stage
-    attrs, learned = stage.attrs.updated(cell=cell), predictor_gib(stage)  # predictors are not dealt out
-    if "state" in attrs:
-        attrs = attrs.updated(state=Quantity((quantity(attrs["state"]) - learned) / cell + learned, "GiB"))
-    return replace(stage, attrs=attrs)
+    return place(stage, cell=cell)

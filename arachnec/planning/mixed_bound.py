@@ -1,45 +1,49 @@
 """The lower bound on nodes that differ: no GPU does more work than its kind can.
 
 ``arachnec.solver.bound`` counts GPUs as if all were the fastest. Here every kind of device has a weight, what a ms of
-it is worth. A cascade of degree d on devices of one kind uses up d times its ms there times the kind's weight; a group
-of several kinds takes at least the compute time of its slowest, and all its members wait so long. Whatever the weights,
-the sum over all cascades of the least that each uses up is at most what all devices are worth until the end. So the
-bound holds for any of them (they are the dual of a linear program that shares out the work); those taken are how fast
-each kind does this work.
+it is worth. A cascade of degree d on devices of one kind uses up d times its ms there times the kind's weight. A group
+of several kinds may share tokens by their speeds: it takes at least as long as its devices together, each at its own
+speed and all the time, and a device uses up at least its part of the work times its weight over its speed. Whatever the
+weights, the sum over all cascades of the least that each uses up is at most what all devices are worth until the end.
+So the bound holds for any of them (they are the dual of a linear program that shares out the work); those taken are how
+fast each kind does this work.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from arachnec.cluster.topology import host_of, intra_of, machine_of, machines
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, quantity
+from arachnec.ir.sampling import on_one_side
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.solver.bound import lower_bound
-from arachnec.solver.problem import TICKS, Problem
+from arachnec.solver.problem import TICKS, Choice, Problem
 
 SCALE = 1000  # weights are whole numbers, the largest about this
 
 
 def bound_of(module: Module, cost: CostModel, problem: Problem) -> int:
     """Ticks below which no schedule ends, whether nodes differ or not."""
-    bound = lower_bound(problem)
-    return max(bound, mixed_bound(module, cost, problem, bound)) if cost.devices.kinds else bound
+    return mixed_bound(module, cost, problem) if cost.devices.kinds else lower_bound(problem)
 
 
-def mixed_bound(module: Module, cost: CostModel, problem: Problem, low: int) -> int:
-    """Ticks below which no schedule ends on nodes that differ; ``low`` is a bound already."""
+def mixed_bound(module: Module, cost: CostModel, problem: Problem) -> int:
+    """Ticks below which no schedule ends on nodes that differ."""
+    kinds = kinds_of(cost)
+    cascades = [cascade.with_attrs(shards=None) for cascade in module.cascades]  # others are possible
+    problem = _relaxed(cascades, cost, problem, kinds)
+    low = lower_bound(problem)
     shapes: dict[tuple[object, ...], list[int]] = {}
-    for index, cascade in enumerate(module.cascades):
+    for index, cascade in enumerate(cascades):
         around = problem.heads[index] + problem.tails[index]
         shapes.setdefault((shape_of(cascade), id(problem.jobs[index].choices), around), []).append(index)
     if not shapes:
         return low
-    kinds = kinds_of(cost)
-    members = [(module.cascades[indices[0]], len(indices)) for indices in shapes.values()]
+    members = [(cascades[indices[0]], len(indices)) for indices in shapes.values()]
     weights = weights_of(members, cost, kinds)
     rows = []
     for (cascade, count), indices in zip(members, shapes.values(), strict=True):
@@ -58,6 +62,37 @@ def mixed_bound(module: Module, cost: CostModel, problem: Problem, low: int) -> 
         middle = (low + high) // 2
         low, high = (low, middle) if possible(middle) else (middle + 1, high)
     return low
+
+
+def _relaxed(cascades: Sequence[Cascade], cost: CostModel, problem: Problem, kinds: Sequence[Kind]) -> Problem:
+    """The problem with the least that each degree may take: groups of several kinds share tokens by their speeds."""
+    choices: dict[int, tuple[Choice, ...]] = {}
+    for cascade, job in zip(cascades, problem.jobs, strict=True):
+        if id(job.choices) not in choices:
+            choices[id(job.choices)] = tuple(_least_choices(cascade, cost, kinds)) or job.choices
+    return replace(problem, jobs=tuple(replace(job, choices=choices[id(job.choices)]) for job in problem.jobs))
+
+
+def _least_choices(cascade: Cascade, cost: CostModel, kinds: Sequence[Kind]) -> Iterator[Choice]:
+    """Of every legal degree that is faster than those before it."""
+    fastest = math.inf
+    for degree in cost.legal_degrees(cascade):
+        time = min(_least_times(cascade, cost, degree, kinds), default=math.inf)
+        if time < math.inf and (ticks := max(1, math.floor(time * TICKS))) < fastest:
+            yield Choice(degree, ticks)
+            fastest = ticks
+
+
+def _least_times(cascade: Cascade, cost: CostModel, degree: int, kinds: Sequence[Kind]) -> Iterator[float]:
+    """ms below which no group of so many devices ends, of one kind each or of all."""
+    for kind in kinds:
+        if degree <= len(kind.ranks):
+            time = least_time(cascade, cost, degree, kind)
+            if time is not None:
+                yield time
+    speeds = sorted((1 / kind.slowdown for kind in kinds for _ in kind.ranks), reverse=True)[:degree]
+    for fixed, divided in _shared_work(cascade, cost, degree, kinds):
+        yield fixed + divided / math.fsum(speeds)
 
 
 @dataclass(frozen=True)
@@ -103,7 +138,7 @@ def weights_of(members: Sequence[tuple[Cascade, int]], cost: CostModel, kinds: S
 def _least_work(cascade: Cascade, cost: CostModel, kind: Kind) -> float:
     """Device ms on a kind; infinite where that cannot hold the cascade."""
     degrees = (degree for degree in cost.legal_degrees(cascade) if degree <= len(kind.ranks))
-    times = ((degree, least_time(cascade, cost, degree, kind, alone=True)) for degree in degrees)
+    times = ((degree, least_time(cascade, cost, degree, kind)) for degree in degrees)
     return min((degree * time for degree, time in times if time is not None), default=math.inf)
 
 
@@ -122,31 +157,41 @@ def least_uses(
 def _uses(
     cascade: Cascade, cost: CostModel, degree: int, kinds: Sequence[Kind], weights: Sequence[int]
 ) -> Iterator[float]:
-    """What the cascade uses up at least on one kind, or on several of which it is the slowest; for each kind."""
-    for number, kind in enumerate(kinds):
+    """What the cascade uses up at least on one kind, for each, or on several together."""
+    for kind, weight in zip(kinds, weights, strict=True):
         if degree <= len(kind.ranks):
-            time = least_time(cascade, cost, degree, kind, alone=True)
+            time = least_time(cascade, cost, degree, kind)
             if time is not None:
-                yield degree * weights[number] * time
-        other_weights = [
-            weights[k] for k, faster in enumerate(kinds) if k != number and faster.slowdown <= kind.slowdown
-        ]
-        if degree > 1 and other_weights:
-            time = least_time(cascade, cost, degree, kind, alone=False)
-            if time is not None:
-                together = weights[number] + min(other_weights) + (degree - 2) * min(weights[number], *other_weights)
-                yield together * time
+                yield degree * weight * time
+    per_work = min(weight * kind.slowdown for kind, weight in zip(kinds, weights, strict=True))
+    for fixed, divided in _shared_work(cascade, cost, degree, kinds) if degree > 1 else ():
+        yield degree * min(weights) * fixed + per_work * divided
 
 
-def least_time(cascade: Cascade, cost: CostModel, degree: int, kind: Kind, *, alone: bool) -> float | None:
-    """ms below which no group of so many devices ends whose slowest is of this kind; None where none can hold it.
+def _shared_work(
+    cascade: Cascade, cost: CostModel, degree: int, kinds: Sequence[Kind]
+) -> Iterator[tuple[float, float]]:
+    """For every number of clips side by side: ms that each of a group's devices waits at least whatever its speed, and
+    ms of the fastest device for all that they compute. None where so many cannot hold the cascade.
 
-    Where a group has several kinds, or more than a node, other ranks may use links better than packed ones: only the
-    compute time is certain.
+    The fullest device is at best one with most memory, with an even share.
+    """
+    recompute = cost.recompute_at(cascade, degree, kinds[0].ranks[:1])
+    for side in cost.sides(cascade, degree) if recompute is not None else ():
+        one, ranks = on_one_side(cascade, side), degree // side
+        time, slower = (cost.least_compute(one, ranks, slowdown, recompute=recompute) for slowdown in (1.0, 2.0))
+        yield max(0.0, 2 * time - slower), degree * (slower - time)
+
+
+def least_time(cascade: Cascade, cost: CostModel, degree: int, kind: Kind) -> float | None:
+    """ms below which no group of so many devices of this kind ends; None where none can hold it.
+
+    Where a group lies on more than a node, other ranks may use links better than packed ones: only the compute time is
+    certain.
     """
     recompute = cost.recompute_at(cascade, degree, kind.ranks[:1])
     if recompute is None:
         return None
-    if alone and degree <= min(len(kind.ranks), cost.cluster.gpus) and kind.packs:
+    if degree <= min(len(kind.ranks), cost.cluster.gpus) and kind.packs:
         return cost.time(cascade, degree, ranks=kind.ranks[:degree], recompute=recompute)
     return cost.least_compute(cascade, degree, kind.slowdown, recompute=recompute)

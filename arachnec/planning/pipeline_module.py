@@ -8,15 +8,15 @@ from dataclasses import replace
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module, Reduce, Step
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.planning import mixed_bound
 from arachnec.planning.formulate import has_gradient, problem_of
-from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 
 
 def bound_of(module: Module, cost: CostModel) -> float:
     """ms before which no schedule of any kind ends."""
     problem = problem_of(module, cost)
-    return max(0, lower_bound(problem) - len(problem.jobs)) / TICKS
+    return max(0, mixed_bound.bound_of(module, cost, problem) - len(problem.jobs)) / TICKS
 
 
 def at_level_placed(

@@ -14,7 +14,7 @@ from functools import cached_property
 from math import floor
 from pathlib import Path
 
-from arachnec.cluster.topology import handoff_time
+from arachnec.cluster.topology import handoff_time, machine_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
@@ -58,7 +58,7 @@ from arachnec.planning.pipeline_places import (
 )
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.program_memory import overflow
-from arachnec.planning.replica_orders import Replica, exceeds_alone, group_size, planned_order
+from arachnec.planning.replica_orders import DECODED, Replica, exceeds_alone, group_size, planned_order
 
 ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
@@ -80,18 +80,21 @@ class Options:
     policy: WarmUp = "A"
     orders: str | None = None  # a file of torch's pipelining, instead of a schedule
     degrees: tuple[int, ...] | None = None
-    quick: bool = False  # a small part of the search for an order, for a comparison
+    decoded: int = DECODED  # actions in the orders that are looked at; less for a comparison
 
 
-def pipelined(module: Module, options: Options) -> Module:
+def pipelined(module: Module, options: Options, cost: CostModel | None = None, *, bounded: bool = True) -> Module:
     """The module at level placed, scheduled by ``options``. Raises UserError where that fits no memory.
+
+    ``cost`` is the module's own. Where it is not ``bounded``, 0 ms stand as the bound of all schedules.
 
     What was handed on and waits to be read is known once everything is placed. Where there is too much of it, so much
     memory is left free for it, and all is chosen again.
     """
-    cost, waiting = CostModel(module), 0.0
+    cost, waiting = cost or CostModel(module), 0.0
+    bound = bound_of(module, cost) if bounded else 0.0
     for _ in range(ATTEMPTS):
-        placed, needed = _chosen(module, cost, options, waiting)
+        placed, needed = _chosen(module, cost, options, waiting, bound)
         over = overflow(placed, needed, cost)
         if over <= 0:
             break
@@ -99,7 +102,7 @@ def pipelined(module: Module, options: Options) -> Module:
     return placed
 
 
-def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -> tuple[Module, float]:
+def _chosen(module: Module, cost: CostModel, options: Options, waiting: float, bound: float) -> tuple[Module, float]:
     """The shortest plan, so many GiB left free on every rank for what waits; and the GiB that it needs beside that."""
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
@@ -127,7 +130,6 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -
         needed = least.needed[worst] + waiting
         raise UserError(PipelineDoesNotFit(None, options.schedule, needed, stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
-    bound = bound_of(module, cost)
     placed = [
         (at_level_placed(module, plan.placed(), lies_on, bound), plan.grouping, max(plan.needed)) for plan in offered
     ]
@@ -241,8 +243,8 @@ class _Plan:
         count = len(self.places.runs[0]) // self.widths[0]
         loads, dealt = [0.0] * count, [list[MicroBatch]() for _ in range(count)]
         for batch in sorted(self.batches, key=self._work, reverse=True):
-            replica = loads.index(min(loads))
-            loads[replica] += self._work(batch)
+            replica = min(range(count), key=lambda own: loads[own] + self._work(batch, own))
+            loads[replica] += self._work(batch, replica)
             dealt[replica].append(batch)
         return dealt
 
@@ -262,39 +264,58 @@ class _Plan:
     def _sides(self) -> dict[tuple[int, int], int]:
         return {}
 
-    def _work(self, batch: MicroBatch) -> float:
-        if batch.kind not in self._works:
-            self._works[batch.kind] = sum(self._time(cascade) for cascade in batch.cascades.values())
-        return self._works[batch.kind]
+    def _work(self, batch: MicroBatch, replica: int = 0) -> float:
+        alike = self._alike[replica]
+        if (batch.kind, alike) not in self._works:
+            self._works[batch.kind, alike] = sum(self._time(cascade, alike) for cascade in batch.cascades.values())
+        return self._works[batch.kind, alike]
 
     @cached_property
-    def _works(self) -> dict[int, float]:
+    def _works(self) -> dict[tuple[int, int], float]:
         return {}
 
-    def _time(self, cascade: Cascade) -> float:
+    @cached_property
+    def _alike(self) -> list[int]:
+        """For every replica the first whose ranks are devices of the same kinds."""
+        count, cluster = len(self.places.runs[0]) // self.widths[0], self.cost.cluster
+        if not self.cost.devices.kinds:
+            return [0] * count
+        groups = ([self._group(stage, own) for stage in range(len(self.parts))] for own in range(count))
+        machines = [tuple(machine_of(cluster, rank) for group in own for rank in group) for own in groups]
+        return [machines.index(own) for own in machines]
+
+    def _group(self, stage: int, replica: int) -> tuple[int, ...]:
+        """The ranks of a stage in a replica."""
+        width = self.widths[self.places.placement[stage]]
+        return self.places.of(stage)[replica * width : (replica + 1) * width]
+
+    def _time(self, cascade: Cascade, replica: int) -> float:
+        """ms on the ranks of a replica; where devices are equal on any."""
         width, side = self._width(cascade.stage), self._side(cascade)
-        return self.cost.time(cascade, width, recompute=self._blocks(cascade), side=side)
+        ranks = self._group(self._numbers[cascade.stage], replica) if self.cost.devices.kinds else None
+        return self.cost.time(cascade, width, ranks=ranks, recompute=self._blocks(cascade), side=side)
 
     @property
     def grouping(self) -> int | None:
         """The largest k of the replicas, where the links choose it."""
         if self.options.schedule != "kfkb" or self.options.k is not None or self.options.orders is not None:
             return None
-        return max(group_size(self._replica(batches), None) for batches in self.replicas if batches)
+        return max(group_size(self._replica(own, number), None) for number, own in enumerate(self.replicas) if own)
 
     @cached_property
     def orders(self) -> list[PipelineSchedule]:
         """Of every replica; one without micro-batches has none."""
-        by_kinds: dict[tuple[int, ...], PipelineSchedule] = {(): PipelineSchedule(((),) * len(self.places.runs))}
+        by_kinds: dict[tuple[int, ...], PipelineSchedule] = {}
         orders = []
-        for batches in self.replicas:
-            kinds = tuple(batch.kind for batch in batches)
+        for replica, batches in enumerate(self.replicas):
+            kinds = self._alike[replica], *(batch.kind for batch in batches)
             if kinds not in by_kinds:
-                by_kinds[kinds] = self._order(batches)
+                idle = PipelineSchedule(((),) * len(self.places.runs))
+                by_kinds[kinds] = self._order(batches, replica) if batches else idle
             orders.append(by_kinds[kinds])
         return orders
 
-    def _order(self, batches: Sequence[MicroBatch]) -> PipelineSchedule:
+    def _order(self, batches: Sequence[MicroBatch], number: int) -> PipelineSchedule:
         options, ranks = self.options, len(self.places.runs)
         if options.orders is not None:
             return read_csv(Path(options.orders), len(self.parts), len(batches))
@@ -302,14 +323,17 @@ class _Plan:
             return dapple(ranks, len(batches), options.policy, self._most_held(batches))
         if options.schedule not in ("planned", "kfkb"):
             return orders_of(options.schedule, ranks, len(batches), v=options.v)
-        replica = self._replica(batches)
+        replica = self._replica(batches, number)
         if options.schedule == "kfkb":
             return kfkb(ranks, len(batches), group_size(replica, options.k))
-        kinds = {tuple(batch.kind for batch in own) for own in self.replicas if own}
-        return planned_order(replica, len(kinds), quick=options.quick)
+        every = zip(self._alike, self.replicas, strict=True)
+        kinds = {(alike, *(batch.kind for batch in own)) for alike, own in every if own}
+        return planned_order(replica, len(kinds), options.decoded)
 
-    def _replica(self, batches: Sequence[MicroBatch]) -> Replica:
-        return Replica(self._times(batches), self._kept_table(batches), self._limits(batches), self.places.placement)
+    def _replica(self, batches: Sequence[MicroBatch], number: int = 0) -> Replica:
+        return Replica(
+            self._times(batches, number), self._kept_table(batches), self._limits(batches), self.places.placement
+        )
 
     def _kept_table(self, batches: Sequence[MicroBatch]) -> Table:
         return [[self._kept(batch, stage) for batch in batches] for stage in range(len(self.parts))]
@@ -329,12 +353,12 @@ class _Plan:
         """The first rank of a stage in each replica."""
         return self.places.of(stage)[:: self.widths[self.places.placement[stage]]]
 
-    def _times(self, batches: Sequence[MicroBatch]) -> StageTimes:
-        """ms of every stage, phase and micro-batch, and of messages, as in the replica whose link is slowest."""
+    def _times(self, batches: Sequence[MicroBatch], replica: int) -> StageTimes:
+        """ms of every stage, phase and micro-batch of a replica, and of messages where the link is slowest."""
 
         def table(phase: Phase) -> list[list[float]]:
             rows = ((batch.cascades.get((stage, phase)) for batch in batches) for stage in range(len(self.parts)))
-            return [[0.0 if cascade is None else self._time(cascade) for cascade in row] for row in rows]
+            return [[0.0 if cascade is None else self._time(cascade, replica) for cascade in row] for row in rows]
 
         def sent(phase: Phase, step: int) -> list[list[float]]:
             rows = []

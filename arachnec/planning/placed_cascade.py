@@ -15,23 +15,33 @@ from arachnec.ir.nodes import Cascade, Phase
 from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import gib, times_of
 from arachnec.ir.values import Quantity
+from arachnec.lowering.order import reads_saved
 from arachnec.solver.bound import NEGLIGIBLE
 
 
 def on(
     cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], actual: Sequence[float], cost: CostModel
 ) -> Cascade:
-    placed = with_ranks(cascade, ranks, cost)
+    placed = with_ranks(cascade, ranks, cost, _recomputed(cascade, ranks, inputs, cost))
     arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
     start = max(arrived, *(actual[rank] for rank in ranks))
     return placed.with_attrs(start=_ms(start), end=_ms(start + (placed.end - placed.start)))
 
 
-def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel) -> Cascade:
+def _recomputed(cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], cost: CostModel) -> int:
+    """How many blocks it recomputes on these ranks: what fits their devices. A forward of a pipeline no fewer than
+    planned, since others' values lie there, too; its backward as many as it."""
+    planned = cost.recomputed(cascade)
+    if not cost.devices.kinds:
+        return planned
+    if cascade.phase is Phase.BACKWARD:
+        return next((cost.recomputed(source) for source in inputs if reads_saved(cascade, source)), planned)
+    least = cost.recompute_at(cascade, cascade.width, ranks) or 0
+    return max(planned, least) if cascade.phase is Phase.FORWARD else least
+
+
+def with_ranks(cascade: Cascade, ranks: tuple[int, ...], cost: CostModel, recompute: int) -> Cascade:
     """The cascade on these ranks, with the cheapest product of Ulysses and ring, as long as it takes there."""
-    recompute = cost.recomputed(cascade)
-    if cost.devices.kinds:
-        recompute = cost.recompute_at(cascade, cascade.width, ranks) or 0
     if cost.devices.kinds and cascade.phase is Phase.DENOISE:  # on these ranks branches may lie better otherwise
         cascade = divided(cascade, len(ranks), _best_way(cascade, ranks, cost))
     cheapest = cost.table.entry(cascade, cascade.width, ranks, sides_of(cascade, recompute))

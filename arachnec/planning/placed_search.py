@@ -69,7 +69,7 @@ def solve_placed(
     family, views = _views(with_family_degrees(problem, cost) if few_groups else Nested.all_of(problem), cost, clock)
     whole = First.listed(problem, family.back(family.first.schedule), bound, family.first.ms)
     # of devices that differ the problem, and so its bound, counts all as the fastest
-    real = mixed_bound(module, cost, problem, bound) if cost.devices.kinds else bound
+    real = mixed_bound(module, cost, problem) if cost.devices.kinds else bound
     starts = [family.back(family.first.schedule), *(view.back(view.first.schedule) for view in views)]
     challenged = whole.schedule.makespan(problem) * (1 + PRICE) < starts[0].makespan(problem)
     if challenged:

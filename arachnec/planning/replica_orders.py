@@ -52,16 +52,16 @@ def group_size(replica: Replica, asked: int | None) -> int:
     return choose_k(replica.times, replica.kept, replica.limits, candidates=candidates).modest
 
 
-def planned_order(replica: Replica, replicas: int, *, quick: bool = False) -> PipelineSchedule:
-    """The best order found with the share of the effort of one of so many different ``replicas``; a ``quick`` one is
-    for a comparison."""
+def planned_order(replica: Replica, replicas: int, decoded: int = DECODED) -> PipelineSchedule:
+    """The best order found with the share of the effort of one of so many different ``replicas``: ``decoded`` actions
+    in the orders that are looked at for all of them. Less than the whole effort is for a comparison."""
     if exceeds_alone(replica):
         return _one_after_another(replica)
     mib = [[size * 1024 for size in row] for row in replica.kept]  # Z3 counts in whole numbers
     problem = OrderProblem(replica.times, mib, [limit * 1024 for limit in replica.limits], replica.placement)
-    tries = min(TRIES, (DECODED_QUICKLY if quick else DECODED) // (replicas * replica.actions))
+    tries = min(TRIES, decoded // (replicas * replica.actions))
     schedule = plan_order(problem, split=True, tries=tries).schedule
-    if quick or replicas * sum(map(len, schedule.orders)) > WINDOWED:
+    if decoded < DECODED or replicas * sum(map(len, schedule.orders)) > WINDOWED:
         return schedule
     from arachnec.pipelining.order_windows import improve_windows  # Z3 takes a while to load
 

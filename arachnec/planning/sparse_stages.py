@@ -15,12 +15,12 @@ from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Graph, GraphOp, Stage, TensorType, formula, integers
 from arachnec.ir.stage_sizes import count_in, formula_in, gib, squared
+from arachnec.ir.state_placement import PREDICTOR_BYTES
 from arachnec.ir.values import Formula, Quantity, Symbol, Term
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 SOFTMAXES = ("aten.softmax.int", "aten._softmax.default")
 TERA, GIB = 10**12, 2**30
-PREDICTOR_BYTES = 16  # of a parameter: itself, its gradient and AdamW's moments, all fp32
 FROZEN_BYTES = 4  # of one that only predicts
 JOINED_OUTSIDE = "the model joins captions to the tokens outside its blocks"
 NOT_ONE_GRAPH = {  # by the stage's ``graphs``: none is there when the run gives layers their predictors
@@ -121,11 +121,6 @@ def attentions_of(stage: Stage, graphs: Sequence[Graph]) -> Mapping[int, tuple[C
     attentions, _ = _by_class(stage, blocks, {graph.name: graph for graph in graphs})
     kinds = enumerate(layer_classes(stage, blocks))
     return {number: (attentions[kind], pair_share(stage, kind)) for number, kind in kinds if kind in attentions}
-
-
-def predictor_gib(stage: Stage) -> float:
-    """GiB of the predictors of a stage, with their gradients and moments: on every rank that has the stage."""
-    return PREDICTOR_BYTES * (count_in(stage, "predictors") or 0) / GIB
 
 
 def choice_flops(attention: ClassAttention, choice: Choice) -> Formula:

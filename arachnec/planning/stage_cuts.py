@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, groupby, pairwise
 from typing import ClassVar
@@ -16,11 +16,11 @@ from typing import ClassVar
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
-from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers, quantity
+from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers
 from arachnec.ir.stage_sizes import squared, tied_sets
+from arachnec.ir.state_placement import Sums, place, tensor_attributes, tensors_of_part
 from arachnec.ir.tables import BETWEEN, CHOICE, FIGURES, TIED, TOKEN_CUTS, UNCUT
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum, non_negative
-from arachnec.planning.sparse_stages import predictor_gib
 
 
 @dataclass(frozen=True)
@@ -172,12 +172,8 @@ def layer_work(stage: Stage, clips: Sequence[Clip]) -> list[float]:
 def parts_of(stage: Stage, cuts: Sequence[int]) -> tuple[Stage, ...]:
     """The stages ``@name_0``, ``@name_1``, ... of a stage and its cuts."""
     bounds = [0, *cuts, len(layers_of(stage))]
-    parts = [
-        _part(stage, number, a, b, _between(stage, cuts, number)) for number, (a, b) in enumerate(pairwise(bounds))
-    ]
-    tied = [_tied(stage, cuts, number) or None for number in range(len(parts))]
-    parts = [replace(part, attrs=part.attrs.updated(tied=own)) for part, own in zip(parts, tied, strict=True)]
-    first = next((i for i, part in enumerate(parts) if _trained(part) or "tied" in part.attrs), 0)
+    parts = [_part(stage, bounds, number) for number in range(len(bounds) - 1)]
+    first = next((i for i, part in enumerate(parts) if _trained(part)), 0)
     return tuple(replace(part, trained=number >= first) for number, part in enumerate(parts))
 
 
@@ -198,9 +194,9 @@ def _trained(part: Stage) -> int:
     return integer(part.attrs.get("trained", part.attrs["params"]))
 
 
-def _part(stage: Stage, number: int, begin: int, end: int, between: Sequence[tuple[int, int]]) -> Stage:
-    """The stage that runs layers ``begin`` to ``end``, the last one excluded."""
-    attrs, layers = stage.attrs, layers_of(stage)
+def _part(stage: Stage, bounds: Sequence[int], number: int) -> Stage:
+    """The stage that runs the layers from one of the ``bounds`` to the next, that one excluded."""
+    attrs, layers, (begin, end) = stage.attrs, layers_of(stage), bounds[number : number + 2]
     last = end == len(layers)
     ends = [i for i, there in enumerate((begin == 0, last)) if there]
     classes = integers(attrs["classes"])[begin:end]
@@ -218,17 +214,13 @@ def _part(stage: Stage, number: int, begin: int, end: int, between: Sequence[tup
     every, once = list(counts.items()), [(kind, 1) for kind in counts]
     kept = formula_sum([(1, outside("saved", "GiB")), (1, _largest(stage, "block_shared", once))], "GiB")
     recomputed = [(1, kept), (1, blocks("block_inputs", "GiB", every)), (1, _largest(stage, "block_saved", once))]
-    outside_blocks = [*(_ends(stage)[i] for i in ends), *between]
-    params = sum(integers(attrs["layer_params"])[begin:end]) + sum(count for count, _ in outside_blocks)
-    trained = sum(count for _, count in layers[begin:end]) + sum(train for _, train in outside_blocks)
-    state, optimizer = _state(stage, params, trained)
-    sparse = _sparse(stage, begin, end)
-    of_part = Stage(stage.name, True, Attributes.of(predictors=sparse.get("predictors")))
+    tied, tensors = _tied(stage, bounds[1:-1], number), tensors_of_part(stage, bounds, number)
+    params, trained = _counts(stage, bounds, number) if tensors is None else (tensors.params, tensors.trained)
     cell = integer(attrs.get("cell", 1)) if trained else 1
     attentions = sum(integers(attrs["block_attentions"])[kind] * count for kind, count in every)
     names = attrs["blocks"]
     assert isinstance(names, tuple)
-    return Stage(
+    part = Stage(
         f"{stage.name}_{number}",
         trained=stage.trained,
         attrs=Attributes.of(
@@ -239,7 +231,7 @@ def _part(stage: Stage, number: int, begin: int, end: int, between: Sequence[tup
             blocks=tuple((names[kind][0], count) for kind, count in every),  # type: ignore[index]
             layers=tuple(layers[begin:end]),
             hidden=attrs.get("hidden"),
-            heads=min((integers(attrs["block_heads"])[kind] for kind in counts), default=None),
+            heads=_heads(stage, counts),
             attentions=attentions or None,
             joint=attrs.get("joint"),
             flops=formula_sum([(1, blocks("block_flops", "TFLOP", every)), (1, outside("flops", "TFLOP"))], "TFLOP"),
@@ -252,17 +244,42 @@ def _part(stage: Stage, number: int, begin: int, end: int, between: Sequence[tup
             saved_recompute=formula_sum(recomputed, "GiB"),
             workspace=_largest(stage, "block_workspace", once),
             traffic=blocks("block_traffic", "GiB", every) if attentions else None,
-            state=Quantity(state / cell + predictor_gib(of_part), "GiB"),
-            optimizer=Quantity(optimizer, "GiB"),
+            state=Quantity(0.0, "GiB") if "state" in attrs else None,
+            optimizer=Quantity(0.0, "GiB") if "optimizer" in attrs else None,
             cell=cell if cell > 1 else None,
+            gradients=attrs.get("gradients") if trained else None,
             degrees=attrs.get("degrees"),
             most_clips=attrs.get("most_clips"),
             output=None if last else _behind(stage, "cuts", end - 1),
             output_tokens=None if last or TOKEN_CUTS not in attrs else _behind(stage, TOKEN_CUTS, end - 1),
             part_of=stage.name,
-            **sparse,
+            tied=tied or None,
+            **_sparse(stage, begin, end),
         ),
     )
+    if tensors is None:
+        return _sums(stage, params, trained).place(part) if "state" in attrs else part
+    return place(part, **tensor_attributes(tensors.layers, tensors.outside), unsharded=attrs.get("unsharded"))
+
+
+def _heads(stage: Stage, kinds: Iterable[int]) -> int | None:
+    """Of the attentions of these classes of blocks, the least; None where only other classes have attentions."""
+    heads, attentions = (integers(stage.attrs[name]) for name in ("block_heads", "block_attentions"))
+    if "heads" not in stage.attrs:
+        return None
+    return min((heads[kind] for kind in kinds if attentions[kind] or not any(attentions)), default=None)
+
+
+def _counts(stage: Stage, bounds: Sequence[int], number: int) -> tuple[int, int]:
+    """Parameters of a part of a stage that does not list its tensors, and how many of them train. What several parts
+    read is counted with each of them, and with the first."""
+    layers, (begin, end) = layers_of(stage), bounds[number : number + 2]
+    ends = [i for i, there in enumerate((begin == 0, end == len(layers))) if there]
+    outside = [*(_ends(stage)[i] for i in ends), *_between(stage, bounds[1:-1], number)]
+    if number:
+        outside += [(count, count) for _, count in tied_sets(_tied(stage, bounds[1:-1], number))]
+    params = sum(integers(stage.attrs["layer_params"])[begin:end]) + sum(count for count, _ in outside)
+    return params, sum(count for _, count in layers[begin:end]) + sum(train for _, train in outside)
 
 
 def _sparse(stage: Stage, begin: int, end: int) -> dict[str, Value | None]:
@@ -311,19 +328,13 @@ def _behind(stage: Stage, name: str, layer: int) -> Formula:
     raise ValueError(f"@{stage.name} says of no such layer what goes on behind it")
 
 
-def _state(stage: Stage, params: int, trained: int) -> tuple[float, float]:
-    """GiB of a part's state but for predictors, and of that what the optimizer needs: its share of the parameters, and
-    of those that train. What was dealt out is whole again."""
-    attrs = stage.attrs
-    every = integer(attrs["params"])
-    every_trained = integer(attrs.get("trained", every))
-    optimizer = quantity(attrs["optimizer"]) if "optimizer" in attrs else 0.0
-    ranks = integer(attrs.get("sharded", 1))
-    given = quantity(attrs["state"]) - predictor_gib(stage) if "state" in attrs else 0.0
-    whole = given * integer(attrs.get("cell", 1))
-    rest = whole - optimizer / ranks
-    own = optimizer * trained / max(1, every_trained)
-    return rest * (params + trained) / max(1, every + every_trained) + own, own
+def _sums(stage: Stage, params: int, trained: int) -> Sums:
+    """A part's share of the parameters, and of those that train, wherever the whole lies."""
+    whole = Sums.of(stage)
+    every = integer(stage.attrs["params"])
+    every_trained = integer(stage.attrs.get("trained", every))
+    others = whole.others * (params + trained) / max(1, every + every_trained)
+    return Sums(others, whole.optimizer * trained / max(1, every_trained))
 
 
 def _between(stage: Stage, cuts: Sequence[int], number: int) -> list[tuple[int, int]]:

@@ -7,6 +7,7 @@ import platform
 import sys
 import tempfile
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import ClassVar
 
@@ -30,8 +31,7 @@ from arachnec.ir.nodes import Cluster
 from arachnec.ir.stage_sizes import crowding
 from arachnec.launch.environment import shown_gpus
 from arachnec.launch.local_ranks import RankCrashed, launch
-from arachnec.models.file import load_model_file
-from arachnec.models.sampler_file import load_sampler_file
+from arachnec.models.file import MODEL_FILE, demand_python_file, load_model_file
 
 WORKER = "arachnec.profiling.profiler"
 SAMPLER_WORKER = "arachnec.profiling.sampler_profiler"
@@ -60,25 +60,35 @@ class Measured(msgspec.Struct, frozen=True):
 
 
 def profile_here(
-    model: Path, data: Path, cluster: str | Path, output: Path, *, samples: bool = False, dtype: str = "fp32"
+    model: Path,
+    data: Path,
+    cluster: str | Path,
+    output: Path,
+    *,
+    samples: bool = False,
+    dtype: str = "fp32",
+    columns: str = "",
 ) -> Profile:
     """Measure on as many local ranks as the cluster has, fit, and write the profile. ``samples``: a sampler file;
-    ``dtype`` is the training option: ``fp32`` leaves the model as it is built.
+    ``dtype`` is the training option: ``fp32`` leaves the model as it is built. ``columns`` as for ``read_manifest``.
 
     Raises ``UserError`` for a malformed input or too few GPUs, before anything starts, and for what fails on a rank.
     """
     machine = parse_cluster(cluster)
     if samples:
-        load_sampler_file(model)
+        from arachnec.models.sampler_file import load_sampler_file
+
         read_requests(data)
+        load_sampler_file(model)
     else:
+        demand_python_file(model, MODEL_FILE)
+        read_manifest(data, columns=columns)
         load_model_file(model)
-        read_manifest(data)
     _demand_devices(machine)
     with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
-        arguments += [] if samples else [dtype]
+        arguments += [] if samples else [dtype, columns]
         try:
             launch(machine.world, arguments, lambda line: None, worker=SAMPLER_WORKER if samples else WORKER)
         except RankCrashed as crash:
@@ -104,7 +114,7 @@ def _demand_devices(machine: Cluster) -> None:
 def fitted(measured: Measured, machine: Cluster) -> Profile:
     """The profile of what the ranks of this machine found."""
     name = f"{platform.machine()}, {os.cpu_count()} cores, {measuring_at_once(machine)} ranks at once"
-    return fit_profile(
+    profile = fit_profile(
         measured.stages,
         machine=name,
         device=measured.device,
@@ -114,6 +124,7 @@ def fitted(measured: Measured, machine: Cluster) -> Profile:
         dtype=measured.dtype,
         sparsity=[fit_sparse(measured.head_size, measured.attention)] if measured.attention else [],
     )
+    return msgspec.structs.replace(profile, measured_at=f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC")
 
 
 def measuring_at_once(machine: Cluster) -> int:

@@ -52,6 +52,7 @@ from arachnec.lowering.attention import head_size
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import Optimizer
+from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.profiling.clock import now
@@ -440,10 +441,11 @@ def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tup
     return ((now(device) - started) * 1e3,)
 
 
-def main(model: str, data: str, planned_device: str, at_once: str, output: str, dtype: str) -> None:
+def main(model: str, data: str, planned_device: str, at_once: str, output: str, dtype: str, columns: str) -> None:
     def work(device: torch.device) -> None:
         model_file = in_training_precision(load_model_file(model), msgspec.structs.replace(TRAINING, dtype=dtype))
-        profiler = Profiler(model_file, read_manifest(data).clips, device, int(at_once))
+        clips = CaptionCounter(model_file).manifest(read_manifest(data, columns=columns)).clips
+        profiler = Profiler(model_file, clips, device, int(at_once))
         measured = profiler.measure()
         size, attention = profiler.attention()
         measured = msgspec.structs.replace(measured, head_size=size, attention=attention)

@@ -28,7 +28,7 @@ class Named(Protocol):
     """A clip or a request."""
 
     @property
-    def id(self) -> str | int: ...
+    def name(self) -> str: ...
 
 
 class StepProgress:
@@ -69,7 +69,7 @@ class StepProgress:
     @contextmanager
     def encoding_ahead(self, cascade: Cascade, clips: Sequence[VideoClip], step: int) -> Iterator[None]:
         """Inside, the host does something of a later step, with that step's clips, and waits for nobody."""
-        names = named([clip.id for clip in clips])
+        names = named([clip.name for clip in clips])
         doing = f"encode %{cascade.name} of step {step} ({names})"
         self._ahead = doing, time.monotonic()
         if self._told is not None:
@@ -191,15 +191,15 @@ def described(
     if cascade is None:
         return f"{instruction.op} @{instruction.target}"
     peer = {"send": " to rank {}", "receive": " from rank {}"}.get(instruction.op, "").format(*instruction.peers[:1])
-    return f"{instruction.op} %{cascade.name}{peer} ({named([clips[clip].id for clip in cascade.clips], noun)})"
+    return f"{instruction.op} %{cascade.name}{peer} ({named([clips[clip].name for clip in cascade.clips], noun)})"
 
 
-def named(clips: list[str | int], noun: str = "clip") -> str:
+def named(clips: list[str], noun: str = "clip") -> str:
     """Clips by name, the first few of them."""
     return f"{noun}{'' if len(clips) == 1 else 's'} {listed(clips)}"
 
 
-def listed(names: Sequence[str | int]) -> str:
+def listed(names: Sequence[str]) -> str:
     """The first few of them."""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-    return f"{', '.join(map(str, names[:NAMED]))}{more}"
+    return f"{', '.join(names[:NAMED])}{more}"

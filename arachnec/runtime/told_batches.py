@@ -75,7 +75,7 @@ def mark_of(source: BatchSource) -> Mark:
 
 
 def ir_clip(id: int, clip: VideoClip, tokens: int, iteration: int) -> Clip:
-    attrs = Attributes.of(name=str(clip.id), iteration=iteration)
+    attrs = Attributes.of(name=clip.name, iteration=iteration)
     return Clip(id, clip.frames, clip.height, clip.width, clip.text_tokens, tokens, attrs)
 
 
@@ -104,7 +104,7 @@ def _said(drawn: Drawn | None) -> _Message:
 
 
 def _specs(clip: VideoClip) -> list[tuple[str, str, list[int]]]:
-    return [(name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in clip.values.items()]
+    return [(name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in clip.tensors.items()]
 
 
 def _heard(message: _Message) -> Drawn | None:
@@ -114,9 +114,10 @@ def _heard(message: _Message) -> Drawn | None:
         return None
     clips = {
         number: replace(
-            clip_of(row.clip),
+            clip := clip_of(row.clip),
             values={
-                name: torch.empty(shape, dtype=getattr(torch, dtype), device=META) for name, dtype, shape in row.values
+                **clip.values,
+                **{n: torch.empty(shape, dtype=getattr(torch, dtype), device=META) for n, dtype, shape in row.values},
             },
         )
         for number, row in enumerate(message.rows)
@@ -133,8 +134,8 @@ def delivered(clips: Mapping[int, VideoClip], module: Module, group: dist.Proces
     whole: dict[int, VideoClip] = {}
     for id, clip in sorted(clips.items()):
         wanted = readers.get(id, frozenset())
-        values: dict[str, Tensor] = {}
-        for name, value in sorted(clip.values.items()):
+        values = {name: value for name, value in clip.values.items() if name not in clip.tensors}
+        for name, value in sorted(clip.tensors.items()):
             if rank == 0:
                 values[name] = value
                 for other in sorted(wanted - {0}):

@@ -15,6 +15,7 @@ from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
 from arachnec.spmd.specialisation import STEPS, STEPS_DOWN, Graphs, Specialisation, clips_mixed, costs
 from arachnec.tracing import blocks, sample
@@ -44,6 +45,7 @@ def specialise(
     encoders: Mapping[str, nn.Module],
     *,
     gradients: bool = True,
+    reporter: Reporter = unreported,
 ) -> SpecialisedModel:
     """Raises ``UserError`` for a model that cannot be trained at any step, or without ``gradients`` not be run."""
     refusals: list[UserError] = []
@@ -52,7 +54,7 @@ def specialise(
             continue
         started = time.perf_counter()
         try:
-            calls, captured, shared = _at(step, model, source, clips, encoders, gradients)
+            calls, captured, shared = _at(step, model, source, clips, encoders, gradients, reporter)
             seconds = time.perf_counter() - started
             untold = _demand_clips_apart(step, model, source, calls, clips, encoders)
         except UserError as refusal:
@@ -74,15 +76,16 @@ def _at(
     clips: Sequence[VideoClip],
     encoders: Mapping[str, nn.Module],
     gradients: bool,
+    reporter: Reporter,
 ) -> tuple[list[ExampleCall], CapturedModel, list[ShardedBlock]]:
     calls = sample.example_calls(model, source, clips, encoders, most=step.clips)
     if step.graphs is Graphs.NONE:
         return calls, blocks.whole_blocks(model, calls), []
     if step.graphs is Graphs.SHAPES:
         at = [call for call in calls if (call.clip, call.text) == (calls[0].clip, calls[0].text)]
-        captured = blocks.capture_blocks(model, calls, at=at, gradients=gradients)
+        captured = blocks.capture_blocks(model, calls, at=at, gradients=gradients, reporter=reporter)
     else:
-        captured = blocks.capture_blocks(model, calls, gradients=gradients)
+        captured = blocks.capture_blocks(model, calls, gradients=gradients, reporter=reporter)
     return calls, captured, [shard_block(block) for block in captured.blocks]  # what no rank could run is refused here
 
 

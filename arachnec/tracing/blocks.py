@@ -18,6 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.progress import Reporter, unreported
 from arachnec.tracing.captured import (
     CapturedBlock,
     CapturedCall,
@@ -41,8 +42,9 @@ from arachnec.tracing.errors import (
 )
 from arachnec.tracing.export import PREFIX, FlatBlock, export_block, forget_weights, refuse_dropout_modules
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
+from arachnec.tracing.narrow_values import unfilled
 from arachnec.tracing.record import BlockCall, ExampleCall, Recording, Repeats, flatten_call, is_meta, record, run_once
-from arachnec.tracing.verify import example_inputs, materialised, verify_block
+from arachnec.tracing.verify import example_inputs, verify_block
 
 MODEL = ""  # the path of the model itself among its modules
 
@@ -66,6 +68,7 @@ def capture_blocks(
     at: Sequence[ExampleCall] = (),
     verify: bool = True,
     gradients: bool = True,
+    reporter: Reporter = unreported,
 ) -> CapturedModel:
     """Capture the blocks of ``model``, on any device, meta included.
 
@@ -82,11 +85,11 @@ def capture_blocks(
     groups = recorded.groups
     there = [recorded.again(model, example, grad=i == 0) for i, example in enumerate(at)]
     _refuse_unequal(model, [*recorded.recordings[:1], *there])
-    blocks = tuple(
-        _capture(name, recorded, members, there, at, verify=verify, gradients=gradients)
-        for name, members in zip(*groups, strict=True)
-    )
-    return _model(blocks, groups[1], recorded)
+    blocks = []
+    for number, (name, members) in enumerate(zip(*groups, strict=True), 1):
+        reporter(f"{'verifying' if verify else 'tracing'} block {number} of {len(groups[0])}")
+        blocks.append(_capture(name, recorded, members, there, at, verify=verify, gradients=gradients))
+    return _model(tuple(blocks), groups[1], recorded)
 
 
 def whole_blocks(model: nn.Module, examples: Sequence[ExampleCall]) -> CapturedModel:
@@ -165,7 +168,8 @@ def _capture(
     recordings = there or recorded.recordings
     chosen = _representative(recordings[0], members)
     call = recordings[0].calls[chosen]
-    block = _with_values(recorded.candidates[call.path])
+    block = recorded.candidates[call.path]
+    block = unfilled(block) if is_meta(block) else block
     versions = [recording.calls[chosen] for recording in recordings]
     sizes = recorded.sizes_at(there, at) if there else recorded.sizes
     shapes, others = _dims([version.leaves for version in versions], sizes)
@@ -181,14 +185,9 @@ def _capture(
         alike = [x.stride() for x in _tensors(first[0])] == [x.stride() for x in _tensors(versions[0])]
         calls = _different(versions) if alike else [*_different(versions), first[0]]
         last = recordings[0].calls[members[-1]].path  # a graph is to serve blocks that it is not of
-        other = block if last == call.path else _with_values(recorded.candidates[last])
-        verify_block(captured, other, calls, gradients=gradients)
+        verify_block(captured, recorded.candidates[last], calls, gradients=gradients)
     forget_weights(exported)
     return captured
-
-
-def _with_values(block: nn.Module) -> nn.Module:
-    return materialised(block) if is_meta(block) else block
 
 
 def _for_one_shape(captured: CapturedBlock, recorded: RecordedBlocks, call: int, at: Sizes) -> CapturedBlock:
@@ -374,9 +373,8 @@ def _tokens_of_whole(
     versions = [flatten_call(model, (), example.arguments)[0] for example in examples]
     places = []
     for leaf in _tensor_leaves(versions[0]) if len({len(leaves) for leaves in versions}) == 1 else ():
-        series = [
-            [int(size) for size in dims] for dims in zip(*(leaves[leaf].shape for leaves in versions), strict=True)
-        ]
+        shapes = [leaves[leaf].shape for leaves in versions]
+        series = [[int(size) for size in dims] for dims in zip(*shapes, strict=True)]
         moving = tuple(d for d, values in enumerate(series) if moves_with_clip(values, sizes))
         batched = tuple(d for d, values in enumerate(series) if moves_with_batch(values, sizes))
         if set(moving) - set(batched):

@@ -23,6 +23,27 @@ class CaptionsEncoded(Diagnostic):
     encoder: str
 
 
+@dataclass(frozen=True)
+class SeveralCaptions(Diagnostic):
+    title: ClassVar[str] = (
+        "clip `{clip}` has several captions, of which every step draws one, and `{encoder}` reads one beforehand"
+    )
+    help: ClassVar[str] = (
+        "leave that encoder to the training, with `arachnec cache --encoders` and the names of the others, or give one "
+        "caption"
+    )
+    clip: str
+    encoder: str
+
+
+def require_one_caption(clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]) -> None:
+    """Raises ``UserError`` where an encoder that reads captions runs beforehand, and a clip has several."""
+    several = next((clip for clip in clips if clip.captions), None)
+    for name, encoder in encoders.items() if several is not None else ():
+        if several is not None and _reads_captions(encoder, several):
+            raise UserError(SeveralCaptions(None, several.name, name))
+
+
 def demand_captions_read(dropout: float, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]) -> None:
     """Raises ``UserError`` where captions are dropped behind an encoder that has read them.
 

@@ -45,7 +45,7 @@ def run_clip(
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         raise UserError(
-            CannotTake(raised_at(source, error), str(clip.id), sizes_of(clip), clip.text_tokens, reason)
+            CannotTake(raised_at(source, error), clip.name, sizes_of(clip), clip.text_tokens, reason)
         ) from error
 
 

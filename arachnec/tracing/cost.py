@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
+from arachnec.ir.state_placement import place
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value, non_negative
 from arachnec.tracing.captured import CapturedModel, chained_inputs
 from arachnec.tracing.dims import B, S, T, counts_captions
@@ -23,9 +24,6 @@ from arachnec.tracing.memory import BlockMemory, block_memory, encoder_polynomia
 from arachnec.tracing.record import ExampleCall
 from arachnec.tracing.shell import Measured, measure_encoder, measure_shell
 from arachnec.tracing.stage_figures import stage_figures
-
-MOMENTS = 8  # bytes per trained parameter: AdamW's two moments in fp32 (arXiv 1412.6980)
-MASTER = 8  # of parameters below fp32: the fp32 copy that is updated, and the gradient it is updated with
 
 
 def trained_stage(
@@ -50,7 +48,7 @@ def trained_stage(
     every = [cost for n, costs in zip(counts, attentions, strict=True) for cost in costs * n]
     saved, recomputed, workspace = _memory(counts, memories)
     parameters = list(model.parameters())
-    return Stage(
+    stage = Stage(
         name,
         trained=True,
         attrs=Attributes.of(
@@ -75,11 +73,12 @@ def trained_stage(
             workspace=polynomial(workspace.subs(numbers), "GiB", GIB),
             batch=polynomial(fit_polynomial([batch_bytes(call) for call in calls], points), "GiB", GIB),
             traffic=_traffic(every, numbers),
-            state=Quantity((resident_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
-            optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
+            state=Quantity(0.0, "GiB"),
+            optimizer=Quantity(0.0, "GiB"),
             **figures,
         ),
     )
+    return place(stage)
 
 
 def _head(
@@ -113,19 +112,6 @@ def layers_in_order(model: nn.Module, captured: CapturedModel) -> tuple[tuple[st
         if layer is not None:
             counts[layer] += parameters[name].numel()
     return tuple(zip(paths, counts, strict=True))
-
-
-def resident_bytes(model: nn.Module) -> int:
-    """Bytes on every rank that computes: parameters, gradients of the trained ones, buffers."""
-    parameters = sum(p.numel() * p.dtype.itemsize * (2 if p.requires_grad else 1) for p in model.parameters())
-    return parameters + sum(b.numel() * b.dtype.itemsize for b in model.buffers())
-
-
-def optimizer_bytes(model: nn.Module) -> int:
-    """Bytes that the update needs besides: moments and, below fp32, master copies. They can be sharded."""
-    return sum(
-        p.numel() * (MOMENTS + (MASTER if p.dtype.itemsize < 4 else 0)) for p in model.parameters() if p.requires_grad
-    )
 
 
 def _memory(counts: Sequence[int], memories: Sequence[BlockMemory]) -> tuple[sympy.Expr, sympy.Expr, sympy.Expr]:

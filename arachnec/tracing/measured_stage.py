@@ -20,15 +20,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
+from arachnec.ir.state_placement import place
 from arachnec.ir.values import Attributes, Formula, Quantity
 from arachnec.tracing.captured import CapturedModel
-from arachnec.tracing.cost import batch_bytes, dtype_of, layers_in_order, optimizer_bytes, resident_bytes
+from arachnec.tracing.cost import batch_bytes, dtype_of, layers_in_order
 from arachnec.tracing.counted_attention import CountedAttention
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.errors import RandomOperation, WritesState
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.graph import dtype_name
+from arachnec.tracing.layers import tensor_sizes
 from arachnec.tracing.memory import closest
 from arachnec.tracing.record import ExampleCall, flatten_call, is_meta, training_mode
 from arachnec.tracing.shell import PeakBytes
@@ -70,7 +72,7 @@ def measured_stage(
     trained = sum(p.numel() for p in parameters if p.requires_grad)
     recomputing = [max(run.blocks, default=0) for run in runs]
     attentions = runs[0].attentions
-    return Stage(
+    stage = Stage(
         name,
         trained=True,
         attrs=Attributes.of(
@@ -90,10 +92,12 @@ def measured_stage(
             workspace=gib([run.workspace for run in runs]),
             batch=gib([batch_bytes(call) for call in calls]),
             traffic=gib([sum(size for _, size in run.attentions) for run in runs]) if attentions else None,
-            state=Quantity((resident_bytes(model) + optimizer_bytes(model)) / GIB, "GiB"),
-            optimizer=Quantity(optimizer_bytes(model) / GIB, "GiB"),
+            state=Quantity(0.0, "GiB"),
+            optimizer=Quantity(0.0, "GiB"),
+            **tensor_sizes(model, tuple(dict.fromkeys(paths)), {}),
         ),
     )
+    return place(stage)
 
 
 def _fitted(values: Sequence[float], points: Sequence[dict[sympy.Symbol, int]]) -> sympy.Expr:

@@ -151,10 +151,11 @@ def _on(kwargs: Mapping[str, Any], device: str) -> dict[str, Any]:
 
 
 def clip_of(like: VideoClip, shape: tuple[int, ...], text: int) -> VideoClip:
-    """A clip of this size and caption length, of no video."""
+    """A clip of this size and caption length, of no video; files and numbers of its manifest's columns it keeps."""
+    values = {name: value for name, value in like.values.items() if name not in like.tensors}
     return replace(
         like, frames=shape[0], height=shape[1], width=shape[2], text_tokens=text, path=None,
-        caption="a" * max(1, text - 1), encoded={}, cached={}, values={},
+        caption="a" * max(1, text - 1), captions=(), encoded={}, cached={}, values=values,
     )  # fmt: skip
 
 

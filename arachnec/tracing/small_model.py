@@ -22,9 +22,10 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.models.batch import prediction_of
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
+from arachnec.tracing.narrow_values import SEED, TILE, FactoredMatrix, fill, is_wide
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, run_once, training_mode
 from arachnec.tracing.total_flops import TotalFlops
-from arachnec.tracing.verify import SEED, TILE, fill, random_like
+from arachnec.tracing.verify import random_like
 
 TOLERANCE = 1e-4  # of the largest value, in float32
 MOST_FLOPS = 5e11  # of one forward: a few seconds of a processor
@@ -124,8 +125,9 @@ def _give_values(model: nn.Module) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:
-                weight = known.setdefault(id(parameter), _weight(name, parameter, tile, generator))
-                module._parameters[name] = nn.Parameter(weight, requires_grad=parameter.requires_grad)
+                if id(parameter) not in known:
+                    known[id(parameter)] = _weight(name, parameter, tile, generator)
+                module._parameters[name] = known[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = known.setdefault(id(buffer), _in_float32(_real(buffer, generator)))
@@ -135,8 +137,15 @@ def _give_values(model: nn.Module) -> None:
     before.clear()
 
 
-def _weight(name: str, like: Tensor, tile: Tensor, generator: torch.Generator) -> Tensor:
+def _weight(name: str, like: nn.Parameter, tile: Tensor, generator: torch.Generator) -> nn.Parameter:
     """Of a matrix so that what goes through keeps its size, of a norm's weight around 1."""
+    if is_wide(like):
+        return FactoredMatrix.like(like, torch.float32, torch.device("cpu"), generator)
+    values = _values(name, like, tile, generator)
+    return nn.Parameter(values, requires_grad=like.requires_grad)
+
+
+def _values(name: str, like: Tensor, tile: Tensor, generator: torch.Generator) -> Tensor:
     if not like.is_floating_point():
         return torch.zeros(like.shape, dtype=like.dtype)
     of_matrix = like.ndim > 1 and like.shape[0] > 1

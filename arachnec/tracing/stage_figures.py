@@ -21,6 +21,7 @@ from arachnec.tracing.cuts import Cut, single_blocks
 from arachnec.tracing.dataflow import CannotFollow, Dataflow, record_dataflow
 from arachnec.tracing.flops import block_flops, token_attentions
 from arachnec.tracing.formulas import GIB, TERA, polynomial
+from arachnec.tracing.layers import tensor_sizes
 from arachnec.tracing.memory import BlockMemory, fit_polynomial
 from arachnec.tracing.record import ExampleCall
 from arachnec.tracing.shell import Measured, without_blocks
@@ -38,8 +39,9 @@ def stage_figures(
     twice or what its units make cannot be followed."""
     paths = [call.path for call in captured.calls]
     path, times = Counter(paths).most_common(1)[0]
+    unread = tensor_sizes(model, tuple(dict.fromkeys(paths)), {})
     if times > 1:
-        return {UNCUT: f"block `{path}` is called {times} times in a forward"}
+        return {UNCUT: f"block `{path}` is called {times} times in a forward", **unread}
     try:
         flows = [
             record_dataflow(model, paths, call.arguments, prediction_of, without_blocks(model, captured, call))
@@ -49,7 +51,7 @@ def stage_figures(
         handed = [[cut.bytes_on(layer) for layer in range(len(paths) - 1)] for cut in cuts]
         of_blocks = [[cut.block_bytes_on(layer) for layer in range(len(paths) - 1)] for cut in cuts]
     except UserError as refusal:
-        return {UNCUT: _reason(refusal)}
+        return {UNCUT: _reason(refusal), **unread}
     points = [size.values for size in captured.sizes]
 
     def formula(expression: sympy.Expr, unit: str, scale: int) -> Formula:
@@ -97,6 +99,7 @@ def stage_figures(
             (len(list(run)), _of_tokens(measured(series, "GiB", GIB)))
             for series, run in groupby(zip(*of_blocks, strict=True))
         ),
+        **tensor_sizes(model, paths, _readers(cuts[0])),
         "tied_layers": _tied(model, cuts[0]) or None,
         "between_params": _between(model, cuts[0]) or None,
         "between_flops": between(0, "TFLOP", TERA),
@@ -112,6 +115,15 @@ def _reason(refusal: UserError) -> str:
 def _of_tokens(size: Formula) -> Formula:
     """What grows with a clip's tokens."""
     return Formula(tuple(term for term in size.terms if any(symbol == "S" for symbol, _ in term.powers)), size.unit)
+
+
+def _readers(cut: Cut) -> dict[str, list[int]]:
+    """The layers that every parameter is read with. ``cut`` has a stage for every layer."""
+    readers: dict[str, list[int]] = defaultdict(list)
+    for number, names in enumerate(cut.parameters):
+        for name in names:
+            readers[name].append(number)
+    return readers
 
 
 def _tied(model: nn.Module, cut: Cut) -> tuple[Value, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
@@ -14,37 +13,10 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.tracing.captured import CapturedBlock, call_lifted
 from arachnec.tracing.errors import BlockFails, GradientDiffers, NotPolymorphic, NumberMatters, stack_span
 from arachnec.tracing.export import FlatBlock, block_span
-from arachnec.tracing.record import BlockCall, training_mode
+from arachnec.tracing.narrow_values import SEED, FactoredMatrix, InFloat32, is_half, narrow_copy
+from arachnec.tracing.record import BlockCall, is_meta, training_mode
 
-SEED = 2605
-TILE = 1 << 20
-LARGEST = 1 << 24
 GRADIENT_TOLERANCE = 1e-4  # backward kernels of reordered graphs add in another order
-
-
-def materialised(block: nn.Module) -> nn.Module:
-    """A copy on the CPU of a block on the meta device, with small uniform values in place of weights nobody has."""
-    generator = torch.Generator("cpu").manual_seed(SEED)
-    tile = torch.empty(TILE).uniform_(-0.05, 0.05, generator=generator)
-    computed = [value for module in block.modules() for value in vars(module).values() if _is_computed(value)]
-    real = copy.deepcopy(block, {id(value): value.detach() for value in computed}).to_empty(device="cpu")
-    with torch.no_grad():
-        for tensor in [*real.parameters(), *real.buffers()]:
-            fill(tensor, tile)
-    return real
-
-
-def _is_computed(value: object) -> bool:
-    """What weight_norm, say, leaves in a module: torch copies none that follow from another."""
-    return isinstance(value, Tensor) and value.grad_fn is not None
-
-
-def fill(tensor: Tensor, tile: Tensor) -> None:
-    """Write ``tile`` over a contiguous tensor, again and again: drawing as many numbers would take longer."""
-    flat = tensor.view(-1)
-    for start in range(0, flat.numel(), TILE):
-        part = flat[start : start + TILE]
-        part.copy_(tile[: part.numel()])
 
 
 def example_inputs(call: BlockCall, block: nn.Module) -> list[Tensor]:
@@ -73,8 +45,20 @@ def verify_block(
 ) -> None:
     """Compare graph and eager on calls of these shapes and strides, and on the last one their ``gradients`` too.
 
-    Raises ``UserError`` where they differ, and where the block fails with values.
+    What is tested is the graph: a block on the meta device or of half precision runs with other weights, wide matrices
+    with a low rank, and in float32. One that differs in float32 is compared in its own precision, and that is the
+    answer. Raises ``UserError`` where they differ, and where the block fails with values.
     """
+    if is_half(block):
+        in_float32 = narrow_copy(block, in_float32=True)
+        with contextlib.suppress(Exception), InFloat32():
+            _verify(captured, in_float32, versions, gradients)
+            return
+    there = narrow_copy(block, in_float32=False) if is_meta(block) else block
+    _verify(captured, there, versions, gradients)
+
+
+def _verify(captured: CapturedBlock, block: nn.Module, versions: Sequence[BlockCall], gradients: bool) -> None:
     _verify_outputs(captured, block, versions)
     if versions and gradients:
         _verify_gradients(captured, block, versions[-1])
@@ -93,7 +77,7 @@ def _verify_gradients(captured: CapturedBlock, block: nn.Module, version: BlockC
         off = float((gradients[name].double() - value.double()).abs().max()) if value.numel() else 0.0
         reach = max(float(value.abs().max()) if value.numel() else 0.0, 1e-3 * largest, 1e-30)
         if not off / reach <= max(tolerance(value.dtype), GRADIENT_TOLERANCE):
-            raise UserError(GradientDiffers(None, captured.name, name, f"{off / reach:.1e}"))
+            raise UserError(GradientDiffers(None, captured.name, name.partition(" by ")[0], f"{off / reach:.1e}"))
 
 
 def _gradients(
@@ -101,15 +85,17 @@ def _gradients(
 ) -> dict[str, Tensor]:
     """Of a fixed random projection of all outputs; zeros where nothing follows from a tensor.
 
-    The largest weights of the largest models are left out, for the memory of two gradients: their biases and what flows
-    through them to the inputs stand for them.
+    Of a factored matrix those of its two factors, as "name by left": projections of its own.
     """
-    wanted: dict[str, Tensor] = {
-        name: value for name, value in block.named_parameters() if value.requires_grad and value.numel() <= LARGEST
-    }
+    wanted: dict[str, Tensor] = {}
+    for name, value in block.named_parameters():
+        if value.requires_grad and isinstance(value, FactoredMatrix):
+            wanted |= {f"{name} by left": value.left, f"{name} by right": value.right}
+        elif value.requires_grad:
+            wanted[name] = value
     for index, value in enumerate(inputs):
         if captured.input_grads[index]:
-            wanted[f"input {index}"] = value.requires_grad_(True)
+            inputs[index] = wanted[f"input {index}"] = value.requires_grad_(True)
     generator = torch.Generator("cpu").manual_seed(SEED)
     total = torch.zeros(())
     for output in run(*inputs):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.analysis.memory import state_of
-from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.residency import resident_gib, resident_ranks
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.stage_sizes import gib
 
 TOLERANCE = 1e-6  # of a sum that was printed
 
@@ -33,7 +31,7 @@ def check_residency(values: Values) -> Iterator[Diagnostic]:
     resident = [(stage, resident_ranks(module, module.cluster, stage)) for stage in module.stages]
     for program in module.programs:
         here = [stage for stage, ranks in resident if program.rank in ranks]
-        right, claimed = math.fsum(gib(stage.attrs.get("state")) for stage in here), state_of(program)
+        right, claimed = resident_gib(here, "state"), state_of(program)
         if claimed < right * (1 - TOLERANCE):
             names = ", ".join(f"@{stage.name}" for stage in here)
             yield StateTooLow(program.span, program.rank, claimed, right, names)

@@ -8,6 +8,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import versions
 from arachnec.ir.nodes import Module
 from arachnec.views.explain import summary
+from arachnec.views.planned_and_measured import cost_sources, differences
 from arachnec.views.timeline import Timeline, planned
 from arachnec.views.timeline_page import page
 
@@ -28,17 +29,17 @@ def executable_page(
     """
     cluster = module.cluster
     assert cluster is not None, "a lowered module has a cluster"
-    costs = sorted({str(stage.attrs["costs"]) for stage in module.stages if "costs" in stage.attrs})
     about = {
         "cluster": f"@{cluster.name}",
         "stages": ", ".join(
             f"@{stage.name}" + (f" ({source})" if (source := stage.attrs.get("source")) else "")
             for stage in module.stages
         ),
-        "costs from": ", ".join(costs),
+        "costs from": cost_sources(module),
         "pipeline": pipeline or "",
     } | dict(libraries if libraries is not None else versions())
     about = {word: text for word, text in about.items() if text}
     plan = planned(module)
     sentences = [(section.title, section.sentences) for section in summary(module, plan)]
-    return page(module, plan, *measured, clips=clips, about=about, sentences=sentences)
+    notes = differences(module, plan, measured[-1]) if measured else []
+    return page(module, plan, *measured, clips=clips, about=about, sentences=sentences, notes=notes)

@@ -22,7 +22,7 @@ from arachnec.planning.bound_parts import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.explain_pipeline import pipeline_sentences
 from arachnec.views.explain_sparse import sparse_sentences
-from arachnec.views.format import ms, ranges
+from arachnec.views.format import clip_names, ms, names_of, ranges, size_of
 from arachnec.views.host_memory import host_sentences
 from arachnec.views.timeline import COMPUTE, Timeline, planned
 
@@ -218,11 +218,12 @@ def _cause(module: Module, parts: BoundParts) -> str:
         chain = [named[name] for name in parts.chain]
         if len(chain) == 1:
             return (
-                f"One cascade bounds it: {_words(chain[0])} takes {ms(parts.longest)} at its fastest. All work would "
-                f"fill {_devices(module)} for {ms(parts.work)}."
+                f"One cascade bounds it: {_words(module, chain[0])} takes {ms(parts.longest)} at its fastest. "
+                f"All work would fill {_devices(module)} for {ms(parts.work)}."
             )
+        listed = ", then ".join(_words(module, each) for each in chain)
         return (
-            f"A chain of cascades bounds it: {', then '.join(map(_words, chain))} take {ms(parts.longest)} at their "
+            f"A chain of cascades bounds it: {listed} take {ms(parts.longest)} at their "
             f"fastest. All work would fill {_devices(module)} for {ms(parts.work)}."
         )
     return (
@@ -255,7 +256,11 @@ def _critical(module: Module, links: Sequence[Link]) -> list[str]:
 def _link(module: Module, link: Link) -> str:
     named = {cascade.name: cascade for cascade in module.cascades}
     cascade = named.get(link.target)
-    event = f"{_words(cascade)} on {_ranks(link.ranks)}" if cascade else f"{' and '.join(link.ops)} of @{link.target}"
+    event = (
+        f"{_words(module, cascade)} on {_ranks(link.ranks)}"
+        if cascade
+        else f"{' and '.join(link.ops)} of @{link.target}"
+    )
     event_time = f"{event}, {ms(link.start)} to {ms(link.end)}"
     gap = f", {ms(link.gap)} later" if link.gap > NOTHING * link.end else ""
     if link.because == "start" or link.waited is None:
@@ -278,7 +283,7 @@ def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     tried = cost.legal_degrees(cascade)
     below = [degree for degree in tried if degree < cascade.width]
     above = [degree for degree in tried if degree > cascade.width]
-    sentence = f"{_words(cascade)} has degree {cascade.width}: {ms(cascade.end - cascade.start)}."
+    sentence = f"{_words(cost.module, cascade)} has degree {cascade.width}: {ms(cascade.end - cascade.start)}."
     packed = cost.time(cascade, cascade.width, recompute=cost.recomputed(cascade))
     if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
         elsewhere = "the fastest devices" if cost.devices.kinds else "as few nodes as hold it"
@@ -349,8 +354,8 @@ def _recomputation(module: Module, cost: CostModel) -> list[str]:
         wide = next((d for d in cost.options(cascade) if d > cascade.width and cost.memory(cascade, d) <= room), None)
         fits = f"It would fit without from degree {wide} on." if wide else "It fits without at no degree."
         sentences.append(
-            f"{_words(cascade)} needs {without:.3g} GiB per rank at degree {cascade.width}, {recomputed:.3g} with "
-            f"{_blocks(blocks, cost.blocks(cascade))} recomputed; {room:.3g} are free. {fits}"
+            f"{_words(module, cascade)} needs {without:.3g} GiB per rank at degree {cascade.width}, {recomputed:.3g} "
+            f"with {_blocks(blocks, cost.blocks(cascade))} recomputed; {room:.3g} are free. {fits}"
         )
     return sentences
 
@@ -394,7 +399,7 @@ def _communication(module: Module, cost: CostModel) -> list[str]:
     part = talking[busiest.name] / (busiest.end - busiest.start)
     nodes = len({rank // cost.cluster.gpus for rank in busiest.ranks})
     nodes_text = f", on {nodes} nodes" if nodes > 1 else ""
-    sentences.append(f"The largest part has {_words(busiest)}: {_percent(part)} of its time{nodes_text}.")
+    sentences.append(f"The largest part has {_words(module, busiest)}: {_percent(part)} of its time{nodes_text}.")
     return sentences
 
 
@@ -404,12 +409,12 @@ def _communication_time(cascade: Cascade, cost: CostModel) -> float:
     return cost.communication(cascade, split, cascade.ranks[: cascade.degree], cost.recomputed(cascade))
 
 
-def _words(cascade: Cascade) -> str:
-    """``%3 (train @dit, clip 7, 1 x 32760 tokens)``."""
+def _words(module: Module, cascade: Cascade) -> str:
+    """``%3 (train @dit, cat, 1 x 32760 tokens)``."""
     clips = cascade.clips
-    named = f", {'clip' if len(clips) == 1 else 'clips'} {ranges(clips)}" if 0 < len(clips) <= 4 else ""
+    named = f", {clip_names(names_of(module), clips)}" if clips else ""
     phase = "" if cascade.phase is Phase.TRAIN else f"{cascade.phase.value} "
-    size = f", {cascade.batch} x {cascade.tokens} tokens" if cascade.tokens else ""
+    size = f", {size_of(cascade, module.stage(cascade.stage))} tokens" if cascade.tokens else ""
     return f"%{cascade.name} ({phase}@{cascade.stage}{named}{size})"
 
 

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
 from arachnec.ir.diagnostic import counted
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.ir.stage_sizes import formula_in
+
+MOST_NAMES = 3  # clips of a cascade that are named
 
 
 def ms(value: float) -> str:
@@ -45,6 +48,32 @@ def title_of(module: Module) -> str:
     models = [str(stage.attrs["source"]) for stage in module.stages if stage.trained and "source" in stage.attrs]
     words = [", ".join(models) or module.name, f"{counted(len(module.clips), 'clip')}{_on_cluster(module)}"]
     return ", ".join([*words, module.name.replace("_", " ")] if models else words)
+
+
+def reads_text_alone(stage: Stage) -> bool:
+    """Whether a stage's work grows with captions, and with nothing of the video."""
+    work = formula_in(stage, "flops")
+    return work is not None and "S" not in {name for term in work.terms for name, _ in term.powers}
+
+
+def size_of(cascade: Cascade, stage: Stage) -> str:
+    """``1 x 32760``, clips and tokens of each; of a text encoder ``1 x 226 text``."""
+    if cascade.phase is Phase.ENCODE and reads_text_alone(stage):
+        return f"{cascade.batch} x {cascade.text} text"
+    return f"{cascade.batch} x {cascade.tokens}"
+
+
+def clip_names(names: Mapping[int, str], clips: Sequence[int], most: int = MOST_NAMES) -> str:
+    """``cat, dog and 3 more``: clips by the names of their numbers. Of those without a file ``clips 0, 4``."""
+    shown = [names.get(clip, str(clip)) for clip in clips[:most]]
+    noun = ("clips " if len(clips) > 1 else "clip ") if shown and all(name.isdecimal() for name in shown) else ""
+    more = f" and {len(clips) - most} more" if len(clips) > most else ""
+    return noun + ", ".join(shown) + more
+
+
+def names_of(module: Module) -> dict[int, str]:
+    """The name of every clip, by its number in the module."""
+    return {clip.id: str(clip.attrs.get("name", clip.id)) for clip in module.clips}
 
 
 def _on_cluster(module: Module) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from arachnec.model_state.layer_summary import LayerSummary
+from arachnec.views.colours import svg_style
+from arachnec.views.timeline_svg import opening
 
 WIDTH, LEFT, TOP, LEGEND = 720, 150, 34, 30
 LINE = 11  # between two names
@@ -19,7 +21,7 @@ def sparsity_map(layers: Sequence[LayerSummary]) -> str:
     steps = layers[0].steps
     height = max(3.0, min(16.0, 480 / max(1, len(rows))))
     width = (WIDTH - LEFT - 10) / max(1, len(steps))
-    parts = [f'<text x="{LEFT}" y="20">sparsity of heads by step: white 0, dark 1</text>']
+    parts = [f'<text class="text" x="{LEFT}" y="20">sparsity of heads by step: white 0, dark 1</text>']
     bottom = TOP + height * len(rows)
     named: set[str] = set()
     free = 0.0  # from here on there is no name yet
@@ -27,7 +29,7 @@ def sparsity_map(layers: Sequence[LayerSummary]) -> str:
         top = TOP + place * height
         if name not in named and top >= free:
             free = top + LINE
-            parts.append(f'<text x="{LEFT - 8}" y="{top + 10:.1f}" text-anchor="end">{name}</text>')
+            parts.append(f'<text class="text" x="{LEFT - 8}" y="{top + 10:.1f}" text-anchor="end">{name}</text>')
         named.add(name)
         for column, value in enumerate(values):
             left = LEFT + column * width
@@ -35,10 +37,10 @@ def sparsity_map(layers: Sequence[LayerSummary]) -> str:
             parts.append(f'<rect {box} fill="{_colour(value)}"><title>{value:.3f}</title></rect>')
     for column in sorted({0, len(steps) // 2, len(steps) - 1} & set(range(len(steps)))):
         middle = LEFT + (column + 0.5) * width
-        parts.append(f'<text x="{middle:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{steps[column]}</text>')
-    whole = f'width="{WIDTH}" height="{bottom + LEGEND:.0f}"'
-    style = 'font-family="sans-serif" font-size="11"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {whole} {style}>\n' + "\n".join(parts) + "\n</svg>\n"
+        parts.append(
+            f'<text class="text" x="{middle:.1f}" y="{bottom + 16:.1f}" text-anchor="middle">{steps[column]}</text>'
+        )
+    return "\n".join([*opening(WIDTH, bottom + LEGEND, svg_style()), *parts, "</svg>"]) + "\n"
 
 
 def _histories(layer: LayerSummary) -> list[tuple[str, Sequence[Sequence[float]]]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable
-from dataclasses import dataclass
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import ClassVar
@@ -21,6 +21,7 @@ AFTER = ("reduce", *READS_GRADIENTS)  # the cascades
 DRAWN = (*COMPUTE, *AFTER)
 LARGEST_MEASURED = 64 * 2**20  # bytes
 SHORTEST_MS = 1e-9
+MOST_GIB = 1e6  # of one rank
 LONGEST_MS = 1e12  # of a step: thirty years
 
 
@@ -36,13 +37,15 @@ class BadMeasured(Diagnostic):
 class Timeline:
     """All intervals of one iteration under a title such as ``planned`` or ``measured``.
 
-    ``everyone`` names ranks that belong to it even where they have nothing to do.
+    ``everyone`` names ranks that belong to it even where they have nothing to do. ``peak_gib`` is the most memory that
+    each rank held, where that was measured: of a GPU what was allocated, of a CPU rank its whole process.
     """
 
     title: str
     intervals: tuple[Interval, ...]
     transfers: tuple[Transfer, ...] = ()
     everyone: tuple[int, ...] = ()
+    peak_gib: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def lanes(self) -> dict[int, tuple[Interval, ...]]:
@@ -65,6 +68,22 @@ def scale_end(*ends: float) -> float:
     """Where an axis ends that shows all of these, in ms: after 1 where nothing lasts, or too short for a quotient."""
     longest = max(ends, default=0.0)
     return longest if longest > SHORTEST_MS else 1.0
+
+
+def cascade_times(timeline: Timeline) -> dict[str, tuple[float, float, float]]:
+    """For every cascade that ran: first start, last end, and the most ms that one of its ranks was in it."""
+    starts: dict[str, float] = {}
+    ends: dict[str, float] = {}
+    inside: dict[tuple[str, int], float] = {}
+    for i in timeline.intervals:
+        if i.op in COMPUTE:
+            starts[i.target] = min(starts.get(i.target, i.start), i.start)
+            ends[i.target] = max(ends.get(i.target, i.end), i.end)
+            inside[i.target, i.rank] = inside.get((i.target, i.rank), 0.0) + i.end - i.start
+    longest: dict[str, float] = {}
+    for (target, _), time in inside.items():
+        longest[target] = max(longest.get(target, 0.0), time)
+    return {target: (starts[target], ends[target], longest[target]) for target in starts}
 
 
 def imbalance(busy: Iterable[float]) -> float:
@@ -130,8 +149,8 @@ def _reduce_key(instruction: Instruction) -> Hashable:
 def read_measured(path: Path) -> Timeline:
     """``measured.json`` as ``arachnec run`` writes it.
 
-    ``{"step": 19, "iteration": 1, "intervals": [{"rank": 0, "op": ..., ...}]}``, the iteration being the global batch;
-    the step is null where a program samples.
+    ``{"step": 19, "iteration": 1, "peak_gib": [12.5, ...], "intervals": [{"rank": 0, "op": ..., ...}]}``, the iteration
+    being the global batch, the peaks those of ranks from 0 on; the step is null where a program samples.
 
     Raises UserError where the file holds something else.
     """
@@ -140,6 +159,7 @@ def read_measured(path: Path) -> Timeline:
         step: int | None
         intervals: tuple[Interval, ...]
         iteration: int = 0
+        peak_gib: tuple[float, ...] = ()
 
     if path.stat().st_size > LARGEST_MEASURED:
         raise UserError(BadMeasured(None, str(path), f"it is larger than {LARGEST_MEASURED >> 20} MiB"))
@@ -154,9 +174,11 @@ def read_measured(path: Path) -> Timeline:
         if not -LONGEST_MS <= interval.start <= interval.end <= LONGEST_MS:
             reason = f"interval {number} lasts from {interval.start:g} to {interval.end:g} ms"
             raise UserError(BadMeasured(None, str(path), reason))
+    if len(content.peak_gib) > MOST_GPUS or not all(0 <= peak <= MOST_GIB for peak in content.peak_gib):
+        raise UserError(BadMeasured(None, str(path), f"`peak_gib` is not the memory of ranks, 0 to {MOST_GIB:g} GiB"))
     of = f" of iteration {content.iteration}" if content.iteration else ""
     step = "" if content.step is None else f", step {content.step}{of}"
-    return Timeline(f"measured{step}", content.intervals)
+    return Timeline(f"measured{step}", content.intervals, peak_gib=dict(enumerate(content.peak_gib)))
 
 
 def _ms(instruction: Instruction, name: str, default: float) -> float:

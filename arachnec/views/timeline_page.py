@@ -19,15 +19,18 @@ from arachnec.ir.latency import judged_ms, objective_of
 from arachnec.ir.nodes import Cascade, Module, quantity
 from arachnec.ir.recomputation import block_count, recomputed_blocks
 from arachnec.ir.values import Value
+from arachnec.views.colours import TEXTURE_SIZE, TEXTURES, Lengths, stage_numbers, theme_css
 from arachnec.views.critical_path import Link, critical_path
-from arachnec.views.format import ms, runs, title_of
+from arachnec.views.format import ms, names_of, reads_text_alone, runs, title_of
 from arachnec.views.memory_curve import Curve, memory_curves
-from arachnec.views.timeline import COMPUTE, DRAWN, Timeline, imbalance
-from arachnec.views.timeline_svg import boxes, stage_colours
+from arachnec.views.planned_and_measured import on_cpu
+from arachnec.views.timeline import COMPUTE, DRAWN, Timeline, cascade_times, imbalance
+from arachnec.views.timeline_svg import Shown, boxes, first_rows, stage_loads
 
 PARTS = Path(__file__).with_name("page")
 SCRIPTS = ("data", "view", "timelines", "memory", "table", "main")
 CAPTION = 160  # characters of a caption or path that are shown
+NOT_RUN = (None, None, None)
 DIGITS = 3  # of ms and GiB
 
 
@@ -37,19 +40,22 @@ def page(
     clips: Sequence[VideoClip] = (),
     about: Mapping[str, str] | None = None,
     sentences: Sequence[tuple[str, Sequence[str]]] = (),
+    notes: Sequence[str] = (),
 ) -> str:
     """The page's text. ``module`` is lowered; the first of the timelines is its plan.
 
     ``clips`` have captions and paths, by their ids in the IR; ``about`` is more that the header says, such as
-    versions; ``sentences`` are paragraphs under a heading each.
+    versions; ``sentences`` are paragraphs under a heading each; ``notes`` stand above all of it.
     """
     content = {
         **page_data(module, timelines, clips),
         "about": list((about or {}).items()),
         "sentences": [[title, list(lines)] for title, lines in sentences],
+        "notes": list(notes),
     }
     pieces = {
-        "style": (PARTS / "page.css").read_text(encoding="utf-8"),
+        "style": theme_css(len(content["lengths"]), len(content["stages"]))
+        + (PARTS / "page.css").read_text(encoding="utf-8"),
         "data": script_json(content),
         "script": "\n".join((PARTS / f"{name}.js").read_text(encoding="utf-8") for name in SCRIPTS),
     }
@@ -70,7 +76,8 @@ def page_data(module: Module, timelines: Sequence[Timeline], clips: Sequence[Vid
     """Everything that the page shows, as lists of numbers and texts; ms and GiB."""
     assert module.cluster is not None, "a lowered module has a cluster"
     curves = memory_curves(module, timelines[0])
-    colours = stage_colours(module, timelines)
+    colours = stage_numbers(stage_loads(module, timelines))
+    shown = Shown(module, Lengths.of(module))
     numbers = {cascade.name: number for number, cascade in enumerate(module.cascades)}
     return {
         "name": title_of(module),
@@ -78,16 +85,31 @@ def page_data(module: Module, timelines: Sequence[Timeline], clips: Sequence[Vid
         "ranks": [program.rank for program in module.programs],
         "gpus": module.cluster.gpus,
         "limits": [_round(limit) for limit in limits(module)],
+        "nodes": first_rows(module, [program.rank for program in module.programs]),
         "ops": DRAWN,
-        "stages": [{"name": stage.name, "colour": colours[stage.name]} for stage in module.stages],
-        "cascades": _cascades(module, timelines),
+        "textures": TEXTURES,
+        "tile": TEXTURE_SIZE,
+        "lengths": shown.lengths.labels,
+        "stages": [
+            {"name": stage.name, "colour": colours[stage.name], "text": reads_text_alone(stage)}
+            for stage in module.stages
+        ],
+        "cascades": _cascades(shown, timelines),
         "clips": _clips(module, clips),
         "timelines": [_timeline(module, timeline, numbers) for timeline in timelines],
         "memory": [
             [round(number, DIGITS) for point in curves.get(program.rank, ()) for number in point]
             for program in module.programs
         ],
+        "measured_memory": _measured_memory(module, timelines),
+        "whole_process": on_cpu(module),
     }
+
+
+def _measured_memory(module: Module, timelines: Sequence[Timeline]) -> list[float] | None:
+    """GiB of every rank at its peak, of the last timeline that has any."""
+    peaks = next((timeline.peak_gib for timeline in reversed(timelines) if timeline.peak_gib), None)
+    return None if peaks is None else [_round(peaks.get(program.rank, 0.0)) for program in module.programs]
 
 
 def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Curve]) -> list[tuple[str, str]]:
@@ -120,11 +142,20 @@ def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Cu
     shape = f"{module.cluster.nodes} x {module.cluster.gpus} {device}".strip()
     figures += [
         ("memory, planned", f"{peak:.3g} of {limit:.3g} GiB"),
+        *_memory_tile(module, timelines),
         ("GPUs" if device != "cpu" else "ranks", f"{module.cluster.world} ({shape})"),
         ("clips", str(len(module.clips))),
         ("cascades", str(len(module.cascades))),
     ]
     return figures
+
+
+def _memory_tile(module: Module, timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
+    peaks = _measured_memory(module, timelines)
+    if peaks is None:
+        return []
+    process = ", whole process" if on_cpu(module) else ""
+    return [(f"memory, measured{process}", f"{max(peaks, default=0.0):.3g} GiB")]
 
 
 def limits(module: Module) -> list[float]:
@@ -134,17 +165,20 @@ def limits(module: Module) -> list[float]:
     return [nodes[node_of(module.cluster, program.rank)].memory for program in module.programs]
 
 
-def _cascades(module: Module, timelines: Sequence[Timeline]) -> dict[str, list[Any]]:
+def _cascades(shown: Shown, timelines: Sequence[Timeline]) -> dict[str, list[Any]]:
     """The cascades by columns: a row object for each would be several times the size."""
+    module = shown.module
     stages = {stage.name: number for number, stage in enumerate(module.stages)}
     rows = module.cascades
-    spans = [_spans(timeline) for timeline in timelines]
+    numbers = {cascade.name: number for number, cascade in enumerate(rows)}
+    spans = [cascade_times(timeline) for timeline in timelines]
     columns: dict[str, list[Any]] = {
         "name": [cascade.name for cascade in rows],
         "stage": [stages[cascade.stage] for cascade in rows],
         "phase": [cascade.phase.value for cascade in rows],
         "clips": [_flat_runs(cascade.clips) for cascade in rows],
         "batch": [cascade.batch for cascade in rows],
+        "length": [shown.length(cascade) for cascade in rows],
         "tokens": [cascade.tokens for cascade in rows],
         "text": [cascade.text for cascade in rows],
         "degree": [cascade.degree for cascade in rows],
@@ -153,27 +187,13 @@ def _cascades(module: Module, timelines: Sequence[Timeline]) -> dict[str, list[A
         "ring": [_count(cascade.attrs.get("ring")) for cascade in rows],
         "recompute": [_recomputed(module, cascade) for cascade in rows],
         "memory": [_gib(cascade.attrs.get("memory")) for cascade in rows],
+        "inputs": [[numbers[name] for name in cascade.inputs if name in numbers] for cascade in rows],
     }
     columns["spans"] = [
-        [number for span in spans for number in span.get(cascade.name, (None,) * 3)] for cascade in rows
+        [None if number is None else _round(number) for span in spans for number in span.get(cascade.name, NOT_RUN)]
+        for cascade in rows
     ]
     return columns
-
-
-def _spans(timeline: Timeline) -> dict[str, tuple[float, float, float]]:
-    """For every cascade: first start, last end, and the most ms that one of its ranks was in it."""
-    starts: dict[str, float] = {}
-    ends: dict[str, float] = {}
-    inside: dict[tuple[str, int], float] = {}
-    for i in timeline.intervals:
-        if i.op in COMPUTE:
-            starts[i.target] = min(starts.get(i.target, i.start), i.start)
-            ends[i.target] = max(ends.get(i.target, i.end), i.end)
-            inside[i.target, i.rank] = inside.get((i.target, i.rank), 0.0) + i.end - i.start
-    longest: dict[str, float] = {}
-    for (target, _), time in inside.items():
-        longest[target] = max(longest.get(target, 0.0), time)
-    return {target: (_round(starts[target]), _round(ends[target]), _round(longest[target])) for target in starts}
 
 
 def _clips(module: Module, clips: Sequence[VideoClip]) -> dict[str, list[Any]]:
@@ -181,7 +201,7 @@ def _clips(module: Module, clips: Sequence[VideoClip]) -> dict[str, list[Any]]:
     sources = [clips[clip.id] if clip.id < len(clips) else None for clip in module.clips]
     return {
         "id": [clip.id for clip in module.clips],
-        "name": [_short(str(clip.attrs.get("name") or clip.id)) for clip in module.clips],
+        "name": [_short(name) for name in names_of(module).values()],
         "size": [f"{clip.frames} x {clip.height} x {clip.width}" for clip in module.clips],
         "caption": [_short(clip.caption or "") if clip else "" for clip in sources],
         "path": [_short(str(clip.path or "")) if clip else "" for clip in sources],

@@ -5,30 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 
-from arachnec.ir.nodes import Module
-from arachnec.views.format import title_of
+from arachnec.ir.nodes import Cascade, Module, Stage
+from arachnec.views.colours import TEXTURES, Lengths, svg_style, svg_textures
+from arachnec.views.format import clip_names, names_of, size_of, title_of
 from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance, scale_end
 
 WIDTH = 1200
 LEFT, RIGHT = 72, 24
-AXIS, HEADER, GAP = 26, 46, 18
+AXIS, GAP, LINE = 26, 18, 17
+LEAST_NODE = 10  # px of a node that lines separate from others
+TOKENS = "tokens of a clip:"
 CHARACTER = 6.4  # px of one character at 11 px
-
-# Okabe and Ito's colours, which the colour-blind can tell apart; the first is for the stage that takes most time.
-PALETTE = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#d55e00", "#56b4e9")
-SYNCHRONISATION = "#8a8f98"
-OPACITY = {
-    "forward": 0.62,
-    "backward": 0.95,
-    "weight": 0.8,
-    "encode": 0.85,
-    "denoise": 0.85,
-    "decode": 0.6,
-    "reduce": 0.9,
-}
-OTHERS = 0.5  # of what is drawn
 
 
 @dataclass(frozen=True)
@@ -41,18 +31,19 @@ class Box:
 
 
 def draw(module: Module, *timelines: Timeline) -> str:
-    """The timelines as SVG text. Cascades are coloured by stage, forwards lighter than backwards."""
-    colours = stage_colours(module, timelines)
+    """The timelines as SVG text. Cascades are coloured by the length of their clips; textures say what is done."""
+    lengths = Lengths.of(module)
     ranks = sorted({rank for timeline in timelines for rank in timeline.lanes})
     rows = {rank: row for row, rank in enumerate(ranks)}
     height = row_height(len(ranks))
     end = scale_end(*(timeline.end for timeline in timelines))
-    elements: list[str] = []
-    top: float = HEADER
+    head, top = _head(module, lengths, timelines)
+    elements = [svg_textures([op for op in DRAWN if op in TEXTURES]), *head]
     for timeline in timelines:
-        elements += _panel(module, timeline, rows, colours, top, height, end)
+        elements += _panel(module, timeline, rows, lengths, top, height, end)
         top += 20 + height * len(ranks) + AXIS + GAP
-    return "\n".join([*_head(module, top, colours), *elements, "</svg>"]) + "\n"
+    style = svg_style(len(lengths.classes))
+    return "\n".join([*opening(WIDTH, top, style), *elements, "</svg>"]) + "\n"
 
 
 def row_height(ranks: int) -> float:
@@ -60,16 +51,15 @@ def row_height(ranks: int) -> float:
     return max(2.0, min(26.0, 800 / max(1, ranks)))
 
 
-def stage_colours(module: Module, timelines: Sequence[Timeline]) -> dict[str, str]:
-    """A colour for every stage; the stage with the most time first, the same in all panels."""
+def stage_loads(module: Module, timelines: Sequence[Timeline]) -> dict[str, float]:
+    """ms of every stage, on all ranks together, in the first timeline."""
     stage_of = {cascade.name: cascade.stage for cascade in module.cascades}
     total = {stage.name: 0.0 for stage in module.stages}
     for timeline in timelines[:1]:
         for interval in timeline.intervals:
             if interval.target in stage_of:
                 total[stage_of[interval.target]] += interval.end - interval.start
-    order = sorted(total, key=lambda name: -total[name])
-    return {name: PALETTE[i % len(PALETTE)] for i, name in enumerate(order)}
+    return total
 
 
 def ticks(end: float, limit: int = 8) -> list[float]:
@@ -109,29 +99,61 @@ def _alike(a: Interval, b: Interval, tolerance: float) -> bool:
     return abs(a.start - b.start) <= tolerance and abs(a.end - b.end) <= tolerance
 
 
-def _head(module: Module, height: float, colours: dict[str, str]) -> list[str]:
-    elements = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height:.0f}" '
-        f'viewBox="0 0 {WIDTH} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="11">',
-        f'<rect width="{WIDTH}" height="{height:.0f}" fill="#ffffff"/>',
-        f'<text x="{LEFT}" y="26" font-size="15" font-weight="bold" fill="#1b1f24">{escape(title_of(module))}</text>',
+def legend(entries: Sequence[tuple[str, str]], left: float, top: float, right: float) -> tuple[list[str], float]:
+    """Marks and their texts from left to right, in as many lines as they need; and where the last line ends. A mark is
+    ``fill``, or ``fill texture``."""
+    elements, x, y = list[str](), left, top
+    for text, mark in entries:
+        wide = 16 + CHARACTER * len(text) + 14
+        if x > left and x + wide > right:
+            x, y = left, y + LINE
+        fill, _, texture = mark.partition(" ")
+        elements.append(f'<rect class="{fill}" x="{x:.1f}" y="{y}" width="11" height="11"/>')
+        if texture:
+            elements.append(f'<rect fill="url(#{texture})" x="{x:.1f}" y="{y}" width="11" height="11"/>')
+        elements.append(f'<text class="text" x="{x + 16:.1f}" y="{y + 9}">{escape(text)}</text>')
+        x += wide
+    return elements, y + LINE
+
+
+def op_entries(timelines: Sequence[Timeline]) -> list[tuple[str, str]]:
+    """A legend of the operations that are drawn, on grey: what tells them apart is no colour."""
+    seen = {interval.op for timeline in timelines for interval in timeline.intervals}
+    ops = [op for op in DRAWN if op in seen]
+    marks: dict[str, list[str]] = {}
+    for op in ops:
+        marks.setdefault(TEXTURES.get(op, ""), []).append(op)
+    return [(", ".join(same), f"sync {same[0]}" if texture else "sync") for texture, same in marks.items()]
+
+
+def _head(module: Module, lengths: Lengths, timelines: Sequence[Timeline]) -> tuple[list[str], float]:
+    ops, top = legend(op_entries(timelines), LEFT, 36, WIDTH - RIGHT)
+    classes = [(label, f"length-{number}") for number, label in enumerate(lengths.labels)]
+    start = LEFT + CHARACTER * len(TOKENS) + 4
+    colours, top = legend(classes, start, top, WIDTH - RIGHT) if classes else ([], top)
+    return [
+        f'<text x="{LEFT}" y="26" font-size="15" font-weight="bold" class="text">{escape(title_of(module))}</text>',
+        *ops,
+        *([f'<text x="{LEFT}" y="{top - LINE + 9}" class="quiet">{TOKENS}</text>'] if classes else []),
+        *colours,
+    ], top
+
+
+def opening(width: float, height: float, style: str) -> list[str]:
+    """The start of a drawing that follows the reader's light or dark theme."""
+    return [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:g}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:g} {height:.0f}" font-family="Helvetica, Arial, sans-serif" font-size="11">',
+        style,
+        f'<rect width="{width:g}" height="{height:.0f}" class="ground"/>',
     ]
-    x = float(WIDTH - RIGHT)
-    entries = [*colours.items(), ("reduce, step", SYNCHRONISATION)]
-    for name, colour in reversed(entries):
-        x -= CHARACTER * len(name) + 4
-        elements.append(f'<text x="{x:.1f}" y="26" fill="#1b1f24">{escape(name)}</text>')
-        x -= 16
-        elements.append(f'<rect x="{x:.1f}" y="17" width="11" height="11" fill="{colour}"/>')
-        x -= 14
-    return elements
 
 
 def _panel(
     module: Module,
     timeline: Timeline,
     rows: dict[int, int],
-    colours: dict[str, str],
+    lengths: Lengths,
     top: float,
     height: float,
     end: float,
@@ -141,62 +163,110 @@ def _panel(
     busy = [timeline.busy_ms(rank) for rank in timeline.lanes]
     summary = f"{time_text(float(f'{timeline.end:.4g}'))}, imbalance {imbalance(busy):.1%}"
     elements = [
-        f'<text x="{LEFT}" y="{top + 12}" font-weight="bold" fill="#1b1f24">{escape(timeline.title)}'
-        f'<tspan dx="8" font-weight="normal" fill="#57606a">{summary}</tspan></text>'
+        f'<text x="{LEFT}" y="{top + 12}" font-weight="bold" class="text">{escape(timeline.title)}'
+        f'<tspan dx="8" font-weight="normal" class="quiet">{summary}</tspan></text>'
     ]
     every = max(1, round(14 / height))
     for rank, row in rows.items():
         y = top + 20 + row * height
-        shade = "#f3f4f6" if row % 2 == 0 else "#fafbfc"
+        shade = "row" if row % 2 == 0 else "other-row"
         elements.append(
-            f'<rect x="{LEFT}" y="{y:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{height:.1f}" fill="{shade}"/>'
+            f'<rect x="{LEFT}" y="{y:.1f}" width="{WIDTH - LEFT - RIGHT}" height="{height:.1f}" class="{shade}"/>'
         )
         if row % every == 0:
             middle = y + min(height, 14) / 2 + 4 if height < 14 else y + height / 2 + 4
-            elements.append(
-                f'<text x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end" fill="#57606a">rank {rank}</text>'
-            )
+            elements.append(f'<text x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end" class="quiet">rank {rank}</text>')
     for time in ticks(end):
         x = LEFT + time * scale
-        elements.append(f'<line x1="{x:.1f}" y1="{top + 20}" x2="{x:.1f}" y2="{bottom:.1f}" stroke="#d0d7de"/>')
+        elements.append(f'<line x1="{x:.1f}" y1="{top + 20}" x2="{x:.1f}" y2="{bottom:.1f}" class="line-line"/>')
         elements.append(
-            f'<text x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle" fill="#57606a">{time_text(time)}</text>'
+            f'<text x="{x:.1f}" y="{bottom + 15:.1f}" text-anchor="middle" class="quiet">{time_text(time)}</text>'
         )
-    cascades = {cascade.name: cascade for cascade in module.cascades}
+    for row in first_rows(module, list(rows)) if module.cluster and module.cluster.gpus * height >= LEAST_NODE else ():
+        y = top + 20 + row * height
+        elements.append(f'<line x1="{LEFT - 60}" y1="{y:.1f}" x2="{WIDTH - RIGHT}" y2="{y:.1f}" class="quiet-line"/>')
+    shown = Shown(module, lengths)
     for box in boxes(timeline, rows, tolerance=0.5 / scale):
-        interval = box.interval
-        cascade = cascades.get(interval.target)
-        colour = colours[cascade.stage] if cascade else SYNCHRONISATION
-        x, width = LEFT + interval.start * scale, max(0.4, (interval.end - interval.start) * scale)
+        x, width = LEFT + box.interval.start * scale, max(0.4, (box.interval.end - box.interval.start) * scale)
         y, tall = top + 20 + box.first * height, height * (box.last - box.first + 1)
         inset = 1.0 if height >= 8 else 0.2
-        about = f"{interval.op} {interval.target}"
-        if cascade:
-            about += f" @{cascade.stage}: clips {list(cascade.clips)}, {cascade.batch} x {cascade.tokens} tokens"
-        about += f", {interval.start:.4g} to {interval.end:.4g} ms"
-        elements.append(
-            f'<rect x="{x:.2f}" y="{y + inset:.2f}" width="{width:.2f}" height="{tall - 2 * inset:.2f}" '
-            f'fill="{colour}" fill-opacity="{OPACITY.get(interval.op, OTHERS)}" stroke="#ffffff" stroke-width="0.5">'
-            f"<title>{escape(about)}</title></rect>"
-        )
-        label = _label(interval, cascade.tokens if cascade else None, width, tall)
-        if label:
-            dark = interval.op in ("step", "forward") and colour not in (PALETTE[0], PALETTE[4])
-            fill = "#1b1f24" if dark or colour in (PALETTE[1], PALETTE[5]) else "#ffffff"
-            elements.append(
-                f'<text x="{x + width / 2:.1f}" y="{y + tall / 2 + 4:.1f}" text-anchor="middle" fill="{fill}" '
-                f'pointer-events="none">{escape(label)}</text>'
-            )
+        elements += _box(shown, box.interval, x, y + inset, width, tall - 2 * inset)
     return elements
 
 
-def _label(interval: Interval, tokens: int | None, width: float, height: float) -> str:
-    """What fits into the box: cascade and tokens, the cascade alone, or nothing."""
+@dataclass(frozen=True)
+class Shown:
+    """What is said of a module's cascades, and in which colour."""
+
+    module: Module
+    lengths: Lengths
+
+    @cached_property
+    def cascades(self) -> dict[str, Cascade]:
+        return {cascade.name: cascade for cascade in self.module.cascades}
+
+    @cached_property
+    def stages(self) -> dict[str, Stage]:
+        return {stage.name: stage for stage in self.module.stages}
+
+    @cached_property
+    def names(self) -> dict[int, str]:
+        return names_of(self.module)
+
+    @cached_property
+    def tokens(self) -> dict[int, int]:
+        return {clip.id: clip.tokens for clip in self.module.clips}
+
+    def length(self, cascade: Cascade) -> int:
+        """The class of its clips' length."""
+        return self.lengths.index(self.tokens.get(cascade.clips[0], cascade.tokens) if cascade.clips else 0)
+
+    def size(self, cascade: Cascade) -> str:
+        return size_of(cascade, self.stages[cascade.stage])
+
+
+def first_rows(module: Module, ranks: Sequence[int]) -> list[int]:
+    """The rows, but for the first, where another node begins."""
+    assert module.cluster is not None
+    nodes = [rank // module.cluster.gpus for rank in ranks]
+    return [row for row in range(1, len(nodes)) if nodes[row] != nodes[row - 1]]
+
+
+def _box(shown: Shown, interval: Interval, x: float, y: float, width: float, tall: float) -> list[str]:
+    """The box of an interval, its texture, and a label on a ground of its own where one fits."""
+    cascade = shown.cascades.get(interval.target)
+    fill = f"length-{shown.length(cascade)}" if cascade else "sync"
+    about = f"{interval.op} {interval.target}"
+    if cascade:
+        about += f" @{cascade.stage}: {clip_names(shown.names, cascade.clips)}, {shown.size(cascade)} tokens"
+    about += f", {interval.start:.4g} to {interval.end:.4g} ms"
+    place = f'x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{tall:.2f}"'
+    elements = [f'<rect {place} class="{fill} box"><title>{escape(about)}</title></rect>']
+    if interval.op in TEXTURES and width >= 1.5:
+        elements.append(f'<rect {place} fill="url(#{interval.op})" pointer-events="none"/>')
+    label = _label(shown, interval, cascade, width, tall)
+    if label:
+        wide = CHARACTER * len(label) + 2
+        elements += [
+            f'<rect x="{x + (width - wide) / 2:.1f}" y="{y + tall / 2 - 7:.1f}" width="{wide:.1f}" height="14" '
+            f'class="{fill}" pointer-events="none"/>',
+            f'<text x="{x + width / 2:.1f}" y="{y + tall / 2 + 4:.1f}" text-anchor="middle" class="{fill}-ink" '
+            f'pointer-events="none">{escape(label)}</text>',
+        ]
+    return elements
+
+
+def _label(shown: Shown, interval: Interval, cascade: Cascade | None, width: float, height: float) -> str:
+    """What fits into the box: the clip's name and its tokens, the cascade, or nothing."""
     if height < 11:
         return ""
-    choices = [interval.target if tokens is not None else f"{interval.op} {interval.target}"]
-    if tokens is not None:
-        size = f"{tokens / 1000:.3g}k" if tokens >= 1000 else str(tokens)
-        choices.insert(0, f"{interval.target} · {size} tokens")
-        choices.insert(1, f"{interval.target} · {size}")
+    choices = [f"{interval.op} {interval.target}"]
+    if cascade is not None:
+        clips = clip_names(shown.names, cascade.clips, 1)
+        choices = [
+            f"{clips}, {shown.size(cascade)} tokens",
+            f"{clips}, {shown.size(cascade)}",
+            clips,
+            f"%{interval.target}",
+        ]
     return next((choice for choice in choices if CHARACTER * len(choice) + 4 <= width), "")

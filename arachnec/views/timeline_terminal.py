@@ -7,9 +7,10 @@ from collections.abc import Mapping
 from rich.text import Text
 
 from arachnec.ir.nodes import Module
-from arachnec.views.format import printable
+from arachnec.views.colours import PALETTE, stage_numbers
+from arachnec.views.format import clip_names, names_of, printable
 from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance, scale_end
-from arachnec.views.timeline_svg import stage_colours, time_text
+from arachnec.views.timeline_svg import stage_loads, time_text
 
 WIDTH = 100
 MOST_ROWS = 32
@@ -41,8 +42,11 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     margin = max([len("rank"), *map(len, names)]) + 1
     cells = width - margin - len(" 100%")
     stage_of = {cascade.name: cascade.stage for cascade in module.cascades}
-    colours = stage_colours(module, (timeline,))
+    numbers = stage_numbers(stage_loads(module, (timeline,)))
+    colours = {name: PALETTE[number % len(PALETTE)] for name, number in numbers.items()}
     fills = _fills(timeline, stage_of)
+    names_of_clips = names_of(module)
+    clips = {cascade.name: printable(clip_names(names_of_clips, cascade.clips, 1)) for cascade in module.cascades}
     busy = {rank: timeline.busy_ms(rank) for rank in ranks}
     text = Text(no_wrap=True)
     text.append(printable(timeline.title), style="bold")
@@ -51,7 +55,7 @@ def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width
     for name, group in zip(names, groups, strict=True):
         text.append(f"{name.rjust(margin - 1)} ")
         row = [interval for rank in group for interval in timeline.lanes[rank] if interval.op in DRAWN]
-        for character, interval in _cells(row, cells, shown_end, len(group), fills, stage_of):
+        for character, interval in _cells(row, cells, shown_end, len(group), fills, stage_of, clips):
             stage = stage_of.get(interval.target) if interval else None
             text.append(character, style=colours[stage] if stage else GREY)
         share = sum(busy[rank] for rank in group) / len(group) / shown_end
@@ -85,6 +89,7 @@ def _cells(
     ranks: int,
     fills: Mapping[tuple[str, str | None], str],
     stage_of: Mapping[str, str],
+    clips: Mapping[str, str],
 ) -> list[tuple[str, Interval | None]]:
     """A character and what it stands for, for each cell; names where they fit."""
     size = shown_end / cells
@@ -104,20 +109,21 @@ def _cells(
         best = max(share, key=lambda key: share[key]) if share else None
         winners.append(intervals_by_key[best] if best is not None and share[best] >= idle / 2 else None)
     characters = [fills[winner.op, stage_of.get(winner.target)] if winner else IDLE for winner in winners]
-    _write_names(characters, winners)
+    _write_names(characters, winners, clips)
     return list(zip(characters, winners, strict=True))
 
 
-def _write_names(characters: list[str], winners: list[Interval | None]) -> None:
-    """The cascade's name on the first of its cells, if it fits between two fills."""
+def _write_names(characters: list[str], winners: list[Interval | None], clips: Mapping[str, str]) -> None:
+    """The names of a cascade's clips on the first of its cells, or its own, if it fits between two fills."""
     start = 0
     while start < len(winners):
         stop = start
         while stop < len(winners) and _target(winners[stop]) == _target(winners[start]):
             stop += 1
-        name = _target(winners[start])
-        if name and winners[start] and len(name) + 2 <= stop - start:
-            characters[start + 1 : start + 1 + len(name)] = name
+        target = _target(winners[start])
+        fitting = [name for name in (clips.get(target, target), f"%{target}") if len(name) + 2 <= stop - start]
+        if target and fitting:
+            characters[start + 1 : start + 1 + len(fitting[0])] = fitting[0]
         start = stop
 
 

@@ -93,11 +93,12 @@ def page(default: Trained, baseline: Trained) -> str:
     links = " ".join(f'<a href="{t.name}/timeline.html">{escape(t.name)}, to zoom in</a>' for t in (default, baseline))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>arachnec demo</title>\n'
-        "<style>body { font: 15px/1.5 Helvetica, Arial, sans-serif; max-width: 1200px; margin: 24px auto } "
+        "<style>:root { color-scheme: light dark } body { font: 15px/1.5 Helvetica, Arial, sans-serif; "
+        "max-width: 1200px; margin: 24px auto } "
         "svg { max-width: 100%; height: auto } a { margin-right: 24px }</style></head><body>\n"
         f"<h1>{baseline.step_ms / default.step_ms:.2f} times as fast as data parallelism, with {same} losses</h1>\n"
         "<p>Above: the median step of each program. Below: what each process did in its last step. Blue is the "
-        "transformer, paler in the forward. With data "
+        "transformer, striped in the forward. With data "
         f"parallelism one process has the long clip and the other waits; with `{escape(default.name)}` both share it."
         "</p>\n"
         f"{drawing}<p>{links}</p>\n<pre>{escape(summary(default, baseline))}</pre>\n</body></html>\n"

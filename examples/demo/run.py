@@ -62,7 +62,9 @@ def main() -> int:
     command("cache", HERE / "model.py", "--data", clips, *cluster, "-o", latents)
     command("profile", *common, "-o", profile)
     measured = (*common, "--profile", profile, "--lr", "1e-3")
-    side_by_side(*(("compile", *measured, "--passes", name, "-o", output / name) for name in PIPELINES))
+    side_by_side(
+        *(("compile", *measured, "--batch", "all", "--passes", name, "-o", output / name) for name in PIPELINES)
+    )
     for turn in range(1, ROUNDS + 1):
         checked = () if turn == 1 else ("--no-equivalence",)  # the first run has executed this program on small tensors
         for name in PIPELINES:

@@ -42,7 +42,7 @@ def main() -> None:
 def fine_tune(kind: str) -> None:
     """Compile, train, go on with fewer ranks, export, and compare what Diffusers loads with what the ranks had."""
     build, checkpoints, exported = OUTPUT / kind, OUTPUT / f"{kind}-checkpoints", OUTPUT / f"{kind}-exported"
-    options = ("--cluster", f"{RANKS}:cpu", "--train", HERE / "train.toml")
+    options = ("--cluster", f"{RANKS}:cpu", "--batch", "all", "--train", HERE / "train.toml")
     arachnec("compile", HERE / f"{kind}.py", "--data", CLIPS, *options, "-o", build)
     run = ("run", build, "--init", PRETRAINED, "--checkpoint", checkpoints)
     arachnec(*run, "--steps", STEPS, "--every", EVERY)

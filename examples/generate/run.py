@@ -40,7 +40,7 @@ def main() -> None:
 
 def train(name: str) -> None:
     build, checkpoints = OUTPUT / f"{name}-build", OUTPUT / f"{name}-checkpoints"
-    data = ("--data", CLIPS, "--cluster", f"{RANKS}:cpu")
+    data = ("--data", CLIPS, "--batch", "all", "--cluster", f"{RANKS}:cpu")
     arachnec("compile", HERE / f"{name}.py", *data, "-o", build, "--lr", "2e-3")
     arachnec("run", build, "--steps", STEPS, "--checkpoint", checkpoints, "--every", STEPS)
     arachnec("export", build, "--checkpoint", checkpoints, "-o", OUTPUT / name)

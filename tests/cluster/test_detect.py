@@ -13,6 +13,8 @@ from arachnec.cli import run
 from arachnec.cluster.device_specs import DEVICE_SPECS, find_device_specs
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.nvidia_tools import parse_matrix
+from arachnec.cluster.this_machine import detected as this_machine
+from arachnec.cluster.this_machine import shown_devices
 from arachnec.ir.nodes import Cluster, quantity
 
 MACHINES = Path(__file__).parent / "machines"
@@ -216,3 +218,25 @@ def test_nearest_nics_are_those_that_no_other_is_nearer_than() -> None:
     assert matrix.nvlinks("GPU0", "GPU7") == 18
     assert matrix.names["NIC3"] == "mlx5_3"
     assert matrix.numa["GPU6"] == "1"
+
+
+def test_auto_is_the_machine_at_hand(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (tmp_path / "here.toml").write_text(this_machine(), encoding="utf-8")
+    assert parse_cluster("auto") == parse_cluster(tmp_path / "here.toml")
+    assert str(parse_cluster("auto").attrs["device"]) == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("environment", "shown"),
+    [
+        ({}, [0, 1, 2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "2, 0"}, [2, 0]),
+        ({"CUDA_VISIBLE_DEVICES": ""}, []),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f3c"}, [0, 1, 2, 3]),
+        ({"CUDA_VISIBLE_DEVICES": "1,9"}, [1]),
+        ({"CUDA_VISIBLE_DEVICES": "1", "RANK": "1"}, [0, 1, 2, 3]),
+    ],
+)
+def test_hidden_devices_are_not_detected(environment: dict[str, str], shown: list[int]) -> None:
+    assert shown_devices(environment, 4) == shown

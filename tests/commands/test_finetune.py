@@ -64,7 +64,8 @@ def test_a_pretrained_folder_is_trained_on_two_ranks_then_one_and_exported(
     def arachnec(*words: object) -> None:
         assert cli.run([str(word) for word in words]) == 0, capfd.readouterr().err
 
-    arachnec("compile", model, "--data", folder / "clips.jsonl", "--cluster", "2:cpu", "--lr", "1e-2", "-o", build)
+    data = ("--data", folder / "clips.jsonl", "--batch", "all", "--cluster", "2:cpu")
+    arachnec("compile", model, *data, "--lr", "1e-2", "-o", build)
     run = ("run", build, "--init", pretrained, "--checkpoint", kept)
     arachnec(*run, "--steps", 2)
     arachnec(*run, "--steps", 1, "--ranks", 1, "--resume")

@@ -84,7 +84,7 @@ def test_held_back_clips_without_what_those_of_training_have(key: str, refused: 
     Path("clips.jsonl").write_text(json.dumps(trained) + "\n")
     rows = (trained | {"id": "whole"}, CLIP | {"id": "short"} | HELD_BACK[key])
     Path("held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    said = refused(*COMPILE, "--set", "validation.data=held.jsonl")
+    said = refused(*COMPILE, "--batch", "all", "--set", "validation.data=held.jsonl")
     assert f"held-back clip `short` of held.jsonl has no `{key}`, and the clips of training have" in said
 
 
@@ -117,7 +117,7 @@ ROWS = {
     json.dumps(CLIP | {"frames": 10**40}): "at most",
     json.dumps(CLIP | {"clips": 10**12}): "at most",
     '{"frames": 9, "height": 32, "width": 48, "text_tokens": 8, "frames": 5}': "`frames` is given twice",
-    json.dumps(CLIP | {"frame": 9}): "did you mean `frames`",
+    json.dumps(CLIP | {"framse": 9}): "did you mean `frames`",
     json.dumps(CLIP | {"path": "none.mp4"}): "a file that is there",
     json.dumps(CLIP | {"path": "a" * 5000}): "a file that is there",
     json.dumps(CLIP | {"path": "a\0b"}): "a file that is there",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,9 +42,14 @@ def written(folder: Path, **columns: list[Any]) -> Path:
         {"clips": [2 if n % 5 else None for n in range(ROWS)]},
         {"text_tokens": [5.0 if n % 4 else float("nan") for n in range(ROWS)]},
         {"text": [], "text_tokens": [float(n % 2) for n in range(ROWS)]},
+        {"text": [], "cap": [["a"] * (1 + n % 2) + ["abc"] * (n % 3) for n in range(ROWS)]},
+        {"caption": [None if n % 2 else "abcd" for n in range(ROWS)], "aes": [4.5] * ROWS},
     ],
 )
-def test_shapes_and_count_are_those_of_the_list(columns: dict[str, list[Any]], tmp_path: Path) -> None:
+def test_shapes_and_count_are_those_of_the_list(
+    columns: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_manifest, "WINDOW", 16)
     path = written(tmp_path, **columns)
     listed = read_manifest(path).clips
     long, clips = read_long_manifest(path, 8)
@@ -85,3 +92,18 @@ def test_another_file_than_was_compiled_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="it has 3 rows, and had 40"):
         long.drawn(None, stratified=False)
     assert clips
+
+
+def test_captions_are_counted_as_the_model_counts_and_columns_are_those_asked_for(tmp_path: Path) -> None:
+    class Words:
+        def tokens(self, captions: Sequence[str]) -> int:
+            return max(len(caption.split()) for caption in captions)
+
+        def clip(self, clip: VideoClip) -> VideoClip:
+            return replace(clip, text_tokens=self.tokens(clip.texts)) if clip.counted else clip
+
+    path = written(tmp_path, text=[], words=["a cat" if n % 3 else "a cat runs" for n in range(ROWS)])
+    long, clips = read_long_manifest(path, 8, "caption=words", Words())
+    assert {clip.text_tokens for clip in clips} == {2, 3}
+    drawn = list(long.drawn(None, stratified=False))
+    assert [clip.caption for clip in drawn[:3]] == ["a cat runs", "a cat", "a cat"]

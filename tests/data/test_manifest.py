@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import MOST_IN_BATCH, BatchTooLarge, demand_plannable, read_manifest
+from arachnec.data.video_file import write_video
 from arachnec.ir.diagnostic import UserError, render
 
 ROW = '{"frames": 5, "height": 64, "width": 96, "text_tokens": 7}'
@@ -18,7 +20,7 @@ def written(folder: Path, text: str, name: str = "clips.jsonl") -> Path:
     return path
 
 
-def message(path: Path, **options: int) -> str:
+def message(path: Path, **options: object) -> str:
     with pytest.raises(UserError) as caught:
         read_manifest(path, **options)
     (diagnostic,) = caught.value.diagnostics
@@ -151,16 +153,6 @@ error: the clip has no `text_tokens`
    | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ missing here
   help: add `caption`, or `text_tokens` (0 for a model that reads no text)""",
     ),
-    "one thing is not given twice": (
-        '{"frames": 5, "num_frames": 5, "height": 64, "width": 96, "text_tokens": 7}',
-        """\
-error: `frames` and `num_frames` are two names of one thing
-  --> clips.jsonl:1:15
-   |
- 1 | {"frames": 5, "num_frames": 5, "height": 64, "width": 96, "text_tokens": 7}
-   |               ^^^^^^^^^^^^ given twice
-  help: keep `frames`""",
-    ),
     "ids differ": (
         '{"id": "a", "frames": 5, "height": 64, "width": 96, "text_tokens": 7}\n' * 2,
         """\
@@ -241,9 +233,9 @@ error: this row is not complete
 
 
 def test_an_unknown_csv_column_is_an_error_even_where_it_is_empty(tmp_path: Path) -> None:
-    text = "frames,height,width,text_tokens,fps\n5,64,96,7,\n"
+    text = "frames,height,width,text_tokens,mood\n5,64,96,7,\n"
     assert message(written(tmp_path, text, "c.csv")).splitlines()[:2] == [
-        "error: unknown key `fps`",
+        "error: unknown key `mood`",
         "  --> c.csv:1:33",
     ]
 
@@ -298,3 +290,95 @@ def test_a_batch_has_as_many_clips_as_are_planned_at_once_and_no_more(
     (problem,) = told.value.diagnostics
     assert isinstance(problem, BatchTooLarge)
     assert (problem.number, problem.clips) == (0, MOST_IN_BATCH + 1)
+
+
+def test_clips_are_named_by_their_files_stem_and_where_stems_are_equal_by_more(tmp_path: Path) -> None:
+    for name in ("a/cat.mp4", "b/cat.mp4", "b/dog.mp4", "fox.mp4"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    size = {"frames": 5, "height": 16, "width": 16, "caption": ""}
+    paths = ("a/cat.mp4", "b/cat.mp4", "b/dog.mp4", "fox.mp4", "fox.mp4", None)
+    (tmp_path / "clips.jsonl").write_text(
+        "".join(json.dumps(size | ({"path": path} if path else {})) + "\n" for path in paths)
+    )
+    clips = read_manifest(tmp_path / "clips.jsonl").clips
+    assert [clip.name for clip in clips] == ["a/cat", "b/cat", "dog", "fox#3", "fox#4", "5"]
+    assert [clip.id for clip in clips] == list(range(6))
+
+
+SIZE = {"frames": 5, "height": 64, "width": 96}
+# The columns of public data sets, each with what a row of it says.
+PUBLIC = {
+    "DiffSynth.csv": 'video,prompt\nplain.mp4,"from sunset to night, a small town"\n',
+    "fastvideo.json": '[{"path": "plain.mp4", "resolution": {"width": 160, "height": 96}, "fps": 24.0,'
+    ' "duration": 1.375, "cap": ["a cat on a wall", "a grey cat"]}]',
+    "floats.csv": "path,caption,num_frames,height,width\nplain.mp4,a,33.0,96.0,160.0\n",
+    "metadata.jsonl": '{"file_name": "plain.mp4", "caption": "a cat"}',
+    "ltx.json": '[\n  {"caption": "a cat",\n "media_path": "plain.mp4"}\n]\n',
+    "musubi.jsonl": '{"video_path": "plain.mp4", "caption": "a cat"}',
+    "opensora.csv": "\ufeffpath,id,relpath,num_frames,height,width,aspect_ratio,fps,resolution,aes,text,"
+    "num_frames_y\r\n"
+    "plain.mp4,scene-0,elsewhere.mp4,33,96,160,0.6,24.0,15360,4.68,bunny,33\r\n",
+    "openvid.csv": "video,caption,aesthetic score,motion score,temporal consistency score,camera motion,frame,"
+    "fps,seconds\n"
+    'plain.mp4,"a woman,\nsmiling",5.1,3.2,0.99,static,33,24.0,1.375\n',
+    "vace.csv": 'video,vace_video,vace_video_mask,prompt\nplain.mp4,other.mp4,other.mp4,"Outpaint."\n',
+    "videox.json": '[{"file_path": "plain.mp4", "text": "a cat", "type": "video", "width": 160, "height": 96}]',
+    "pandas.csv": ",Path,Caption\n0,plain.mp4,a cat\n",
+}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_manifests_of_public_data_sets_are_read_as_they_are(tmp_path: Path, name: str) -> None:
+    write_video(tmp_path / "plain.mp4", torch.zeros(3, 33, 96, 160), 24)
+    (tmp_path / "other.mp4").touch()
+    (tmp_path / name).write_bytes(PUBLIC[name].encode())
+    manifest = read_manifest(tmp_path / name)
+    (clip,) = manifest.clips
+    assert (clip.path, clip.shape[:3]) == (tmp_path / "plain.mp4", (33, 96, 160))
+    assert clip.caption
+    if name == "opensora.csv":
+        assert clip.values["aes"] == 4.68 and clip.id == "scene-0" and "relpath" in manifest.extras
+    if name == "openvid.csv":
+        assert clip.caption == "a woman,\nsmiling" and clip.values["camera motion"] == "static"
+    if name == "vace.csv":
+        assert clip.values == {"vace_video": tmp_path / "other.mp4", "vace_video_mask": tmp_path / "other.mp4"}
+
+
+def test_of_several_columns_for_one_key_the_first_with_a_value_is_taken(tmp_path: Path) -> None:
+    rows = [{**SIZE, "text": "b", "caption": "a"}, {**SIZE, "text": "b", "caption": None}, {**SIZE, "prompt": "c"}]
+    clips = read_manifest(written(tmp_path, "\n".join(map(json.dumps, rows)))).clips
+    assert [clip.caption for clip in clips] == ["a", "b", "c"]
+    assert [dict(clip.values) for clip in clips] == [{"text": "b"}, {}, {}]
+
+
+def test_columns_say_which_are_read_and_what_is_unknown_is_kept_where_asked_for(tmp_path: Path) -> None:
+    (tmp_path / "d.png").touch()
+    path = written(tmp_path, json.dumps({**SIZE, "long": "a cat", "caption": "cat", "lens": 35, "depth": "d.png"}))
+    (clip,) = read_manifest(path, columns="caption=long,values=lens,files=depth").clips
+    assert clip.caption == "a cat"
+    assert clip.values == {"caption": "cat", "lens": 35, "depth": tmp_path / "d.png"}
+    (clip,) = read_manifest(path, columns="values=*").clips
+    assert clip.values == {"long": "a cat", "lens": 35, "depth": "d.png"}
+    assert "--columns values=lens" in message(path, columns="caption=long")
+    assert "no column `lnog`" in message(path, columns="caption=lnog")
+    assert "there is no key `capton`" in message(path, columns="capton=long")
+    assert "is no pair" in message(path, columns="caption")
+
+
+def test_captions_are_a_list_and_the_longest_is_planned_for(tmp_path: Path) -> None:
+    (clip,) = read_manifest(written(tmp_path, json.dumps({**SIZE, "cap": ["a", "a cat", "cat"]}))).clips
+    assert (clip.caption, clip.captions, clip.text_tokens) == ("a", ("a", "a cat", "cat"), len("a cat") + 1)
+
+
+def test_what_is_wrong_with_a_file_of_rows_is_said(tmp_path: Path) -> None:
+    for text, separator in (("path;caption\na.mp4;x\n", "semicolons"), ("path\tcaption\na.mp4\tx\n", "tabs")):
+        assert f"is separated by {separator}" in message(written(tmp_path, text, "c.csv"))
+    assert "error: this row is not JSON\n  --> c.json:2:1" in message(
+        written(tmp_path, "[" + ROW + "\n" + ROW, "c.json")
+    )
+    bad = "[\n" + ROW + ',\n{"frames": 5,\n "hieght": 3}]'
+    assert "error: unknown key `hieght`\n  --> c.json:4:2" in message(written(tmp_path, bad, "c.json"))
+    assert "arachnec manifest" in message(tmp_path)
+    (tmp_path / "v.mp4").touch()
+    assert "a file that is there" in message(written(tmp_path, json.dumps({**SIZE, "caption": "", "mask": "no.png"})))

@@ -127,9 +127,9 @@ def test_a_start_behind_the_end_of_the_video_is_refused(video: Path) -> None:
     [
         (0, FRAMES, 48, 80, None),
         (20, 4, 63, 95, None),
-        (20, 5, 48, 80, "clip `a`: the video `grey.mp4` has 24 frames, not 25"),
-        (0, 5, 64, 80, "clip `a`: it is 64 x 80, and the video `grey.mp4` is 48 x 80 (height x width)"),
-        (0, 5, 80, 48, "clip `a`: it is 80 x 48, and the video `grey.mp4` is 48 x 80 (height x width)"),
+        (20, 5, 48, 80, "clip `grey`: the video `grey.mp4` has 24 frames, not 25"),
+        (0, 5, 64, 80, "clip `grey`: it is 64 x 80, and the video `grey.mp4` is 48 x 80 (height x width)"),
+        (0, 5, 80, 48, "clip `grey`: it is 80 x 48, and the video `grey.mp4` is 48 x 80 (height x width)"),
     ],
 )
 def test_a_clip_is_held_against_its_videos_header(

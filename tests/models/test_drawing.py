@@ -80,3 +80,15 @@ def test_the_adapters_draw_by_the_clips_timesteps(family: str) -> None:
     assert float(drawn["timestep"][0]) > 990
     plain, _ = adapter.sample(CLIP, torch.Generator().manual_seed(0))
     assert float(plain["timestep"][0]) < 990
+
+
+def test_of_several_captions_each_step_draws_one_as_seed_step_and_clip_say() -> None:
+    several = replace(CLIP, captions=("a red kite", "a kite", ""))
+    steps = [in_step(Training(), several, step).caption for step in range(600)]
+    assert steps == [in_step(Training(), several, step).caption for step in range(600)]
+    assert all(150 < steps.count(caption) < 250 for caption in several.captions)
+    assert steps != [in_step(Training(), replace(several, id="b"), step).caption for step in range(600)]
+    dropped = [
+        in_step(Training(caption_dropout=0.5), replace(CLIP, captions=("a", "b")), n).caption for n in range(400)
+    ]
+    assert set(dropped) == {"", "a", "b"} and 150 < dropped.count("") < 250

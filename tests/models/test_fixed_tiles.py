@@ -114,7 +114,7 @@ def test_videos_are_encoded_trained_on_and_exported(
     (tmp_path / "model.py").write_text(MODEL.format(name=name, folder=str(tmp_path / "given")))
 
     build, kept, out = (str(tmp_path / place) for place in ("build", "kept", "out"))
-    data = ["--data", str(tmp_path / "clips.jsonl"), "--cluster", "2:cpu", "--lr", "1e-3"]
+    data = ["--data", str(tmp_path / "clips.jsonl"), "--batch", "all", "--cluster", "2:cpu", "--lr", "1e-3"]
     assert cli.run(["compile", str(tmp_path / "model.py"), *data, "-o", build]) == 0, capfd.readouterr().err
     init = ["--init", str(tmp_path / "given")]
     assert cli.run(["run", build, *init, "--steps", "2", "--checkpoint", kept]) == 0, capfd.readouterr().err

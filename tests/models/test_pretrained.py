@@ -7,7 +7,7 @@ import inspect
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -177,6 +177,36 @@ def test_captions_are_encoded_as_the_pipeline_does(pipeline: Path, kind: str, ca
     assert torch.equal(ours, expected)
     if caption == "a cat":
         assert bool((expected[0, 6:] == 0).all()) == (kind == "WanPipeline")
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("caption", ["a cat", "", "a cat " * 200])
+@pytest.mark.parametrize(("kind", "most"), [("WanPipeline", 512), ("CogVideoXPipeline", 226)])
+def test_counted_captions_give_the_embeddings_of_encode_prompt(
+    pipeline: Path, kind: str, most: int, caption: str
+) -> None:
+    """Also where they are cut, and with the padding that the pipeline gives the transformer."""
+    from arachnec.models.diffusers.common import text_embeddings
+    from arachnec.models.diffusers.pretrained import pipeline_encoders
+
+    index = pipeline / "model_index.json"
+    index.write_text(index.read_text().replace("WanPipeline", kind).replace("CogVideoXPipeline", kind))
+    encoder: Any = pipeline_encoders(pipeline, text_dtype=torch.float32)["text"]
+    weights = encoder_weights(pipeline, "text", encoder)
+    assert weights is not None
+    weights.fill(encoder)
+    counted = encoder.tokenization.count(caption)
+    assert (counted > most) == (len(caption) > most)
+    clip = VideoClip("a", 1, 16, 16, min(counted, most), caption)
+    clip = replace(clip, encoded={"text": encoder(encoder.load(clip, "cpu"))})
+    ours, _ = text_embeddings(clip, kind, 64, most)
+    theirs: Any = object.__new__(getattr(diffusers, kind))
+    text = transformers.UMT5EncoderModel.from_pretrained(pipeline / "text_encoder").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(pipeline / "tokenizer")
+    theirs.__dict__.update(_internal_dict={}, text_encoder=text, tokenizer=tokenizer)
+    given = {"max_sequence_length": most, "device": torch.device("cpu"), "dtype": torch.float32}
+    expected, _ = theirs.encode_prompt(caption, do_classifier_free_guidance=False, **given)
+    torch.testing.assert_close(ours, expected)
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 LOADS: dict[str, Callable[[Path], nn.Module]] = {
     "precision of the file": lambda path: transformers.T5EncoderModel.from_pretrained(path / "text"),
-    "what only the weights tell": lambda path: transformers.T5EncoderModel.from_pretrained(path / "text", dtype="float16"),
+    "what only the weights tell": lambda path: transformers.T5EncoderModel.from_pretrained(
+        path / "text", dtype="float16"
+    ),
     "a subfolder": lambda path: diffusers.WanTransformer3DModel.from_pretrained(path, subfolder="transformer"),
     "parts kept in fp32": lambda path: diffusers.WanTransformer3DModel.from_pretrained(
         path / "transformer", torch_dtype=torch.bfloat16, low_cpu_mem_usage=True, variant=None

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-from itertools import pairwise
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import pytest
 from hypothesis import given
@@ -16,9 +15,10 @@ from arachnec.executable.folder import iteration_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Level, Module, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
-from arachnec.passes.choose_layout import WORTH, ChooseLayout, applied, sample, shortest
+from arachnec.passes.choose_layout import ChooseLayout, sample
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.layout_refusal import FitsNowhere, needed_gib
+from arachnec.planning.layout_search import BEHIND_ANCHORS, WORTH, Candidate, shortest
 from arachnec.planning.layouts import Layout, layouts
 from arachnec.report import alternatives
 from arachnec.simulation.events import Engine
@@ -121,13 +121,13 @@ def test_a_bound_is_below_what_is_simulated() -> None:
     choose = ChooseLayout().informed(Pipeline.parse(PLANNED).passes[1:])
     compared = 0
     for layout in layouts(module):
-        laid = applied(module, layout)
+        candidate = choose._candidate(module, layout)
         try:
-            simulated_ms = choose._planned_ms(laid)
+            simulated_ms = choose._planned_ms(candidate)
         except UserError:
             continue
-        assert choose._least_ms(laid) <= simulated_ms * (1 + 1e-9)
-        compared += 1
+        assert candidate.costed == () or candidate.least_ms <= simulated_ms * (1 + 1e-9)
+        compared += bool(candidate.costed)
     assert compared > 3, "layouts that fit"
 
 
@@ -160,22 +160,70 @@ def test_a_layout_that_is_not_in_the_table_is_refused_with_those_that_are() -> N
 times = st.floats(1, 100)
 
 
-@given(st.lists(st.tuples(times, st.floats(0, 1), st.booleans()), min_size=1, max_size=8))
-def test_the_shortest_is_found_without_planning_what_cannot_be_it(rows: list[tuple[float, float, bool]]) -> None:
-    candidates = [(Layout(str(n)), Module(str(n), Level.TRACED)) for n in range(len(rows))]
+@dataclass(frozen=True)
+class Row:
+    """A layout that takes ``time``, and ``part`` of that at least."""
+
+    time: float
+    part: float
+    fits: bool
+    anchor: bool
+    stages: int
+    steps: int
+
+
+rows = st.builds(Row, times, st.floats(0, 1), st.booleans(), st.booleans(), st.integers(1, 2), st.integers(0, 100))
+
+
+def candidates_of(rows: list[Row]) -> list[Candidate]:
+    return [
+        Candidate(
+            Layout(str(n), stages=row.stages),
+            Module(str(n), Level.TRACED),
+            row.time * row.part,
+            steps=row.steps,
+            anchor=row.anchor,
+        )
+        for n, row in enumerate(rows)
+    ]
+
+
+def planner(rows: list[Row], planned: list[int]) -> Callable[[Candidate], float]:
+    def plan(candidate: Candidate) -> float:
+        planned.append(int(candidate.layout.name))
+        if not rows[planned[-1]].fits:
+            raise UserError(FitsNowhere(None, "0", 1, 1, 1, 1, "1 rank", 1.0, 1.0, ""))
+        return rows[planned[-1]].time
+
+    return plan
+
+
+@given(st.lists(rows, min_size=1, max_size=8), st.integers(0, 400))
+def test_the_shortest_is_found_and_no_anchor_is_much_shorter(rows: list[Row], steps: int) -> None:
     planned: list[int] = []
-
-    def plan(module: Module) -> float:
-        planned.append(int(module.name))
-        time, _, fits = rows[int(module.name)]
-        return time if fits else math.inf
-
-    choice = shortest(candidates, lambda module: rows[int(module.name)][0] * rows[int(module.name)][1], plan)
-    fitting = [time for time, _, fits in rows if fits]
+    choice = shortest(candidates_of(rows), planner(rows, planned), steps)
+    fitting = [row.time for row in rows if row.fits]
     if not fitting:
         assert choice is None
         return
     assert choice is not None
-    assert choice.times[choice.layout.name] <= min(fitting) * (1 + WORTH) ** len(rows) + 1e-9
-    for before, after in pairwise(planned):
-        assert rows[before][0] * rows[before][1] <= rows[after][0] * rows[after][1]
+    time = choice.times[choice.layout.name]
+    for row in rows:
+        if row.fits and row.anchor:
+            assert time <= row.time * (1 + BEHIND_ANCHORS) + 1e-9
+    if steps >= sum(row.steps for row in rows):
+        assert time <= min(fitting) * (1 + WORTH) ** 2 + 1e-9
+    assert len(planned) == len(set(planned))
+
+
+@given(st.lists(rows, min_size=1, max_size=8), st.integers(0, 400))
+def test_same_steps_give_the_same_choice_and_only_anchors_are_planned_beyond_them(rows: list[Row], steps: int) -> None:
+    first: list[int] = []
+    choice = shortest(candidates_of(rows), planner(rows, first), steps)
+    second: list[int] = []
+    assert shortest(candidates_of(rows), planner(rows, second), steps) == choice
+    assert second == first
+    fitted = [n for n, number in enumerate(first) if rows[number].fits]
+    after_the_first_that_fits = first[fitted[0] + 1 :] if fitted else []
+    spent = sum(rows[n].steps for n in first if not rows[n].anchor and n in after_the_first_that_fits)
+    assert spent <= steps

@@ -16,8 +16,10 @@ from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quanti
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
+from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
 from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.planning.pipeline_module import at_level_placed
 from arachnec.planning.validate import validate_schedule
 
 MIXED = "1x4:h100-80g+1x4:a100-80g"
@@ -68,6 +70,59 @@ def test_a_cascade_takes_as_long_as_its_slowest_device() -> None:
     assert cost.time(cascade, 1, ranks=(5,)) == pytest.approx(300 * SLOWDOWN)
     assert cost.time(cascade, 4, ranks=(2, 3, 4, 5)) == cost.time(cascade, 4, ranks=(4, 5, 6, 7))
     assert cost.time(cascade, 4) == pytest.approx(75), "without ranks, those that suit it best"
+
+
+@pytest.mark.parametrize("cluster", [MIXED, "1x4:a100-80g+1x4:h100-80g"])
+def test_clips_side_by_side_wait_for_the_one_on_the_slowest_devices(cluster: str) -> None:
+    module = costed(cluster, [10_000], cell=8, layers=(("blocks.0", 1_000_000),))
+    pair = replace(module.cascades[0], clips=(0, 0), batch=2)
+    cost = CostModel(module)
+    gathers = cost.table.gathering.exposed(pair, 75.0, 150.0)
+    assert cost.time(pair, 8, ranks=tuple(range(8)), side=2) == pytest.approx(75 * SLOWDOWN + gathers, rel=1e-3)
+
+
+def test_cells_on_several_kinds_gather_as_fast_as_the_slowest() -> None:
+    module = costed("1x4:h100-80g+1x4:l20", [10_000], cell=4, layers=(("blocks.0", 1_000_000_000),), params=10**9)
+    cost, cascade = CostModel(module), module.cascades[0]
+    fast, slow = (cost.table.gathering.exposed(cascade, 0.0, 0.0, rank) for rank in (0, 4))
+    assert slow > 2 * fast
+    assert cost.time(cascade, 8, ranks=tuple(range(8))) > slow
+
+
+@pytest.mark.parametrize(("shards", "time"), [((5000, 5000), 150.0), ((7500, 2500), 225.0), ((10_000, 0), 300.0)])
+def test_a_clip_takes_as_long_as_the_rank_with_most_of_it(shards: tuple[int, int], time: float) -> None:
+    cascade = costed("1x2:h100-80g", [10_000]).cascades[0].with_attrs(shards=shards)
+    cost = CostModel(replace(costed("1x2:h100-80g", [10_000]), cascades=(cascade,)))
+    assert cost.time(cascade, 2, ranks=(0, 1)) == pytest.approx(time)
+    assert cost.memory(cascade, 2) == pytest.approx(1e-4 * max(shards))
+    assert cost.time(cascade, 1) == pytest.approx(300), "shards are for two ranks"
+
+
+def test_shards_by_speed_let_no_device_wait() -> None:
+    tokens = 10_000
+    fast = round(tokens * SLOWDOWN / (1 + SLOWDOWN))
+    cascade = costed("1x1:h100-80g+1x1:a100-80g", [tokens]).cascades[0].with_attrs(shards=(fast, tokens - fast))
+    cost = CostModel(replace(costed("1x1:h100-80g+1x1:a100-80g", [tokens]), cascades=(cascade,)))
+    even = cost.time(cascade.with_attrs(shards=None), 2, ranks=(0, 1))
+    assert even == pytest.approx(150 * SLOWDOWN)
+    assert cost.time(cascade, 2, ranks=(0, 1)) == pytest.approx(300 * SLOWDOWN / (1 + SLOWDOWN), rel=1e-3)
+    assert cost.time(cascade, 2, ranks=(1, 0)) > even, "the slow device has most"
+
+
+def test_a_plan_whose_shards_fit_no_device_is_refused() -> None:
+    module = costed("1x2:h100-80g", [100_000], saved=1e-3)
+
+    def problems(shards: tuple[int, int], memory: float) -> list[str]:
+        cascade = module.cascades[0].with_attrs(degree=2, ranks=(0, 1), shards=shards, start=Quantity(0.0, "ms"))
+        cost = CostModel(replace(module, cascades=(cascade,)))
+        times = {"end": Quantity(cost.placed_time(cascade), "ms"), "memory": Quantity(memory, "GiB")}
+        placed = at_level_placed(module, [cascade.with_attrs(**times)], {"dit": (0, 1)}, 0.0)
+        return [type(problem).__name__ for problem in find_problems(lower(placed))]
+
+    assert problems((50_000, 50_000), 50.0) == []
+    assert problems((60_000, 40_000), 60.0) == []
+    assert problems((100_000, 0), 100.0) == ["OutOfMemory"]
+    assert set(problems((100_000, 0), 50.0)) == {"CascadeMemoryTooLow", "MemoryTooLow"}
 
 
 @pytest.mark.parametrize(("symbol", "size"), [("S", 10_000), ("T", 100)])

@@ -113,7 +113,7 @@ def test_of_a_host_and_its_device_the_one_behind_counts(module: Module, device: 
 
 def test_many_clips_are_counted() -> None:
     assert named(["a"]) == "clip a"
-    assert named(list(range(6))) == "clips 0, 1, 2, 3 and 2 more"
+    assert named(list("abcdef")) == "clips a, b, c, d and 2 more"
 
 
 def test_an_instruction_without_a_cascade_is_of_its_stage(module: Module) -> None:

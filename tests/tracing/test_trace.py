@@ -219,9 +219,10 @@ def test_recomputation_keeps_less_and_no_memory_is_quadratic(traced):
 
 
 def test_state_is_sixteen_bytes_a_trained_parameter(traced):
-    parameters = sum(p.numel() for p in Model().parameters())
-    assert traced.stages[-1].attrs["params"] == parameters
-    assert traced.stages[-1].attrs["state"].value * 2**30 == pytest.approx(16 * parameters)
+    sizes = [p.numel() for p in Model().parameters()]
+    counters = 4 * len(sizes)  # of the optimizer's steps
+    assert traced.stages[-1].attrs["params"] == sum(sizes)
+    assert traced.stages[-1].attrs["state"].value * 2**30 == 16 * sum(sizes) + counters
 
 
 def test_an_encoder_hands_off_its_output(traced):
@@ -404,8 +405,6 @@ def test_a_part_counts_the_parameters_that_it_computes_with():
         for cuts in combinations(range(1, 5), count):
             bounds = pairwise((0, *cuts, 5))
             owned = Cut(flow, tuple(tuple(paths[a:b]) for a, b in bounds)).parameters
-            if sum(len(names & {"twice.weight"}) for names in owned) > 1:
-                continue  # of two parts: `tied`
             read = frozenset().union(*owned)
             unread = [name for name in sizes if name not in read]
             expected = [sum(sizes[name] for name in names) for names in owned]

@@ -40,7 +40,7 @@ from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.ir.nodes import Cluster
+from arachnec.ir.nodes import Cluster, Module
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock, StartTimes
@@ -52,6 +52,7 @@ from arachnec.runtime.agreement import agree
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.out_of_memory import explained_memory
 from arachnec.runtime.told_batches import CannotDraw
+from arachnec.views.planned_and_measured import cost_sources, differs, run_note
 
 COUNTS = ("steps", "every", "keep", "max_skipped")
 PATHS = ("train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint")
@@ -429,6 +430,13 @@ def _notes_of_device(executable: Executable, device: torch.device) -> list[str]:
     return ["planned for another device, run on the CPU: planned times do not apply"]
 
 
+def _notes_of_costs(program: Module, step: report.StepReport) -> list[str]:
+    """Where planned times come from, for a step that took another time by more than half."""
+    if not differs(step.planned_ms, step.step_ms):
+        return []
+    return [run_note(step.planned_ms, step.step_ms, cost_sources(program))]
+
+
 def train(
     executable: Executable,
     options: RunOptions,
@@ -447,7 +455,13 @@ def train(
     trainer = engine.trainer
     assert engine.end is not None, "an executable's batches never end"
     events.emit(
-        report.Start(dist.get_world_size(), DeviceRuntime.of(device).name(), engine.done, engine.end - engine.done)
+        report.Start(
+            dist.get_world_size(),
+            DeviceRuntime.of(device).name(),
+            engine.done,
+            engine.end - engine.done,
+            cost_sources(trainer.module),
+        )
     )
     stages = says_other_stages(executable.program, trainer.module)
     for note in (
@@ -462,12 +476,16 @@ def train(
         events.emit(step.report)
         if len(engine.steps) == 1:
             events.emit(report.Note(engine.start_times.text()))
+        if len(engine.steps) == min(2, engine.end - engine.first):  # the first of several warms up
+            for note in _notes_of_costs(trainer.module, step.report):
+                events.emit(report.Note(note))
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
     if not engine.steps:
         events.emit(report.Note(f"all {engine.end} steps were done before"))
         trainer.close_groups()
         return
-    write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals)
+    peak = report.peak_memory_gib(DeviceRuntime.of(device))
+    write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals, peak)
     if dist.get_rank() == 0:
         attention = attention_by_grid(trainer.module, precision_of(trainer.model), device)
         ranks, reused = dist.get_world_size(), engine.plans_reused
@@ -480,6 +498,7 @@ def train(
             plans_reused=reused,
             sparse_layers=layers,
             start=engine.start_times,
+            costs=cost_sources(trainer.module),
         )
         report.write_json(options.report or executable.folder / "run.json", summary)
     trainer.close_groups()

@@ -113,7 +113,7 @@ def _tell_before(before: Callable[[Module], str], program: Module, console: Cons
 
 def written(folder: Path, options: RunOptions, batches: int) -> list[str]:
     """What the run left behind, one line each; makes the pictures. A step has so many ``batches``."""
-    from arachnec.backends.torch_distributed.reporting.audit_log import losses
+    from arachnec.backends.torch_distributed.reporting.audit_log import losses, validation_losses
     from arachnec.backends.torch_distributed.reporting.report import RunReport
     from arachnec.views.executable_page import PAGE
     from arachnec.views.sparsity_map import sparsity_map
@@ -133,11 +133,13 @@ def written(folder: Path, options: RunOptions, batches: int) -> list[str]:
         drawing = folder / "sparsity.svg"
         drawing.write_text(sparsity_map(summary.sparse_layers), encoding="utf-8")
         lines.append(f"sparsity of every head over steps: {drawing}")
-    return lines + pictures(folder, losses(options.checkpoint or folder, batches), summary.ranks)
+    log = options.checkpoint or folder
+    return lines + pictures(folder, losses(log, batches), validation_losses(log, batches), summary.ranks)
 
 
-def pictures(folder: Path, loss: Mapping[int, float], ranks: int) -> list[str]:
-    """Draw the loss of every step so far, with those before a run was resumed."""
+def pictures(folder: Path, loss: Mapping[int, float], validation: Mapping[int, float], ranks: int) -> list[str]:
+    """Draw the loss of every step so far, with those before a run was resumed, and the validation loss behind those
+    that have one."""
     try:
         import matplotlib
     except ImportError:
@@ -147,7 +149,11 @@ def pictures(folder: Path, loss: Mapping[int, float], ranks: int) -> list[str]:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     steps = sorted(loss)
-    axes.plot(steps, [loss[step] for step in steps], marker="." if len(steps) < 50 else "")
+    axes.plot(steps, [loss[step] for step in steps], marker="." if len(steps) < 50 else "", label="training")
+    if validation:
+        validated = sorted(validation)
+        axes.plot(validated, [validation[step] for step in validated], "s--", markersize=4, label="validation")
+        axes.legend()
     axes.xaxis.get_major_locator().set_params(integer=True)
     axes.set_xlabel("step")
     axes.set_ylabel("loss")
@@ -157,4 +163,4 @@ def pictures(folder: Path, loss: Mapping[int, float], ranks: int) -> list[str]:
     place = folder / "loss.png"
     figure.savefig(place, dpi=120)
     pyplot.close(figure)
-    return [f"loss curve {place}"]
+    return [f"loss curve{', with the validation loss' if validation else ''}: {place}"]

@@ -65,6 +65,7 @@ class CogVideoXTextToVideo:
     alphas: tuple[float, ...]
     dtype: torch.dtype = torch.float32
     snr_shift: float = 1.0
+    folder: Path | None = None  # of the pretrained weights
 
     @property
     def geometry(self) -> common.Geometry:
@@ -145,7 +146,7 @@ def text_to_video(
     if not config["use_rotary_positional_embeddings"]:
         text_length = config["max_text_seq_length"]
     shift = snr_shift or SNR_SHIFT.get(name or "") or _snr_shift_of(name)
-    return CogVideoXTextToVideo(config, text_length, alphas_cumprod(shift), dtype, shift)
+    return CogVideoXTextToVideo(config, text_length, alphas_cumprod(shift), dtype, shift, common.folder_of(name))
 
 
 def _snr_shift_of(folder: str | None) -> float:

@@ -73,7 +73,7 @@ class NoText(Diagnostic):
 @dataclass(frozen=True)
 class TooMuchText(Diagnostic):
     title: ClassVar[str] = "clip `{clip}` has {found} text tokens, and {model} takes {limit}"
-    help: ClassVar[str] = "shorten the caption, or raise `text_length`"
+    help: ClassVar[str] = "correct its `text_tokens`, or raise `text_length`"
     clip: str | int
     model: str
     found: int
@@ -195,6 +195,16 @@ def _pipeline_of(folder: str | None) -> Path | None:
     return pipeline_folder(Path(folder)) if folder is not None and Path(folder).is_dir() else None
 
 
+def folder_of(name: str | None) -> Path | None:
+    """The folder that a configuration's name is; None where it is a name."""
+    return Path(name) if name is not None and Path(name).is_dir() else None
+
+
+def is_of_pipeline(folder: Path) -> bool:
+    """Whether a folder is a pipeline's, or the transformer of one, with its tokenizer."""
+    return any((place / "tokenizer").is_dir() for place in (folder, folder.parent))
+
+
 def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
     """``[1, channels, frames, height, width]``: the VAE encoder's output, precomputed, or synthetic.
 
@@ -213,7 +223,7 @@ def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
         frames = pixels[0] - geometry.stride[0] + 1  # a causal VAE makes the first latent frame from one frame
         raise UserError(
             WrongLatents(
-                None, clip.id, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
+                None, clip.name, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
             )
         )
     return encoded
@@ -227,9 +237,9 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     """
     real = clip.text_tokens
     if real < 1:
-        raise UserError(NoText(None, clip.id, model))
+        raise UserError(NoText(None, clip.name, model))
     if length is not None and real > length:
-        raise UserError(TooMuchText(None, clip.id, model, real, length))
+        raise UserError(TooMuchText(None, clip.name, model, real, length))
     if "text" in clip.encoded:
         encoded = clip.encoded["text"]
         real = encoded.shape[1]
@@ -261,8 +271,9 @@ def flow_matching(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One training point on the straight path from data to noise (Flow Matching, arXiv 2210.02747).
 
-    t is drawn as ``timesteps`` say for a clip of so many tokens, from those that the model is for; x_t = (1 - t) x0 + t noise; the target is the path's
-    velocity, noise - x0. Returns x_t, the timestep 1000 t of shape [1], and the target.
+    t is drawn as ``timesteps`` say for a clip of so many tokens, from the ``levels`` that the model is for;
+    x_t = (1 - t) x0 + t noise; the target is the path's velocity, noise - x0. Returns x_t, the timestep 1000 t of shape
+    [1], and the target.
     """
     t = draw_time(timesteps, tokens, generator, levels)
     noise = draw_normal(x0.shape, generator)
@@ -309,7 +320,8 @@ def _between(z: Tensor, low: float, high: float) -> Tensor:
     """A standard normal number as one of those between ``low`` and ``high``, at the same quantile."""
     below, above = (torch.special.ndtr(torch.tensor(edge, dtype=torch.float64)) for edge in (low, high))
     quantile = below + (above - below) * torch.special.ndtr(z.double())
-    return torch.special.ndtri(quantile).clamp(low, high).float()
+    bounded: Tensor = torch.special.ndtri(quantile).clamp(low, high).float()
+    return bounded
 
 
 def draw_normal(shape: tuple[int, ...] | torch.Size, generator: torch.Generator) -> Tensor:
@@ -364,5 +376,5 @@ def _precomputed(clip: VideoClip, path: Path, shape: tuple[int, ...]) -> Tensor:
         with safe_open(path, framework="pt") as file:
             stored: Tensor = file.get_tensor("latents").float()
     except (SafetensorError, OSError) as error:
-        raise UserError(UnreadableLatents(None, str(path), clip.id, str(error).splitlines()[0])) from None
+        raise UserError(UnreadableLatents(None, str(path), clip.name, str(error).splitlines()[0])) from None
     return stored if stored.ndim == 5 else stored[None]

@@ -5,6 +5,7 @@ In: frozen transformers models and their tokenizers. Out: the encoders named ``t
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
+from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.encoders import NoCaption, TextEncoder
 
 SKIPPED = 2  # layers of the language model, the last ones
@@ -24,9 +26,13 @@ class TemplateEncoder(TextEncoder):
     The first ``crop`` tokens, which are the template's, are left out of what it gives.
     """
 
-    def __init__(self, tokenizer: Any, model: nn.Module, template: str, crop: int) -> None:
-        super().__init__(tokenizer, model, tidy=template.format)
+    def __init__(self, tokenizer: Any, model: nn.Module, template: str, crop: int, *, most: int | None = None) -> None:
+        super().__init__(tokenizer, model, tidy=template.format, most=most)
         self.crop = crop
+
+    @property
+    def tokenization(self) -> Tokenization:
+        return replace(super().tokenization, crop=self.crop)
 
     def length(self, clip: VideoClip) -> int:
         return self.crop + clip.text_tokens
@@ -54,7 +60,7 @@ class PooledEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, POOLED_TOKENS), dtype=torch.int64, device=device)
         if clip.caption is None:
-            raise UserError(NoCaption(None, clip.id))
+            raise UserError(NoCaption(None, clip.name))
         tokens = self.tokenizer(
             clip.caption, padding="max_length", max_length=POOLED_TOKENS, truncation=True, return_tensors="pt"
         )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +46,7 @@ class HunyuanTextToVideo:
     config: Mapping[str, Any]
     text_length: int | None
     dtype: torch.dtype = torch.float32
+    folder: Path | None = None  # of the pretrained weights
     stride: tuple[int, int, int] = (4, 8, 8)
 
     @property
@@ -90,4 +92,5 @@ def text_to_video(
     """
     model = common.constructor(MODULE, "HunyuanVideoTransformer3DModel")
     config = common.configuration("HunyuanVideo", model, CONFIGURATIONS, name, config)
-    return HunyuanTextToVideo(config, text_length, dtype, common.strides_of(name))
+    folder, stride = common.folder_of(name), common.strides_of(name)
+    return HunyuanTextToVideo(config, text_length, dtype, folder, stride)

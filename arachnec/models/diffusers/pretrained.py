@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
 from arachnec.models.encoders import TextEncoder, VideoEncoder
@@ -24,6 +25,7 @@ from arachnec.models.initial_weights import INDEX, PIPELINE, read_config, read_j
 from arachnec.models.prompts import wan_prompt
 
 LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama opens no autocast there
+WAN_TOKENS, COGVIDEOX_TOKENS, HUNYUAN_TOKENS = 512, 226, 256  # the most that the pipelines take
 TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 
 
@@ -60,12 +62,17 @@ class OlderTransformers(Diagnostic):
 
 
 def pipeline_encoders(
-    folder: str | Path, multiple: int = 16, *, text_dtype: torch.dtype = torch.bfloat16
+    folder: str | Path,
+    multiple: int = 16,
+    *,
+    text_dtype: torch.dtype = torch.bfloat16,
+    text_length: int | None = None,
 ) -> dict[str, nn.Module]:
     """``encoders()`` of a model file: ``vae``, ``text`` and, of HunyuanVideo, ``pooled``, made from their configs.
     Their weights are as drawn; ``--init`` reads them from its own folder, or from this one where that has none.
 
-    ``multiple`` is an adapter's ``geometry.multiple``. The VAE stays in fp32. Raises ``UserError`` where the folder
+    ``multiple`` is an adapter's ``geometry.multiple``; ``text_length`` is the most text tokens that a caption has, by
+    default the pipeline's: longer ones are cut. The VAE stays in fp32. Raises ``UserError`` where the folder
     lacks a part, is of a pipeline that encodes captions in a way of its own, or needs a newer transformers.
     """
     folder = Path(folder)
@@ -80,43 +87,78 @@ def pipeline_encoders(
             raise UserError(NoPipeline(None, str(folder), f"{part}/"))
     config = read_config(folder / "vae")
     kind = constructor("diffusers", config["_class_name"])
-    encoders = {"vae": VideoEncoder(kind.from_config(config), multiple), **CAPTIONS[pipeline](folder, text_dtype)}
+    encoders = {
+        "vae": VideoEncoder(kind.from_config(config), multiple),
+        **CAPTIONS[pipeline](folder, text_dtype, text_length),
+    }
     for encoder in encoders.values():
         setattr(encoder, PIPELINE, folder.absolute())
     return encoders
 
 
-def _wan(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
-    return {"text": TextEncoder(_tokenizer(folder), _text_model(folder, dtype), tidy=wan_prompt)}
+def folder_tokenization(folder: Path) -> Tokenization | None:
+    """How the pipeline of a folder, or the one that the folder is a part of, makes tokens of captions; None where it is
+    no pipeline's, or not one of those known here. No text encoder is made."""
+    place = next((place for place in (folder, folder.parent) if (place / INDEX).is_file()), None)
+    if place is None or not (place / "tokenizer").is_dir():
+        return None
+    rule = TOKENIZATIONS.get(str(read_json_object(place / INDEX).get("_class_name")))
+    return None if rule is None else rule(place, None)
 
 
-def _cogvideox(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
-    return {"text": TextEncoder(_tokenizer(folder), _text_model(folder, dtype), masked=False)}
+def _wan_tokens(folder: Path, length: int | None) -> Tokenization:
+    return Tokenization(_tokenizer(folder), wan_prompt, length or WAN_TOKENS)
 
 
-def _hunyuan_video(folder: Path, dtype: torch.dtype) -> dict[str, nn.Module]:
+def _cogvideox_tokens(folder: Path, length: int | None) -> Tokenization:
+    stated = read_config(folder / "transformer").get("max_text_seq_length")
+    most = length or (stated if isinstance(stated, int) else COGVIDEOX_TOKENS)
+    return Tokenization(_tokenizer(folder), most=most, padded=True)
+
+
+def _hunyuan_tokens(folder: Path, length: int | None) -> Tokenization:
+    template = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE
+    return Tokenization(
+        _tokenizer(folder), template["template"].format, length or HUNYUAN_TOKENS, template["crop_start"]
+    )
+
+
+def _wan(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:
+    rule = _wan_tokens(folder, length)
+    return {"text": TextEncoder(rule.tokenizer, _text_model(folder, dtype), tidy=rule.tidy, most=rule.most)}
+
+
+def _cogvideox(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:
+    rule = _cogvideox_tokens(folder, length)
+    return {"text": TextEncoder(rule.tokenizer, _text_model(folder, dtype), masked=False, most=rule.most)}
+
+
+def _hunyuan_video(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:
     version = importlib.import_module("transformers").__version__
     if constructor("packaging.version", "Version")(version).release < LANGUAGE_MODEL_ON_META:
         raise UserError(OlderTransformers(None, version))
-    template = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE
-    return {
-        "text": TemplateEncoder(
-            _tokenizer(folder), _text_model(folder, dtype), template["template"], template["crop_start"]
-        ),
-        "pooled": PooledEncoder(_tokenizer(folder, "_2"), _text_model(folder, dtype, "_2")),
-    }
+    template, rule = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE, _hunyuan_tokens(folder, length)
+    text = TemplateEncoder(rule.tokenizer, _text_model(folder, dtype), template["template"], rule.crop, most=rule.most)
+    return {"text": text, "pooled": PooledEncoder(_tokenizer(folder, "_2"), _text_model(folder, dtype, "_2"))}
 
 
-# How a pipeline encodes captions.
-CAPTIONS: dict[str, Callable[[Path, torch.dtype], dict[str, nn.Module]]] = {
+# How a pipeline encodes captions, and how it makes tokens of them.
+CAPTIONS: dict[str, Callable[[Path, torch.dtype, int | None], dict[str, nn.Module]]] = {
     "WanPipeline": _wan,
     "CogVideoXPipeline": _cogvideox,
     "HunyuanVideoPipeline": _hunyuan_video,
 }
+TOKENIZATIONS: dict[str, Callable[[Path, int | None], Tokenization]] = {
+    "WanPipeline": _wan_tokens,
+    "CogVideoXPipeline": _cogvideox_tokens,
+    "HunyuanVideoPipeline": _hunyuan_tokens,
+}
 
 
 def _tokenizer(folder: Path, number: str = "") -> Any:
-    return constructor("transformers", "AutoTokenizer").from_pretrained(folder / f"tokenizer{number}")
+    return constructor("transformers", "AutoTokenizer").from_pretrained(
+        folder / f"tokenizer{number}", local_files_only=True
+    )
 
 
 def _text_model(folder: Path, dtype: torch.dtype, number: str = "") -> Any:

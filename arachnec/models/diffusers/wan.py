@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from arachnec.models.diffusers import common
 from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.transformer_wan"
+TEXT_LENGTH = 512  # to which Wan's pipeline pads captions
 WAN_2_1 = {
     "patch_size": (1, 2, 2),
     "attention_head_dim": 128,
@@ -42,6 +44,7 @@ class WanTextToVideo:
     config: Mapping[str, Any]
     text_length: int | None
     dtype: torch.dtype = torch.float32
+    folder: Path | None = None  # of the pretrained weights
     stride: tuple[int, int, int] = (4, 8, 8)
     levels: tuple[float, float] = (0.0, 1.0)  # of noise that the model is for
 
@@ -76,10 +79,14 @@ def text_to_video(
     Without a name, the class's defaults with ``config``.
 
     The model reads a clip's ``text_tokens`` text tokens as they are; ``text_length`` (512 in Wan's own training) pads
-    all captions with zeros to one length instead, as the model was pretrained. ``dtype`` is the precision of the
+    all captions with zeros to one length instead, as the model was pretrained; of a pipeline's folder it is 512 where
+    nothing is given. ``dtype`` is the precision of the
     weights and of what the model is given. The stride of latents is that of the folder's VAE, and one of two experts
     trains on its own side of the folder's ``boundary_ratio``. Raises ``UserError`` for an unknown name or key.
     """
     model = common.constructor(MODULE, "WanTransformer3DModel")
-    config = common.configuration("Wan", model, CONFIGURATIONS, name, config)
-    return WanTextToVideo(config, text_length, dtype, common.strides_of(name), common.noise_levels_of(name))
+    config, folder = common.configuration("Wan", model, CONFIGURATIONS, name, config), common.folder_of(name)
+    if text_length is None and folder is not None and common.is_of_pipeline(folder):
+        text_length = TEXT_LENGTH
+    strides, levels = common.strides_of(name), common.noise_levels_of(name)
+    return WanTextToVideo(config, text_length, dtype, folder, strides, levels)

@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Annotated, ClassVar, NewType
 
 from arachnec.ir.nodes import Level, Module
+from arachnec.ir.progress import Reporter
 
 Duration = NewType("Duration", float)
 """An option that is a time: ms in Python, written with its unit in a pipeline (``500ms``, ``20s``, ``2min``)."""
@@ -64,6 +65,10 @@ class Pass(ABC):
     @abstractmethod
     def run(self, module: Module) -> Module:
         """The module after this pass. Never changes its argument; a user's mistake is raised as UserError."""
+
+    def run_reporting(self, module: Module, reporter: Reporter) -> Module:
+        """The same as ``run``; a pass that takes seconds overrides it, and reports how far it is."""
+        return self.run(module)
 
     def informed(self, following: tuple[Pass, ...]) -> Pass:
         """This pass, knowing which passes follow in its pipeline; one whose work does not depend on them is itself."""

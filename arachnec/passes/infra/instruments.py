@@ -10,6 +10,7 @@ from pathlib import Path
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.printer import print_module
+from arachnec.ir.progress import Reporter
 
 REPRODUCER_LINE = re.compile(r"//\s*arachnec opt --passes\s+(.+?)\s*$")
 
@@ -36,6 +37,22 @@ class Instrument:
     def after(self, moment: Moment) -> None: ...
 
     def failed(self, moment: Moment, error: Exception) -> None: ...
+
+    def progress(self, doing: str) -> None:
+        """A pass that is running has reported how far it is."""
+
+
+@dataclass(frozen=True)
+class ReportProgress(Instrument):
+    """Hands to ``reporter`` which pass runs, and what passes report themselves."""
+
+    reporter: Reporter
+
+    def before(self, moment: Moment) -> None:
+        self.reporter(f"planning: {moment.name}")
+
+    def progress(self, doing: str) -> None:
+        self.reporter(doing)
 
 
 class Timing(Instrument):

@@ -137,11 +137,16 @@ def _equal(left: object, right: object) -> bool:
 
 def _run_one(pipeline: Pipeline, index: int, step: Pass, module: Module, instruments: Sequence[Instrument]) -> Module:
     moment = Moment(index, step.name, str(pipeline.after(index)), module, 0.0)
+
+    def reporter(doing: str) -> None:
+        for instrument in instruments:
+            instrument.progress(doing)
+
     for instrument in instruments:
         instrument.before(moment)
     begin = time.perf_counter()
     try:
-        result = step.run(module)
+        result = step.run_reporting(module, reporter)
         seconds = time.perf_counter() - begin
         _demand_right(step, module, result)
     except Exception as error:

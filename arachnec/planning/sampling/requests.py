@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from arachnec.data.requests import Request
 from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
-from arachnec.ir.stage_sizes import count_in, element_bytes
+from arachnec.ir.state_placement import inference_bytes
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 
 GIB = 2**30
@@ -73,7 +73,7 @@ def inference_stage(stage: Stage, latent_bytes: float, *, kept: int = 0) -> Stag
     size: its past predictions. ``workspace`` is that of a forward that keeps nothing, as traced.
     """
     attrs = stage.attrs
-    state = count_in(stage, "params") * element_bytes(stage) / GIB
+    state = inference_bytes(stage) / GIB
     left: Mapping[str, None] = dict.fromkeys(TRAINING)
     attrs = attrs.updated(
         **{
@@ -88,5 +88,6 @@ def inference_stage(stage: Stage, latent_bytes: float, *, kept: int = 0) -> Stag
 # What a stage says of its training.
 TRAINING = (
     "trained", "saved", "saved_recompute", "spared", "recomputing", "head", "gradients", "cuts",
+    "tensors", "tensor_kinds", "outside", "unsharded",
     "host_state", "host_inputs", "tied", "end_saved", "block_saved", "block_inputs", "block_shared",
 )  # fmt: skip

@@ -6,7 +6,7 @@ const byId = (id) => document.getElementById(id);
 const cascades = plan.cascades.name.map((name, index) => {
   const row = { index, name };
   for (const column of ["stage", "phase", "clips", "batch", "tokens", "text", "degree", "ranks", "ulysses", "ring",
-    "recompute", "memory"]) {
+    "recompute", "memory", "length", "inputs"]) {
     row[column] = plan.cascades[column][index];
   }
   const spans = plan.cascades.spans[index];
@@ -58,15 +58,24 @@ function length(flat) {
   return sum;
 }
 
-function clipText(flat) {
-  const most = 4;
+// Clips by name; of rows without a file, which have numbers, `clip 3`.
+function clipText(flat, most = 4) {
   const named = ids(flat, most).map((id) => {
     const at = clipAt.get(id);
-    const name = at === undefined ? `${id}` : plan.clips.name[at];
-    return name === `${id}` ? name : `${id} (${name})`;
+    return at === undefined ? `${id}` : plan.clips.name[at];
   });
-  const more = length(flat) - named.length;
-  return named.join(", ") + (more > 0 ? ` and ${more} more` : "");
+  const all = length(flat), more = all > named.length ? ` and ${all - named.length} more` : "";
+  const numbers = named.length && named.every((name) => /^[0-9]+$/.test(name));
+  return `${numbers ? (all > 1 ? "clips " : "clip ") : ""}${named.join(", ")}${more}`;
+}
+
+// Clips and tokens of each; of a stage that reads captions alone, those of captions.
+function sizeOf(row) {
+  return plan.stages[row.stage].text && row.phase === "encode" ? `${row.batch} x ${row.text} text` : `${row.batch} x ${row.tokens}`;
+}
+
+function tokensOf(row) {
+  return plan.stages[row.stage].text && row.phase === "encode" ? null : row.tokens;
 }
 
 function nameOf(what) {
@@ -88,7 +97,7 @@ function facts(what, box) {
     ["stage", `@${plan.stages[row.stage].name}`],
     ["phase", row.phase + (box && box.op !== row.phase ? ` (here ${box.op})` : "")],
     ["clips", clipText(row.clips)],
-    ["tokens", `${row.batch} x ${row.tokens}` + (row.text ? `, caption of ${row.text}` : "")],
+    ["tokens", sizeOf(row) + (row.text && tokensOf(row) !== null ? `, caption of ${row.text}` : "")],
     ["degree", row.degree + (attention(row) ? ` (${attention(row)})` : "")],
     ["ranks", ranges(row.ranks)],
   ];

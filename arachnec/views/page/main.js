@@ -9,6 +9,7 @@ function makeHeader() {
     tile.append(element("dt", word), element("dd", text));
     byId("tiles").append(tile);
   }
+  for (const line of plan.notes) byId("notes").append(element("p", line));
   for (const [title, lines] of plan.sentences) {
     if (title) byId("sentences").append(element("h3", title));
     for (const line of lines) byId("sentences").append(element("p", line));
@@ -22,8 +23,9 @@ function makeChain() {
     byId("critical-of").append(option);
   });
   byId("critical-choice").hidden = timelines.length < 2;
+  byId("critical-of").value = timelines.length - 1;
   byId("critical-of").addEventListener("change", (event) => listCritical(timelines[event.target.value]));
-  listCritical(timelines[0]);
+  listCritical(timelines[timelines.length - 1]);
 }
 
 function listCritical({ critical }) {
@@ -43,7 +45,7 @@ function listCritical({ critical }) {
 function size(link) {
   if (link.what < 0) return "";
   const row = cascades[link.what];
-  return `${row.batch} x ${row.tokens} tokens on ${row.degree === 1 ? "rank" : "ranks"} ${ranges(row.ranks)}, `;
+  return `${clipText(row.clips)}, ${sizeOf(row)} tokens on ${row.degree === 1 ? "rank" : "ranks"} ${ranges(row.ranks)}, `;
 }
 
 function reason(link) {
@@ -56,12 +58,14 @@ function reason(link) {
 
 function drawAll() {
   for (const chart of charts) drawChart(chart);
+  drawLegends();
   drawMemory();
   markRow();
   const seen = panelHeight() / view.row, first = Math.floor(view.top);
   const lastRow = Math.min(plan.ranks.length - 1, Math.ceil(view.top + seen - 1e-6) - 1);
   byId("window").textContent =
-    `${time(view.start)} to ${time(view.end)} of ${time(planEnd)}, ranks ${plan.ranks[first]} to ${plan.ranks[lastRow]} of ${plan.ranks.length}`;
+    `${time(view.start)} to ${time(view.end)} of ${time(planEnd)}, ranks ${plan.ranks[first]} to ${plan.ranks[lastRow]} of ${plan.ranks.length}` +
+    (nodesShown() ? `; lines between rows separate ${plan.nodes.length + 1} nodes` : "");
   const details = byId("details");
   if (view.picked === null) details.replaceChildren();
   else if (details.dataset.of !== `${view.picked}` || !details.firstChild) {
@@ -77,6 +81,7 @@ byId("zoom-out").addEventListener("click", () => zoom(2));
 byId("fit").addEventListener("click", fit);
 byId("taller").addEventListener("click", () => rows(1.5));
 byId("flatter").addEventListener("click", () => rows(1 / 1.5));
+byId("colour-by").addEventListener("change", (event) => change({ colourBy: event.target.value }));
 byId("show-critical").addEventListener("change", (event) => change({ critical: event.target.checked }));
 window.addEventListener("resize", schedule);
 window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", schedule);

@@ -11,7 +11,8 @@ const curves = plan.memory.map((flat) => {
   }
   return { times, held };
 });
-const most = Math.max(...plan.limits, ...curves.map((curve) => curve.held.reduce((a, b) => Math.max(a, b), 0)));
+const peaks = plan.measured_memory; // GiB of every rank, or null
+const most = Math.max(...plan.limits, ...(peaks || []), ...curves.map((curve) => curve.held.reduce((a, b) => Math.max(a, b), 0)));
 let range = null;
 
 // For each of many moments the least and most that any rank holds then.
@@ -35,6 +36,10 @@ function memoryRange(start, end, columns) {
   return range;
 }
 
+function gib(value) {
+  return `${+value.toPrecision(3)} GiB`;
+}
+
 function heldAt(curve, ms) {
   let held = 0;
   for (let i = 0; i < curve.times.length && curve.times[i] <= ms; i++) held = curve.held[i];
@@ -45,16 +50,16 @@ function drawMemory() {
   const canvas = byId("memory"), chosen = plan.ranks.indexOf(view.rank), limit = plan.limits[chosen];
   const { context, width } = surface(canvas, MEMORY_HEIGHT);
   const bottom = MEMORY_HEIGHT - AXIS, right = width - RIGHT, perMs = scale(width);
-  const y = (gib) => bottom - ((bottom - MEMORY_TOP) * gib) / (most * 1.05);
+  const y = (held) => bottom - ((bottom - MEMORY_TOP) * held) / (most * 1.05);
   context.fillStyle = style("--row");
   context.fillRect(LEFT, MEMORY_TOP, right - LEFT, bottom - MEMORY_TOP);
   drawAxis(context, width, MEMORY_TOP, bottom, true);
   context.textAlign = "right";
   context.textBaseline = "middle";
   const scaleTicks = ticks(0, most, 4);
-  for (const gib of scaleTicks.found) {
+  for (const tick of scaleTicks.found) {
     context.fillStyle = style("--quiet");
-    context.fillText(`${+gib.toPrecision(6)} GiB`, LEFT - 8, y(gib));
+    context.fillText(`${+tick.toPrecision(6)} GiB`, LEFT - 8, y(tick));
   }
   context.save();
   context.beginPath();
@@ -79,13 +84,30 @@ function drawMemory() {
   context.lineTo(right, y(limit));
   context.stroke();
   context.setLineDash([]);
+  if (peaks) {
+    context.strokeStyle = style("--accent");
+    context.lineWidth = 2;
+    context.setLineDash([2, 3]);
+    context.beginPath();
+    context.moveTo(LEFT, y(peaks[chosen]));
+    context.lineTo(right, y(peaks[chosen]));
+    context.stroke();
+    context.setLineDash([]);
+  }
   context.restore();
+  if (peaks) {
+    context.textAlign = "right";
+    context.fillStyle = style("--accent");
+    const above = y(peaks[chosen]) - 8;
+    context.fillText(`measured peak ${gib(peaks[chosen])}${plan.whole_process ? ", whole process" : ""}`, right - 4, above);
+  }
   context.textAlign = "left";
   context.fillStyle = style("--limit");
   context.fillText(`limit ${+limit.toPrecision(4)} GiB`, LEFT + 4, y(limit) - 8);
   byId("memory-rank").value = view.rank;
   const peak = curves[chosen].held.reduce((a, b) => Math.max(a, b), 0);
-  const says = `rank ${view.rank} holds at most ${+peak.toPrecision(3)} of ${+limit.toPrecision(4)} GiB`;
+  const run = peaks ? `, measured ${gib(peaks[chosen])}${plan.whole_process ? " (the whole process, its libraries among it)" : ""}` : "";
+  const says = `rank ${view.rank} holds at most ${+peak.toPrecision(3)} of ${+limit.toPrecision(4)} GiB, as planned${run}`;
   byId("memory-says").textContent = says + (plan.ranks.length > 1 ? "; the others are behind it, paler" : "");
   canvas.setAttribute("aria-label", says);
 }

@@ -5,6 +5,9 @@ const measured = timelines.length > 1 ? timelines.length - 1 : null;
 const span0 = (row, key) => (row.spans[0] ? row.spans[0][key] : null);
 const spanM = (row, key) => (measured !== null && row.spans[measured] ? row.spans[measured][key] : null);
 
+const toPlanned = (row) => (spanM(row, "ms") === null || !span0(row, "ms") ? null : spanM(row, "ms") / span0(row, "ms"));
+const FAR = 2; // measured over planned, or planned over measured, beyond which a cell stands out
+
 // head, the number or text that it sorts and filters by, how it is written
 const COLUMNS = [
   ["cascade", (row) => row.index, (row) => nameOf(row.index)],
@@ -12,7 +15,7 @@ const COLUMNS = [
   ["phase", (row) => row.phase],
   ["clips", (row) => row.clips[0], (row) => clipText(row.clips), "wide"],
   ["batch", (row) => row.batch],
-  ["tokens", (row) => row.tokens],
+  ["tokens", tokensOf, (row) => (tokensOf(row) === null ? "" : `${row.tokens}`)],
   ["text", (row) => row.text],
   ["degree", (row) => row.degree],
   ["attention", attention],
@@ -22,7 +25,7 @@ const COLUMNS = [
   ["ms", (row) => span0(row, "ms"), (row) => time(span0(row, "ms"))],
   ...(measured === null ? [] : [
     ["measured", (row) => spanM(row, "ms"), (row) => time(spanM(row, "ms"))],
-    ["to planned", (row) => spanM(row, "ms") / span0(row, "ms") || 0, (row) => (spanM(row, "ms") === null || !span0(row, "ms") ? "" : `${(spanM(row, "ms") / span0(row, "ms")).toFixed(2)}x`)],
+    ["to planned", toPlanned, (row) => (toPlanned(row) === null ? "" : `${toPlanned(row).toFixed(2)}x`)],
   ]),
   ["memory", (row) => row.memory, (row) => (row.memory ? `${+row.memory.toPrecision(3)} GiB` : "")],
   ["recompute", (row) => (row.recompute === "all" ? Infinity : row.recompute), (row) => `${row.recompute || ""}`],
@@ -33,12 +36,13 @@ const table = { by: null, down: false, page: 0, rows: cascades };
 
 // One word of the filter as a test of a row.
 function condition(word) {
+  const clip = /^clip=(.+)$/.exec(word);
+  if (clip) return (row) => has(row.clips, Number(clip[1])) || ids(row.clips, Infinity).some((id) => plan.clips.name[clipAt.get(id)]?.toLowerCase() === clip[1]);
   const compared = /^([a-z]+)(<=|>=|=|<|>)(-?[0-9.]+)$/.exec(word);
   if (compared) {
     const [, name, sign, text] = compared;
     const value = Number(text);
     if (name === "rank" && sign === "=") return (row) => has(row.ranks, value);
-    if (name === "clip" && sign === "=") return (row) => has(row.clips, value);
     const column = COLUMNS.find((each) => each.head === name && NUMERIC.has(name));
     if (column) {
       const holds = { "<=": (a) => a <= value, ">=": (a) => a >= value, "=": (a) => a === value, "<": (a) => a < value, ">": (a) => a > value }[sign];
@@ -51,7 +55,7 @@ function condition(word) {
 }
 
 function words(row) {
-  if (!row.words) row.words = `${nameOf(row.index)} @${plan.stages[row.stage].name} ${row.phase} ${clipText(row.clips)}`.toLowerCase();
+  if (!row.words) row.words = `${nameOf(row.index)} @${plan.stages[row.stage].name} ${row.phase} ${clipText(row.clips, Infinity)}`.toLowerCase();
   return row.words;
 }
 
@@ -69,6 +73,7 @@ function sort() {
   const order = table.down ? -1 : 1;
   table.rows.sort((a, b) => {
     const [left, right] = [column.key(a), column.key(b)];
+    if (left === null || right === null) return left === right ? a.index - b.index : left === null ? 1 : -1;
     return order * (left < right ? -1 : left > right ? 1 : a.index - b.index);
   });
 }
@@ -118,13 +123,15 @@ function drawTable() {
 }
 
 function tableRow(row) {
-  const line = element("tr", undefined, timelines[0].on.has(row.index) ? "critical" : "");
+  const line = element("tr", undefined, timelines[timelines.length - 1].on.has(row.index) ? "critical" : "");
   line.dataset.cascade = row.index;
   line.tabIndex = 0;
   for (const column of COLUMNS) {
     const kind = NUMERIC.has(column.head) ? "number" : column.kind || "";
     const text = column.write(row), cell = element("td", text, kind);
     if (kind === "wide") cell.title = text;
+    const times = column.head === "to planned" ? toPlanned(row) : null;
+    if (times !== null && (times > FAR || times < 1 / FAR)) cell.classList.add("far");
     line.append(cell);
   }
   line.addEventListener("click", () => pick(row.index, true));

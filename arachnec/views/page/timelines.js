@@ -1,6 +1,6 @@
 // The timelines, below each other on one axis.
 
-const OPACITY = { forward: 0.62, backward: 0.95, weight: 0.8, encode: 0.85, denoise: 0.85, decode: 0.6, reduce: 0.9, norm: 0.5, step: 0.5 };
+const LEAST_NODE = 10; // px
 const FADED = 0.13;
 const charts = [];
 
@@ -21,6 +21,39 @@ function surface(canvas, height) {
   context.clearRect(0, 0, width, height);
   context.font = "11px system-ui, Helvetica, Arial, sans-serif";
   return { context, width };
+}
+
+// The fill of a box by its cascade, or of what belongs to no cascade; its ink is the same name with `-ink`.
+function fillName(cascade) {
+  if (!cascade) return "--sync";
+  return view.colourBy === "stage" ? `--stage-${plan.stages[cascade.stage].colour}` : `--length-${cascade.length}`;
+}
+
+// Colours as they are now, looked up once each: light or dark.
+function theme() {
+  const found = new Map(), styles = getComputedStyle(document.documentElement);
+  return (name) => {
+    if (!found.has(name)) found.set(name, styles.getPropertyValue(name));
+    return found.get(name);
+  };
+}
+
+// The lines that say what is done, as a pattern in the ground's colour; undefined for what is solid.
+function textures(context, ground) {
+  const ratio = window.devicePixelRatio || 1, found = {};
+  for (const [op, path] of Object.entries(plan.textures)) {
+    const tile = document.createElement("canvas");
+    tile.width = tile.height = Math.round(plan.tile * ratio);
+    const pen = tile.getContext("2d");
+    pen.scale(tile.width / plan.tile, tile.width / plan.tile);
+    pen.strokeStyle = ground;
+    pen.lineWidth = 1.5;
+    pen.lineCap = "round";
+    pen.stroke(new Path2D(path));
+    found[op] = context.createPattern(tile, "repeat");
+    found[op].setTransform(new DOMMatrix().scale(plan.tile / tile.width));
+  }
+  return found;
 }
 
 function scale(width) {
@@ -56,7 +89,7 @@ function drawAxis(context, width, top, bottom, labels) {
   }
 }
 
-function drawChart({ canvas, timeline, last }) {
+function drawChart({ canvas, timeline, number, last }) {
   const height = panelHeight();
   const { context, width } = surface(canvas, height + AXIS);
   const right = width - RIGHT, perMs = scale(width);
@@ -70,28 +103,33 @@ function drawChart({ canvas, timeline, last }) {
   context.beginPath();
   context.rect(LEFT, 0, right - LEFT, height);
   context.clip();
-  const colours = plan.stages.map((stage) => stage.colour), sync = style("--sync"), ground = style("--ground");
+  const colour = theme(), ground = colour("--ground"), over = textures(context, ground);
   for (const box of timeline.boxes) {
     if (box.last < from || box.first >= to || box.end < view.start) continue;
     if (box.start > view.end) break; // they are in order of their start
     const x = LEFT + (box.start - view.start) * perMs, y = (box.first - view.top) * view.row;
     const wide = Math.max(0.5, (box.end - box.start) * perMs), tall = (box.last - box.first + 1) * view.row;
     const inset = view.row >= 8 ? 1 : 0;
-    const cascade = box.what >= 0 ? cascades[box.what] : null;
+    const cascade = box.what >= 0 ? cascades[box.what] : null, fill = fillName(cascade);
     const faded = cascade && view.matches && !view.matches.has(box.what);
-    context.globalAlpha = faded ? FADED : OPACITY[box.op];
-    context.fillStyle = cascade ? colours[cascade.stage] : sync;
+    context.globalAlpha = faded ? FADED : 1;
+    context.fillStyle = colour(fill);
     context.fillRect(x, y + inset, wide, tall - 2 * inset);
+    if (over[box.op] && wide >= 1.5) {
+      context.fillStyle = over[box.op];
+      context.fillRect(x, y + inset, wide, tall - 2 * inset);
+    }
     context.globalAlpha = 1;
     if (wide > 3 && tall >= 3) {
       context.strokeStyle = ground;
       context.lineWidth = 0.6;
       context.strokeRect(x, y + inset, wide, tall - 2 * inset);
     }
-    if (!faded && tall >= 12) drawLabel(context, box, cascade, x, y + tall / 2, wide, right);
+    if (!faded && tall >= 14) drawLabel(context, box, cascade, colour, x, y + tall / 2, wide, right);
   }
+  drawNodes(context, from, to, right);
   if (view.critical) drawCritical(context, timeline, perMs);
-  if (view.picked !== null) outline(context, timeline, perMs);
+  if (view.picked !== null) outline(context, timeline, number, perMs);
   context.restore();
   if (last) drawAxis(context, width, height, height, true);
 }
@@ -113,6 +151,20 @@ function drawRows(context, from, to, right) {
   }
 }
 
+// Whether nodes are tall enough for lines between them.
+function nodesShown() {
+  return plan.nodes.length > 0 && plan.gpus * view.row >= LEAST_NODE;
+}
+
+// A line where another node begins.
+function drawNodes(context, from, to, right) {
+  if (!nodesShown()) return;
+  context.fillStyle = style("--quiet");
+  for (const row of plan.nodes) {
+    if (row > from && row < to) context.fillRect(LEFT, (row - view.top) * view.row - 0.5, right - LEFT, 1);
+  }
+}
+
 // Every how many ranks one is named: where there is no room for each, 2, 4, or whole nodes.
 function labelled() {
   const wanted = 14 / view.row;
@@ -120,22 +172,22 @@ function labelled() {
   return [1, 2, 4].find((each) => each >= wanted && each < plan.gpus) || (wanted <= 1 ? 1 : whole);
 }
 
-function drawLabel(context, box, cascade, x, y, wide, right) {
+function drawLabel(context, box, cascade, colour, x, y, wide, right) {
   const left = Math.max(x, LEFT), seen = Math.min(x + wide, right) - left;
   if (seen < 14) return;
-  const size = cascade && (cascade.tokens >= 1000 ? `${+(cascade.tokens / 1000).toPrecision(3)}k` : `${cascade.tokens}`);
+  const size = cascade && sizeOf(cascade), clips = cascade && clipText(cascade.clips);
   const choices = cascade
-    ? [`${nameOf(box.what)} ${box.op}, ${size} tokens`, `${nameOf(box.what)} · ${size}`, nameOf(box.what)]
+    ? [`${clips} ${box.op}, ${size} tokens`, `${clips}, ${size}`, clips, nameOf(box.what)]
     : [`${box.op} ${nameOf(box.what)}`, box.op];
   const label = choices.find((text) => context.measureText(text).width + 6 <= seen);
   if (!label) return;
+  const fill = fillName(cascade), pad = context.measureText(label).width + 6;
   context.textAlign = "center";
   context.textBaseline = "middle";
-  context.fillStyle = "#ffffff";
-  context.shadowColor = "#000000cc";
-  context.shadowBlur = 3;
+  context.fillStyle = colour(fill);
+  context.fillRect(left + (seen - pad) / 2, y - 7, pad, 14);
+  context.fillStyle = colour(`${fill}-ink`);
   context.fillText(label, left + seen / 2, y);
-  context.shadowBlur = 0;
 }
 
 function rectangle(start, end, rowsFlat, i, perMs) {
@@ -145,34 +197,59 @@ function rectangle(start, end, rowsFlat, i, perMs) {
   ];
 }
 
+// A line that stands out from any fill: on a wider one in the ground's colour.
+function twice(context, colour, width, draw) {
+  for (const [each, wide] of [[style("--ground"), width + 2], [style(colour), width]]) {
+    context.strokeStyle = each;
+    context.lineWidth = wide;
+    draw();
+  }
+}
+
 // Outlines of the links, and a line from where each one's wait ended to its start.
 function drawCritical(context, timeline, perMs) {
-  context.strokeStyle = style("--accent");
   let before = null;
   for (const link of timeline.critical) {
-    context.lineWidth = 2;
-    for (let i = 0; i < link.rows.length; i += 2) {
-      const [x, y, wide, tall] = rectangle(link.start, link.end, link.rows, i, perMs);
-      context.strokeRect(x + 1, y + 1, Math.max(0.5, wide - 2), Math.max(0.5, tall - 2));
-    }
+    twice(context, "--accent", 2, () => {
+      for (let i = 0; i < link.rows.length; i += 2) {
+        const [x, y, wide, tall] = rectangle(link.start, link.end, link.rows, i, perMs);
+        context.strokeRect(x + 1, y + 1, Math.max(0.5, wide - 2), Math.max(0.5, tall - 2));
+      }
+    });
     if (before) {
-      context.lineWidth = 1.5;
-      context.beginPath();
-      context.moveTo(LEFT + (before.end - view.start) * perMs, (before.rows[0] + 0.5 - view.top) * view.row);
-      context.lineTo(LEFT + (link.start - view.start) * perMs, (link.rows[0] + 0.5 - view.top) * view.row);
-      context.stroke();
+      const [from, to] = [before, link];
+      twice(context, "--accent", 1.5, () => line(context, perMs, from.end, from.rows[0], to.start, to.rows[0]));
     }
     before = link;
   }
 }
 
-function outline(context, timeline, perMs) {
-  context.strokeStyle = style("--text");
-  context.lineWidth = 2;
-  for (const box of timeline.boxes) {
-    if (box.what !== view.picked) continue;
-    context.strokeRect(...rectangle(box.start, box.end, [box.first, box.last], 0, perMs));
+// From one moment of a row to one of another.
+function line(context, perMs, start, startRow, end, endRow) {
+  context.beginPath();
+  context.moveTo(LEFT + (start - view.start) * perMs, (startRow + 0.5 - view.top) * view.row);
+  context.lineTo(LEFT + (end - view.start) * perMs, (endRow + 0.5 - view.top) * view.row);
+  context.stroke();
+}
+
+// The picked cascade, and dotted lines to what it reads and to what reads it.
+function outline(context, timeline, number, perMs) {
+  const picked = cascades[view.picked];
+  twice(context, "--text", 2, () => {
+    for (const box of timeline.boxes) {
+      if (box.what === view.picked) context.strokeRect(...rectangle(box.start, box.end, [box.first, box.last], 0, perMs));
+    }
+  });
+  const readers = cascades.filter((row) => row.inputs.includes(view.picked));
+  const pairs = [...picked.inputs.map((input) => [cascades[input], picked]), ...readers.map((reader) => [picked, reader])];
+  context.setLineDash([3, 3]);
+  for (const [maker, reader] of pairs) {
+    const [made, read] = [maker.spans[number], reader.spans[number]];
+    if (!made || !read) continue;
+    twice(context, "--text", 1.5, () =>
+      line(context, perMs, made.end, rowsOf(maker.index)[0], read.start, rowsOf(reader.index)[0]));
   }
+  context.setLineDash([]);
 }
 
 function makeCharts() {
@@ -185,20 +262,55 @@ function makeCharts() {
     canvas.setAttribute("aria-label", `timeline, ${timeline.title}: n and p go through the cascades`);
     figure.append(caption, canvas);
     byId("charts").append(figure);
-    const chart = { canvas, timeline, last: number === timelines.length - 1 };
+    const chart = { canvas, timeline, number, last: number === timelines.length - 1 };
     charts.push(chart);
     listen(chart);
   });
-  for (const stage of plan.stages) legend(stage.name, stage.colour);
-  legend("reduce, step", "var(--sync)");
-  legend("critical path", "var(--accent)");
+  makeLegend();
 }
 
-function legend(text, colour) {
-  const entry = element("span"), mark = element("i");
-  mark.style.background = colour;
-  entry.append(mark, text);
-  byId("legend").append(entry);
+const legends = []; // a canvas each, and how it is filled
+
+// What is drawn and how: operations on grey, since no colour tells them apart, and lines.
+function makeLegend() {
+  const seen = new Set(timelines.flatMap((timeline) => timeline.boxes.map((box) => box.op)));
+  const alike = new Map(); // operations of the same texture have one entry
+  for (const op of plan.ops) {
+    if (!seen.has(op)) continue;
+    const texture = plan.textures[op] || "";
+    alike.set(texture, [...(alike.get(texture) || []), op]);
+  }
+  for (const ops of alike.values()) entry("marks", ops.join(", "), "--sync", ops[0]);
+  entry("marks", "critical path", "--accent", null, true);
+  if (plan.nodes.length) entry("marks", "next node", "--quiet", null, true);
+}
+
+function entry(place, text, fill, op, isLine) {
+  const found = element("span"), canvas = element("canvas");
+  canvas.setAttribute("aria-hidden", "true");
+  found.append(canvas, text);
+  byId(place).append(found);
+  legends.push({ canvas, fill, op, isLine, place });
+}
+
+let legendOf = "";
+function drawLegends() {
+  if (legendOf !== view.colourBy) {
+    legendOf = view.colourBy;
+    byId("colours").replaceChildren(element("span", legendOf === "stage" ? "stage:" : "tokens of a clip:"));
+    legends.splice(0, legends.length, ...legends.filter((each) => each.place !== "colours"));
+    if (legendOf === "stage") for (const stage of plan.stages) entry("colours", stage.name, `--stage-${stage.colour}`);
+    else plan.lengths.forEach((label, number) => entry("colours", label, `--length-${number}`));
+  }
+  for (const { canvas, fill, op, isLine } of legends) {
+    const { context, width } = surface(canvas, 12);
+    context.fillStyle = style(fill);
+    context.fillRect(0, isLine ? 5 : 0, width, isLine ? 2 : 12);
+    const over = op && textures(context, style("--ground"))[op];
+    if (!over) continue;
+    context.fillStyle = over;
+    context.fillRect(0, 0, width, 12);
+  }
 }
 
 function at(canvas, timeline, event) {

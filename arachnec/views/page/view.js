@@ -11,6 +11,7 @@ const view = {
   picked: null, // a cascade's number
   matches: null, // numbers of the cascades that pass the filter, or null for all
   critical: true,
+  colourBy: "length", // or "stage"
   rank: plan.ranks[0], // whose memory is shown
 };
 const listeners = [];

@@ -15,6 +15,7 @@ from arachnec.executable.shuffled_batches import ShuffledBatches
 from arachnec.executable.stratified_batches import StratifiedBatches
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import UserError
+from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.runtime.agreement import share_text
 from arachnec.runtime.told_batches import ToldBatches, mark_of
 
@@ -49,7 +50,10 @@ def _from_long(executable: Executable, training: Training, resumed: Position | N
     long = executable.header.long
     assert long is not None
     seed = training.seed if training.shuffle or training.stratified else None
-    drawing = BatchSource(long.drawn(seed, stratified=training.stratified), long.batch, repeat=True)
+    captions = CaptionCounter(executable.model_file(), training.long_captions == "refuse")
+    drawing = BatchSource(
+        long.drawn(seed, stratified=training.stratified), long.batch, repeat=True, captions=captions.clip
+    )
     if resumed is not None:
         drawing.restore(resumed.steps * training.accumulate, resumed.clips, resumed.data, resumed.source)
     start = mark_of(drawing)

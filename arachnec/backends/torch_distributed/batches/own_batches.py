@@ -27,6 +27,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
 from arachnec.ir.nodes import Cluster, Level
 from arachnec.launch.local_ranks import RankTold
+from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.file import ModelFile
 from arachnec.models.given_module import source_of
 from arachnec.optimizers.recipe import demand_torch_takes
@@ -92,6 +93,8 @@ def _compiled(
 ) -> tuple[Mark, ToldBatches]:
     model_file, training = compiling.model_file, compiling.training
     demand_torch_takes(training)
+    captions = CaptionCounter(model_file, training.long_captions == "refuse")
+    source.captions = captions.clip
     if resumed is not None:
         source.restore(resumed.steps * training.accumulate, resumed.clips, resumed.data, resumed.source)
     start = mark_of(source)
@@ -101,6 +104,7 @@ def _compiled(
     pipeline = Pipeline.parse(compiling.passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(clips, training)
+    held_back = held_back and captions.manifest(held_back)
     trace = training_trace(model_file, clips, training, gpu=has_gpus(compiling.cluster))
     trace.counter.try_all(clips)  # later batches are counted, and so tried, while steps run
     traced = traced_module(trace, [clips], compiling.cluster)

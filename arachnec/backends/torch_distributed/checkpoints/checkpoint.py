@@ -7,7 +7,7 @@ have done so, and rank 0 then makes the checkpoint whole. It fits any number of 
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterable
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ import msgspec
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, fill, stored_runs, write_file
+from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, StoredRuns, fill, stored_runs, write_file
 from arachnec.checkpoint.folder import (
     Commit,
     Position,
@@ -188,8 +188,8 @@ def restore(whole: Whole, state: State, wanted: Position) -> None:
     fill(whole.path, [record.name for record in whole.commit.files], parts)
 
 
-def tensors_of(whole: Whole) -> Iterable[str]:
-    """The names of what a checkpoint holds, from its files' headers."""
+def tensors_of(whole: Whole) -> Mapping[str, StoredRuns]:
+    """What a checkpoint holds by name, from its files' headers."""
     return stored_runs(whole.path, [record.name for record in whole.commit.files])
 
 

@@ -15,7 +15,7 @@ from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report
-from arachnec.checkpoint.parts import AVERAGE
+from arachnec.checkpoint.parts import AVERAGE, IN_USE
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.initial_weights import ENCODER_FOLDERS, config_differences, encoder_folder, model_folder
@@ -117,7 +117,7 @@ def kinds_left(stored: Iterable[str], kept: Iterable[str]) -> str | None:
     own = [name.split("/", 1) for name in kept if "/" in name]
     parameters, kinds = {name for kind, name in own if kind == "master"}, {kind for kind, _ in own}
     there = {kind for kind, _, name in (one.partition("/") for one in stored) if name in parameters}
-    left = sorted(there - kinds - {AVERAGE})
+    left = sorted(there - kinds - {AVERAGE, IN_USE})
     if not left:
         return None
     return f"the checkpoint has {', '.join(left)} of other options: this run goes on without"

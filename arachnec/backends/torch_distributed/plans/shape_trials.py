@@ -71,7 +71,7 @@ class ShapeTrials:
 
     @cached_property
     def _clips(self) -> dict[tuple[str, Shape], VideoClip]:
-        return {(str(clip.id), clip.shape): clip for clip in self.executable.clips}
+        return {(clip.name, clip.shape): clip for clip in self.executable.clips}
 
     @cached_property
     def _source(self) -> ModelSource:

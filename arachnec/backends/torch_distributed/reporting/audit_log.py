@@ -7,10 +7,10 @@ lines of steps that were lost, and writes them anew. So the lines of an epoch na
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, TypeVar
 
 import msgspec
 
@@ -18,6 +18,8 @@ from arachnec.backends.torch_distributed.reporting.report import ClipNote
 from arachnec.ir.diagnostic import Diagnostic, UserError, writing
 
 FOLDER = "audit"
+VALIDATION = "validation.jsonl"  # beside the epochs: a line for each time that the run was validated
+Line = TypeVar("Line")
 STEPS_OF_A_FILE = 1000  # where batches come from outside, and there are no epochs
 
 
@@ -42,6 +44,13 @@ class AuditLine(msgspec.Struct, frozen=True):
     loss: float | None = None
 
 
+class ValidationLine(msgspec.Struct, frozen=True):
+    """The loss of the validation manifest behind a step; None where it is not finite."""
+
+    step: int
+    loss: float | None
+
+
 class AuditLog:
     """The log of one run, in the folder of its checkpoints or else of its executable; one rank writes it.
 
@@ -54,18 +63,19 @@ class AuditLog:
         self._iterations = iterations
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.glob("epoch-*.jsonl"):
-            kept = [line for line in lines_of(file) if line.step < done] if done else []
-            if not kept:
-                file.unlink()
-            else:
-                draft = file.with_suffix(".draft")
-                with writing(draft):
-                    draft.write_bytes(b"".join(map(_encoded, kept)))
-                draft.rename(file)
+            _keep(file, [line for line in lines_of(file) if line.step < done] if done else [])
+        if (validated := self._folder / VALIDATION).is_file():
+            _keep(validated, [line for line in _decoded(validated, ValidationLine) if line.step < done])
 
     def add(self, line: AuditLine) -> None:
         """One more step. It is with the system, not yet on the disk, when this returns."""
         path = self._file(line.step)
+        with writing(path), path.open("ab") as file:
+            file.write(_encoded(line))
+
+    def add_validation(self, line: ValidationLine) -> None:
+        """The loss behind a step that was added."""
+        path = self._folder / VALIDATION
         with writing(path), path.open("ab") as file:
             file.write(_encoded(line))
 
@@ -87,18 +97,41 @@ def losses(folder: Path, batches: int) -> dict[int, float]:
     return {line.step // batches: line.loss for line in lines if line.loss is not None}
 
 
+def validation_losses(folder: Path, batches: int) -> dict[int, float]:
+    """The validation loss behind every optimizer step that counts and has one, as ``losses``."""
+    file = folder / FOLDER / VALIDATION
+    lines = _decoded(file, ValidationLine) if file.is_file() else ()
+    return {line.step // batches: line.loss for line in lines if line.loss is not None}
+
+
 def lines_of(file: Path) -> Iterator[AuditLine]:
-    """The lines of one epoch. A last one that was not written to its end, because the host died, is none.
+    """The lines of one epoch. Raises ``UserError`` for a damaged one."""
+    return _decoded(file, AuditLine)
+
+
+def _decoded(file: Path, kind: type[Line]) -> Iterator[Line]:
+    """The lines of a file. A last one that was not written to its end, because the host died, is none.
 
     Raises ``UserError`` for a damaged one."""
     for number, text in enumerate(file.read_bytes().splitlines(keepends=True), 1):
         if not text.endswith(b"\n"):
             return
         try:
-            yield msgspec.json.decode(text, type=AuditLine)
+            yield msgspec.json.decode(text, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise UserError(DamagedAuditLog(None, str(file), number, str(error))) from None
 
 
-def _encoded(line: AuditLine) -> bytes:
+def _keep(file: Path, lines: Sequence[AuditLine | ValidationLine]) -> None:
+    """Have a file hold these lines; none is no file."""
+    if not lines:
+        file.unlink()
+        return
+    draft = file.with_suffix(".draft")
+    with writing(draft):
+        draft.write_bytes(b"".join(map(_encoded, lines)))
+    draft.rename(file)
+
+
+def _encoded(line: AuditLine | ValidationLine) -> bytes:
     return msgspec.json.encode(line) + b"\n"

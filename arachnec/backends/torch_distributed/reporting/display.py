@@ -25,6 +25,7 @@ class Display:
     _progress: Progress | None = None
     _task: TaskID | None = None
     _live: Live | None = None
+    _costs: str = ""
 
     def __enter__(self) -> Display:
         if self.console.is_terminal:
@@ -52,6 +53,7 @@ class Display:
             live.console.print(line(event))
         elif isinstance(event, Start):
             live.console.print(line(event))
+            self._costs = event.costs
             self._task = progress.add_task("steps", total=event.steps)
         else:
             self._recent = [*self._recent, event][-ROWS:]
@@ -61,7 +63,8 @@ class Display:
 
     def _view(self) -> Group:
         assert self._progress is not None
-        table = Table(caption="planned: the plan's own numbers; all others measured", caption_justify="left")
+        source = f", costs from {self._costs}" if self._costs else ""
+        table = Table(caption=f"planned: the plan's own numbers{source}; all others measured", caption_justify="left")
         for name in COLUMNS:
             table.add_column(name, justify="right")
         for event in self._recent:

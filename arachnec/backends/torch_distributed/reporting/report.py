@@ -17,6 +17,7 @@ from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.launch.start_times import StartTimes
 from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.runtime.clock import Interval
+from arachnec.views.planned_and_measured import differs, run_note
 
 if TYPE_CHECKING:
     from arachnec.runtime.device_runtime import DeviceRuntime
@@ -68,6 +69,7 @@ class Start(msgspec.Struct, frozen=True, tag_field="event", tag="start"):
     device: str
     first_step: int
     steps: int
+    costs: str = ""  # where planned times come from
 
 
 Event = StepReport | Note | Start
@@ -90,17 +92,20 @@ class RunReport(msgspec.Struct, frozen=True):
     plans_reused: int = 0  # batches that ran the plan of an earlier one of the same shapes
     sparse_layers: list[LayerSummary] = []  # those that can attend to chosen keys, after the last step
     start: StartTimes = NO_START  # seconds of each part of rank 0's start
+    costs: str = ""  # where planned times come from
+    note: str = ""  # on them, where the mean step took another time than planned by more than half
 
 
 class Measured(msgspec.Struct, frozen=True):
     """``measured.json``: when each instruction of the last step ran on each rank, ms from the step's start.
 
-    ``iteration`` is the global batch of that step.
+    ``iteration`` is the global batch of that step, ``peak_gib`` the most memory that each rank held in it.
     """
 
     step: int
     iteration: int
     intervals: list[Interval]
+    peak_gib: list[float] = []
 
 
 def run_report(
@@ -111,15 +116,17 @@ def run_report(
     plans_reused: int = 0,
     sparse_layers: Sequence[LayerSummary] = (),
     start: StartTimes = NO_START,
+    costs: str = "",
 ) -> RunReport:
     """Raises ValueError without steps."""
     warm = steps[1:] or steps
+    planned, measured = _mean([s.planned_ms for s in warm]), _mean([s.step_ms for s in warm])
     return RunReport(
         ranks=ranks,
         device=device,
         steps=list(steps),
-        mean_step_ms=_mean([s.step_ms for s in warm]),
-        mean_planned_ms=_mean([s.planned_ms for s in warm]),
+        mean_step_ms=measured,
+        mean_planned_ms=planned,
         mean_imbalance=_mean([s.imbalance for s in warm]),
         mean_tokens_per_s=_mean([s.tokens_per_s for s in warm]),
         exposed_planning_ms=sum(s.exposed_planning_ms for s in steps),
@@ -129,6 +136,8 @@ def run_report(
         plans_reused=plans_reused,
         sparse_layers=list(sparse_layers),
         start=start,
+        costs=costs,
+        note=run_note(planned, measured, costs) if differs(planned, measured) else "",
     )
 
 

@@ -21,6 +21,13 @@ from arachnec.views.timeline import planned, read_measured
 from arachnec.views.timeline_svg import draw
 
 
+class OfRank(msgspec.Struct, frozen=True):
+    """What a rank measured of the last step."""
+
+    peak_gib: float
+    intervals: list[Interval]
+
+
 def gradient_saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] | None:
     """What ``run_iteration`` calls with the whole gradient: writes it to ``path``, on rank 0."""
     if path is None:
@@ -36,16 +43,18 @@ def gradient_saver(path: Path | None) -> Callable[[Mapping[str, Tensor]], None] 
 
 
 def write_measured(
-    executable: Executable, program: Module, last: report.StepReport, intervals: Sequence[Interval]
+    executable: Executable, program: Module, last: report.StepReport, intervals: Sequence[Interval], peak_gib: float
 ) -> None:
     """Write the last step's program and what all ranks measured of it into the executable's folder, as data and as
-    pictures. Collective; ``intervals`` are this rank's."""
-    rows = gather_text(msgspec.json.encode(intervals).decode())
+    pictures. Collective; ``intervals`` and ``peak_gib`` are this rank's."""
+    rows = gather_text(msgspec.json.encode(OfRank(peak_gib, list(intervals))).decode())
     if dist.get_rank() != 0:
         return
-    everyone = [interval for row in rows for interval in msgspec.json.decode(row, type=list[Interval])]
+    ranks = [msgspec.json.decode(row, type=OfRank) for row in rows]
+    everyone = [interval for own in ranks for interval in own.intervals]
     place = executable.folder / MEASURED
-    report.write_json(place, report.Measured(last.step, last.iteration, everyone))
+    peaks = [own.peak_gib for own in ranks]
+    report.write_json(place, report.Measured(last.step, last.iteration, everyone, peaks))
     (executable.folder / MEASURED_PROGRAM).write_text(print_module(program), encoding="utf-8")
     measured = read_measured(place)
     place.with_suffix(".svg").write_text(draw(program, planned(program), measured), encoding="utf-8")

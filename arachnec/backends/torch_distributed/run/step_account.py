@@ -15,7 +15,7 @@ from arachnec.backends.torch_distributed.executor.iteration import Iteration, Ru
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report
-from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog
+from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, ValidationLine
 from arachnec.backends.torch_distributed.run.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import Diagnostic, UserError
@@ -64,6 +64,7 @@ class StepAccount:
     _skipped: int = 0  # steps in a row
     _slow: SlowRanks = field(default_factory=SlowRanks)
     _seen: list[AuditLine] = field(default_factory=list)  # of the batches of a step that has not ended
+    _names: dict[str | int, str] = field(default_factory=dict)  # of their clips
 
     def report(
         self, context: RankContext, own: Iteration, planned: Planned, run: Run, measured: Measured
@@ -85,6 +86,7 @@ class StepAccount:
             loss *= clips / max(1, clips - len(aside))
         finite = math.isfinite(loss) and math.isfinite(norm)
         notes = [] if finite else notes_of_clips(run.not_finite(own, context.rank))
+        self._names |= {clip.id: clip.name for clip in own.clips.values()}
         unused = {note.clip for note in aside}
         names = [own.clips[clip.id].id for clip in own.module.clips]
         trained = [name for name in names if name not in unused]
@@ -114,6 +116,11 @@ class StepAccount:
             set_aside=aside,
         )
 
+    def add_validation(self, step: int, loss: float | None) -> None:
+        """Note the validation loss behind an optimizer step."""
+        if self.audit is not None:
+            self.audit.add_validation(ValidationLine((step + 1) * self.batches - 1, loss))
+
     def sync(self, step: int) -> None:
         """Have on the disk the lines of an optimizer step, which a checkpoint is about to count as done."""
         if self.audit is not None:
@@ -130,7 +137,9 @@ class StepAccount:
                 self.audit.add(msgspec.structs.replace(line, skipped=not finite, loss=loss))
         self._seen.clear()
         if not finite:
-            self._tell_skipped(step, cause_of_skip(notes, norm))
+            told = [msgspec.structs.replace(note, clip=self._names.get(note.clip, note.clip)) for note in notes]
+            self._tell_skipped(step, cause_of_skip(told, norm))
+        self._names.clear()
 
     @property
     def slowed(self) -> Mapping[int, float]:
@@ -175,8 +184,11 @@ def _left_out(context: RankContext, own: Iteration, run: Run) -> list[report.Cli
     if not total:
         return []
     notes = notes_of_left_out(run.left_out.clips, context.loads.unreadable)
+    names = {clip.id: clip.name for clip in own.clips.values()}
     for note in notes:
-        events.emit(report.Note(f"step {own.step}: clip {note.clip} is set aside: {note.reason}"))
+        told = f"step {own.step}: clip {names.get(note.clip, note.clip)} is set aside: {note.reason}"
+        events.emit(report.Note(told))
     if round(total) >= len(own.module.clips):
-        raise UserError(NothingLeft(None, own.step, f"clip {notes[0].clip}: {notes[0].reason}"))
+        first = notes[0]
+        raise UserError(NothingLeft(None, own.step, f"clip {names.get(first.clip, first.clip)}: {first.reason}"))
     return notes

@@ -52,7 +52,7 @@ from arachnec.backends.torch_distributed.run.step_account import Measured, StepA
 from arachnec.backends.torch_distributed.run.validation import MEASURES, Validation, ValidationLoss, undisturbed
 from arachnec.backends.torch_distributed.weights.shared_weights import META
 from arachnec.checkpoint.folder import Position
-from arachnec.checkpoint.parts import State
+from arachnec.checkpoint.parts import ENTRIES, IN_USE, State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import MODEL, Executable, planning_ms
@@ -251,7 +251,8 @@ class Trainer:
         took = report.accumulated(number, reports, sum(counts))
         if self._samples is not None and self._samples.due(number + 1):
             self._enter(f"the samples behind step {number}")
-            self._samples.write(number, self.module)
+            with self._context.optimizer.in_use():
+                self._samples.write(number, self.module)
         due = self._validation is not None and self._validation.due(number + 1)
         return msgspec.structs.replace(took, validation_loss=self._validate(number)) if due else took
 
@@ -264,13 +265,14 @@ class Trainer:
             "--plan-timeout",
         )
         loss = ValidationLoss()
-        with undisturbed(self.model, self.device):
+        with undisturbed(self.model, self.device), self._context.optimizer.in_use():
             for planned in self._validation.planned():
                 limit = self._limits.of_step(planned)
                 self._enter(f"the validation behind step {number}", limit, "--step-timeout")
                 self._prepare(planned.module, MEASURES)
                 loss.add(self._context, planned, self._received(planned, self._messages(planned)))
         drop_gradients(self._context.parameters)
+        self._account.add_validation(number, loss.mean)
         told = "is not finite" if loss.mean is None else f"{loss.mean:.6f}"
         events.emit(report.Note(f"step {number}: validation loss {told}, {counted(loss.clips, 'clip')}"))
         return loss.mean
@@ -410,7 +412,7 @@ class Trainer:
         self._enter(f"the checkpoint of step {steps}", self.timeouts.of_start(self.module), "--start-timeout")
         if due:
             self._account.sync(steps - 1)
-            self._checkpoints.save(self._state(), self._position(steps))
+            self._checkpoints.save(self._written(), self._position(steps))
         else:
             self._checkpoints.poll()
 
@@ -483,15 +485,29 @@ class Trainer:
         learned = {} if predictors is None else predictors.tensors()
         return {**(state if pipeline is None else pipeline.written(state)), **buffers, **learned}
 
+    def _written(self) -> State:
+        """What a checkpoint holds: the state, what the optimizer remembers in its groups, and weights to export where
+        they are others than those that train."""
+        optimizer = self._context.optimizer
+        in_use = {f"{IN_USE}/{name}": value.view(-1) for name, value in optimizer.weights_in_use().items()}
+        entries = optimizer.entries().encode()
+        text = {ENTRIES: torch.frombuffer(bytearray(entries), dtype=torch.uint8)} if entries else {}
+        return {**self._state(), **in_use, **text}
+
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""
         self._left: tuple[str | None, ...] = ()
         if whole is not None:
-            stored = set(checkpoint.tensors_of(whole))
+            stored = checkpoint.tensors_of(whole)
             state = {n: x for n, x in self._state().items() if n in stored or not n.startswith(HISTORY)}
+            entries = torch.zeros(stored[ENTRIES].size if ENTRIES in stored else 0, dtype=torch.uint8)
+            if len(entries):
+                state[ENTRIES] = entries
             self._left = note_of_left(stored, state), kinds_left(stored, state)
             checkpoint.restore(whole, state, self._position(whole.position.steps))
             self._context.optimizer.round_parameters()
             self._context.optimizer.done = whole.position.steps
+            if len(entries):
+                self._context.optimizer.take_entries(bytes(entries.numpy()).decode())
             if self._context.predictors is not None:
                 self._context.predictors.loaded(state, str(whole.path))

@@ -87,7 +87,7 @@ class ValidationLoss:
         own = measuring(context)
         iteration = Iteration.of(planned.module, context.rank, planned.clips, received, STEP)
         run = run_iteration(own, replace(iteration, share=MEASURES), Clock(context.rank, context.runtime))
-        aside = _set_aside(run, own)
+        aside = _set_aside(run, own, {clip.id: clip.name for clip in planned.clips.values()})
         everyone = torch.stack(gather(torch.tensor([run.loss], dtype=torch.float64)))
         clips = len(planned.module.clips)
         self.total += float(everyone.sum()) * clips
@@ -100,12 +100,12 @@ class ValidationLoss:
         return mean if math.isfinite(mean) else None
 
 
-def _set_aside(run: Run, context: RankContext) -> int:
+def _set_aside(run: Run, context: RankContext, names: Mapping[str | int, str]) -> int:
     total = run.left_out.total()
     if not total:
         return 0
     for note in notes_of_left_out(run.left_out.clips, context.loads.unreadable):
-        events.emit(report.Note(f"validation: clip {note.clip} is set aside: {note.reason}"))
+        events.emit(report.Note(f"validation: clip {names.get(note.clip, note.clip)} is set aside: {note.reason}"))
     return round(total)
 
 

@@ -4,15 +4,27 @@ from __future__ import annotations
 
 from collections import Counter
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
-from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, lines_of, losses
+from arachnec.backends.torch_distributed.local_run import pictures
+from arachnec.backends.torch_distributed.reporting.audit_log import (
+    AuditLine,
+    AuditLog,
+    ValidationLine,
+    lines_of,
+    losses,
+    validation_losses,
+)
 from arachnec.backends.torch_distributed.reporting.report import ClipNote
 from arachnec.backends.torch_distributed.run.step_account import loss_of_step
 from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BATCHES = [[clip("a", 3), clip("b", 5)], [clip("c", 2), clip("d", 2), clip("e", 3)], [clip("f", 9)]]
 WORKS = [Work((0,), (0,), 0), Work((1,), (1,), 0)]
@@ -106,3 +118,29 @@ def test_the_loss_of_a_step_of_several_batches_is_the_mean_of_its_clips() -> Non
     both = [AuditLine(0, ["a", "b"], loss=1.0), AuditLine(1, ["c"], set_aside=aside, loss=0.5)]
     assert loss_of_step(both) == pytest.approx(1.5 * 4 / 3), "shares of four clips, of which three took part"
     assert loss_of_step([*both, AuditLine(2, ["e"])]) is None
+
+
+def test_validation_losses_are_those_of_steps_that_count(tmp_path: Path) -> None:
+    log = AuditLog(tmp_path, 4, 0)
+    for step, loss in ((1, 3.0), (3, None), (5, 2.0)):
+        log.add(AuditLine(step, ["a"], loss=4.0))
+        log.add_validation(ValidationLine(step, loss))
+    assert validation_losses(tmp_path, 1) == {1: 3.0, 5: 2.0}
+    assert validation_losses(tmp_path, 2) == {0: 3.0, 2: 2.0}
+    AuditLog(tmp_path, 4, 4)  # resumed: step 5 is lost
+    assert validation_losses(tmp_path, 1) == {1: 3.0}
+    AuditLog(tmp_path, 4, 0)  # begun anew
+    assert validation_losses(tmp_path, 1) == {}
+
+
+def test_the_picture_of_the_loss_has_the_validation_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    drawn: list[tuple[str, list[float]]] = []
+
+    def savefig(figure: Figure, *_: object, **__: object) -> None:
+        drawn.extend((str(line.get_label()), list(line.get_ydata())) for line in figure.axes[0].lines)
+
+    monkeypatch.setattr(pyplot.Figure, "savefig", savefig)
+    (line,) = pictures(tmp_path, {0: 3.0, 1: 2.5, 2: 2.0}, {1: 2.75}, 2)
+    assert drawn == [("training", [3.0, 2.5, 2.0]), ("validation", [2.75])]
+    assert "validation loss" in line

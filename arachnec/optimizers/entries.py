@@ -1,0 +1,116 @@
+"""What an optimizer remembers outside the state of a parameter: entries of its groups, and attributes of its own.
+
+Schedule-free optimizers, D-Adaptation and Prodigy count updates and keep estimates there. Which entries these are is
+seen by what an update changes; all else are arguments. They are the same on every rank: an optimizer that is not
+elementwise updates whole tensors, on every rank alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from arachnec.data.source_state import from_text, to_text
+from arachnec.ir.diagnostic import Diagnostic, UserError
+
+NUMBERS = (bool, int, float, str, type(None))
+# What torch itself has in every optimizer, and what its schedulers add.
+TORCHS = {*vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)), "_step_count", "_opt_called", "found_inf"}
+Place = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class OtherGroups(Diagnostic):
+    title: ClassVar[str] = "the checkpoint has entries of {optimizer} for another number of groups"
+    help: ClassVar[str] = "make the groups that it was made with: what is estimated in them goes on with each"
+    optimizer: str
+
+
+def places(optimizer: Optimizer) -> list[Place]:
+    """The dicts in use: of every group, then of the optimizer itself, and of one that it wraps."""
+    found: list[Place] = [*optimizer.param_groups, vars(optimizer)]
+    for value in vars(optimizer).values():
+        if isinstance(value, Optimizer):
+            known = set(map(id, found))
+            found += [place for place in places(value) if id(place) not in known]
+    return found
+
+
+def snapshot(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """What tells later which entries have changed; the host waits for no tensor."""
+    return [
+        {key: _mark(value) for key, value in place.items() if key != "params" and key not in TORCHS}
+        for place in places(optimizer)
+    ]
+
+
+def changed(before: list[dict[str, Any]], optimizer: Optimizer) -> list[set[str]]:
+    """By place the keys of entries that are new or others since ``before``."""
+    return [
+        {key for key, mark in now.items() if key not in old or old[key] != mark}
+        for old, now in zip(before, snapshot(optimizer), strict=True)
+    ]
+
+
+def is_entry(value: object) -> bool:
+    """Whether a checkpoint can hold it: a number, a text, a tensor, or a list of such."""
+    return isinstance(value, (*NUMBERS, Tensor)) or (isinstance(value, list | tuple) and all(map(is_entry, value)))
+
+
+@dataclass
+class KeptEntries:
+    """The entries of an optimizer that its updates change, for checkpoints."""
+
+    optimizer: Optimizer
+    _keys: list[set[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._keys = [set() for _ in places(self.optimizer)]
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Notes what the update inside changes."""
+        before = snapshot(self.optimizer)
+        yield
+        for keys, new in zip(self._keys, changed(before, self.optimizer), strict=True):
+            keys |= new
+
+    def sets(self, group: int, key: str) -> bool:
+        """Whether the updates themselves change this entry of a group."""
+        return key in self._keys[group]
+
+    def text(self) -> str:
+        """All of them; empty where there are none. Raises ``UserError`` for one that no checkpoint holds."""
+        if not any(self._keys):
+            return ""
+        found = zip(places(self.optimizer), self._keys, strict=True)
+        return to_text([{key: place[key] for key in sorted(keys)} for place, keys in found])
+
+    def take(self, text: str) -> None:
+        """Put back what ``text`` gave. Raises ``UserError`` where that was an optimizer of other groups."""
+        groups = self.optimizer.param_groups
+        device = next((value.device for group in groups for value in group["params"]), torch.device("cpu"))
+        stored = from_text(text)
+        if len(stored) != len(self._keys):
+            raise UserError(OtherGroups(None, type(self.optimizer).__name__))
+        for place, keys, kept in zip(places(self.optimizer), self._keys, stored, strict=True):
+            keys |= kept.keys()
+            for key, value in kept.items():
+                there = place.get(key)
+                on = there.device if isinstance(there, Tensor) else device
+                place[key] = value.to(on) if isinstance(value, Tensor) else value
+
+
+def _mark(value: Any) -> Any:
+    """Equal for entries that nothing has changed between."""
+    if isinstance(value, Tensor):
+        return id(value), value._version, value  # which keeps the id its own
+    if isinstance(value, list | tuple):
+        return type(value), [_mark(item) for item in value]
+    return (type(value), value) if isinstance(value, NUMBERS) else id(value)
