@@ -23,6 +23,7 @@ class Failure(msgspec.Struct, frozen=True):
     time: float
     user: bool  # a user's mistake: ``text`` is rendered diagnostics; otherwise ``text`` is a traceback
     text: str
+    told_to_end: bool = False  # by a signal, and for no other reason that is known
 
     @property
     def exit_code(self) -> int:

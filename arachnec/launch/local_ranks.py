@@ -29,6 +29,7 @@ from arachnec.launch.failure import ERROR_FD, Failure, read_failure
 from arachnec.launch.fork_server import Fork, ForkServer, files_of, is_stopped
 from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
 from arachnec.launch.orphans import AGENTS_STORE
+from arachnec.launch.stop_request import AGAIN_S, exit_code
 from arachnec.solver.budget import usable_cores
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the 
 WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
 ENDING = (signal.SIGTERM, signal.SIGHUP)
+STOPPED = exit_code(signal.SIGTERM)  # of a rank that has ended after its step, as it was told to
 POLL_S = 0.1
 STOPPED_S = 60.0  # that all ranks may be stopped: one that is not tells of the others by itself
 LEAVE_S = 60.0  # that a process may take to end after the first: ranks end when all have done their work
@@ -102,6 +104,7 @@ def launch(
     stopped_s: float | None = None,
     beside: Callable[[], None] | None = None,
     shared: Sequence[str] = (),
+    on_stop: Callable[[], None] | None = None,
 ) -> None:
     """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
 
@@ -111,8 +114,11 @@ def launch(
     for ``stopped_s`` (60 where it is not said), when no rank is left to tell, and for one that is still there
     ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any more. ``RankCrashed``
     with one traceback for a bug.
+
+    With ``on_stop`` the first SIGTERM or Ctrl-C is passed on to ranks, which end after their step, and ``on_stop``
+    tells of it. Then, and where a rank was told by itself, it exits with 128 and the signal's number.
     """
-    with ExitStack() as open_files, _told_to_end() as told:
+    with ExitStack() as open_files, _told_to_end(on_stop) as told:
         listening = socket.create_server(("127.0.0.1", 0))  # by itself the store would listen on all interfaces
         open_files.callback(listening.close)
         port = listening.getsockname()[1]
@@ -146,7 +152,10 @@ def launch(
             first = _watch(ranks, reading, on_event, leave_s, STOPPED_S if stopped_s is None else stopped_s, told)
             if first is not None:
                 _stop(ranks)
+                told.look_after(first)
                 raise _explain(first, ranks)
+            if any(rank.process.returncode == STOPPED for rank in ranks):
+                sys.exit(exit_code(told.signum or signal.SIGTERM))
         finally:
             _stop(ranks)
             os.close(reading)
@@ -218,7 +227,7 @@ def _watch(
         selector.register(events, selectors.EVENT_READ)
         open_pipe = True
         while True:
-            told.look()
+            told.look(ranks)
             if open_pipe and selector.select(POLL_S):
                 chunk = os.read(events, 65536)
                 open_pipe = bool(chunk)
@@ -229,10 +238,11 @@ def _watch(
             if not open_pipe:
                 time.sleep(POLL_S)
             codes = [rank.process.poll() for rank in ranks]
-            bad = [rank for rank, code in zip(ranks, codes, strict=True) if code]
+            bad = [rank for rank, code in zip(ranks, codes, strict=True) if code not in (None, 0, STOPPED)]
             if bad:
                 return _cause(bad)
-            if all(code == 0 for code in codes) and not open_pipe:
+            ended = [code is not None for code in codes]
+            if all(ended) and not open_pipe:
                 return None
             if not all(
                 rank.process.is_stopped() if isinstance(rank.process, Fork) else is_stopped(rank.process.pid)
@@ -241,10 +251,10 @@ def _watch(
                 moved = time.monotonic()
             elif (seconds := time.monotonic() - moved) > stopped_s:
                 raise UserError(RanksStopped(None, len(ranks), seconds))
-            if 0 in codes:
+            if any(ended):
                 first_ended = first_ended or time.monotonic()
                 if (seconds := time.monotonic() - first_ended) > leave_s:
-                    if None not in codes:
+                    if all(ended):
                         return None  # a process that a rank has left holds the pipe
                     raise UserError(RankStayed(None, codes.index(None), len(ranks), seconds))
 
@@ -308,15 +318,34 @@ class _Told:
     """Whether a signal has told the launcher to end.
 
     A handler that ended it wherever it was would leave locks of ``subprocess`` taken, which stopping the ranks needs.
-    It only notes the signal, and the launcher ends where it looks.
+    It only notes the signal, and the launcher ends where it looks. With ``on_stop`` it first lets its ranks end, unless
+    it is told again.
     """
 
+    on_stop: Callable[[], None] | None = None
     signum: int | None = None
     _at_once: bool = False
+    _since: float = 0.0
+    _again: bool = False
+    _passed_on: bool = False
 
-    def look(self) -> None:
-        if self.signum is not None:
-            sys.exit(128 + self.signum)
+    def look(self, ranks: Sequence[_Rank] = ()) -> None:
+        if self.signum is None:
+            return
+        if self.on_stop is None or not ranks or self._again:
+            sys.exit(exit_code(self.signum))
+        if not self._passed_on:
+            self._passed_on = True
+            self.on_stop()
+            for rank in ranks:
+                if rank.process.poll() is None:
+                    rank.process.terminate()
+
+    def look_after(self, ended: _Rank) -> None:
+        """A rank that could not end after a step yet has ended at once, as it was told."""
+        failure = read_failure(ended.error_file.fileno())
+        if self.signum is not None and (failure is None or failure.told_to_end):
+            sys.exit(exit_code(self.signum))
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
@@ -329,25 +358,31 @@ class _Told:
             self._at_once = False
 
     def handle(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        self._again = self.signum is not None and now - self._since > AGAIN_S
+        self._since = self._since or now
         self.signum = self.signum or signum
-        for number in ENDING:
+        for number in ENDING if self.on_stop is None or self._again else ():
             signal.signal(number, signal.SIG_IGN)  # `timeout` tells a process and its group: one is enough
         if self._at_once:
             self.look()
 
 
 @contextmanager
-def _told_to_end() -> Iterator[_Told]:
-    """A SIGTERM or SIGHUP to the launcher inside makes it stop its ranks and exit. It stays deaf to others then."""
-    told = _Told()
+def _told_to_end(on_stop: Callable[[], None] | None = None) -> Iterator[_Told]:
+    """A SIGTERM or SIGHUP to the launcher inside makes it stop its ranks and exit. It stays deaf to others then. With
+    ``on_stop`` so does Ctrl-C, and ranks end after their step first."""
+    told = _Told(on_stop)
     if threading.current_thread() is not threading.main_thread():
         yield told
         return
-    old = {number: signal.signal(number, told.handle) for number in ENDING}
+    heard = ENDING if on_stop is None else (*ENDING, signal.SIGINT)
+    old = {number: signal.signal(number, told.handle) for number in heard}
     try:
         yield told
     finally:
         if told.signum is None:
             for number, handler in old.items():
                 signal.signal(number, handler)
-        told.look()
+        if on_stop is None or sys.exc_info()[0] is None:  # what ranks tell at their end is told
+            told.look()

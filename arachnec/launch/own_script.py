@@ -19,6 +19,7 @@ from arachnec.launch.failure import failure_of
 from arachnec.launch.progress import Progress
 from arachnec.launch.ranks import Ended, end_process, joined_rank
 from arachnec.launch.scratch import ScratchFolder
+from arachnec.launch.stop_request import StopRequest
 from arachnec.launch.timeouts import START_S
 from arachnec.launch.watchdog import Watchdog
 
@@ -95,6 +96,10 @@ class OwnScript:
     def enter(self, phase: str, limit: float | None = None, option: str = "", progress: Progress | None = None) -> None:
         if self.watchdog is not None:
             self.watchdog.enter(phase, limit, option, progress)
+
+    def stops_after_step(self) -> StopRequest | None:
+        """From now on a signal that asks to end is noted in it; None where the script made the process group itself."""
+        return None if self.watchdog is None else self.watchdog.stops_after_step()
 
     def folder(self) -> Path:
         """One for files of this rank, which goes with it."""

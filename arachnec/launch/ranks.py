@@ -163,6 +163,8 @@ def exit_with(main: Callable[[], None]) -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except SystemExit:  # of a rank that has left the others in peace
+        raise
     except Ended as end:
         end_process(end.failure, tells=end.tells)
     except BaseException as error:

@@ -20,6 +20,8 @@ STEPS_OF_ANOTHER_DEVICE_S = 600.0  # where planned times do not apply
 MOST_PLANNED_S = 600.0  # of an instruction, until a step has taken longer: a plan is a claim
 LONGER = 10.0  # than planned, or than measured before, is too long
 DISK = 0.1  # GiB/s: a slow shared file system that is read or hashed
+WRITES = 0.5  # GiB/s of a rank that writes a checkpoint, by which a grace is estimated
+ENDS_S = 5.0  # that ranks take to end
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,11 @@ class Timeouts:
             return self.start
         states = [quantity(program.attrs["state"]) for program in module.programs if "state" in program.attrs]
         return START_S + sum(states) / DISK
+
+    def grace(self, module: Module, step_ms: float) -> float:
+        """To end after the step under way, and to write a checkpoint: an estimate."""
+        states = [quantity(program.attrs["state"]) for program in module.programs if "state" in program.attrs]
+        return step_ms / 1e3 + max(states, default=0.0) / WRITES + ENDS_S
 
     def of_plan(self, planning_ms: float | None = None) -> float:
         """``planning_ms``: what planning took when the executable was compiled; None where that is not known, or was

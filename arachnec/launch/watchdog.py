@@ -54,6 +54,7 @@ from arachnec.launch.failure import (
 from arachnec.launch.last_place import LastPlace, open_memory, read_place
 from arachnec.launch.progress import Place, Progress, behind, held_up_by
 from arachnec.launch.rank_faults import LoopLeft, RankGone, Stalled, StoreLost, TookTooLong
+from arachnec.launch.stop_request import SIGNALS, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -158,6 +159,8 @@ class Watchdog:
         self._next_beat = 0.0
         self._place = Place()
         self._step = -1  # of a loop of somebody's own
+        self._stop_request: StopRequest | None = None
+        self._own_interrupts = False
         self._closing = threading.Event()
         self._ended_by = threading.Lock()
         self._wake_read, self._wake_write = os.pipe()
@@ -179,6 +182,17 @@ class Watchdog:
         if len(self._members) < self._world:  # its siblings are to know it before they can lose it
             self._next_beat = 0.0
             os.write(self._wake_write, b"\0")
+
+    def stops_after_step(self) -> StopRequest:
+        """From now on the first SIGTERM or Ctrl-C is noted in what is returned, and a second one ends this rank."""
+        if self._stop_request is None:
+            self._stop_request = StopRequest()
+            if threading.current_thread() is threading.main_thread() and (
+                signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            ):
+                signal.signal(signal.SIGINT, lambda signum, frame: None)
+                self._own_interrupts = True
+        return self._stop_request
 
     def begins(self, step: int) -> None:
         """This rank begins a step, which all ranks are to take."""
@@ -227,6 +241,8 @@ class Watchdog:
         asking = ThreadPoolExecutor(1, "watchdog-store")
         while not self._closing.is_set():
             told_to_end = self._sleep()
+            if told_to_end and self._stop_request is not None and self._stop_request.take(told_to_end):
+                told_to_end = frozenset()
             try:
                 asked = asking.submit(self._look, told_to_end)
             except RuntimeError:  # a script of one's own has ended: pools take no more work, while ranks take leave
@@ -240,12 +256,12 @@ class Watchdog:
                 return
         asking.shutdown(wait=False)
 
-    def _sleep(self) -> bool:
-        """Wait until it is time to look again; whether the process was told to end meanwhile."""
+    def _sleep(self) -> frozenset[int]:
+        """Wait until it is time to look again; the signals that told the process to end meanwhile."""
         ready, _, _ = select.select([self._wake_read], [], [], self._limits.poll)
-        return bool(ready) and signal.SIGTERM in os.read(self._wake_read, 4096)
+        return frozenset(os.read(self._wake_read, 4096) if ready else b"") & frozenset(SIGNALS)
 
-    def _look(self, told_to_end: bool) -> Failure | None:
+    def _look(self, told_to_end: frozenset[int]) -> Failure | None:
         """One look at the others: why this rank must end, or None."""
         if (failure := self._published()) is not None:
             return failure
@@ -255,6 +271,9 @@ class Watchdog:
             cause = self._deserted() or self._stalled()
         if cause is None and told_to_end:
             cause = self._cause_of_sigterm()
+            if cause is None:
+                told = self._rank_gone(self._me, f"was told to end ({signal.Signals(min(told_to_end)).name})")
+                return self._publish(msgspec.structs.replace(_failure(told), told_to_end=True))
         return None if cause is None else self._publish(_failure(cause))
 
     def _without_store(self, reason: str) -> Diagnostic:
@@ -350,13 +369,13 @@ class Watchdog:
             return None
         return LoopLeft(None, left.rank, counted(left.steps, "step"), self._me.rank, self._step)
 
-    def _cause_of_sigterm(self) -> Diagnostic:
+    def _cause_of_sigterm(self) -> Diagnostic | None:
         """An agent that ends its ranks does so because one of them is gone; which one may show a moment later."""
         for _ in range(10):
             time.sleep(self._limits.poll / 5)
             if (gone := self._gone()) is not None:
                 return gone
-        return self._rank_gone(self._me, "was told to end (SIGTERM)")
+        return None
 
     def _siblings(self) -> list[Member]:
         if len(self._members) < self._world:
@@ -458,6 +477,8 @@ class Watchdog:
         def restore() -> None:
             signal.set_wakeup_fd(descriptor)
             signal.signal(signal.SIGTERM, handler)
+            if self._own_interrupts:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
 
         return restore
 

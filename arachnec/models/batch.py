@@ -17,6 +17,7 @@ from arachnec.data.encoded_file import read_encoded
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.argument_trees import flatten
+from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile, check_sample
 
 
@@ -88,7 +89,9 @@ def make_batch(
             own = {} if sample_device.type == "meta" else read_encoded(clip)
             own |= {name: value[index : index + 1].to(sample_device) for name, value in (encoded or {}).items()}
             sampled = replace(clip, encoded=own) if own else clip
-            samples.append(_checked(model_file, clip, model_file.sample(sampled, clip_generator(seed, step, clip.id))))
+            with naming([clip]):
+                pair = model_file.sample(sampled, clip_generator(seed, step, clip.id))
+                samples.append(_checked(model_file, clip, pair))
     arguments = {
         name: _joined(model_file, name, clips, [kwargs.get(name) for kwargs, _ in samples])
         for name in _names(model_file, clips, samples)

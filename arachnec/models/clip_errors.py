@@ -1,21 +1,24 @@
-"""Errors of a clip at run time. In: what a forward raised. Out: a message that names the clip."""
+"""Errors of a clip. In: what ``sample``, an encoder, a forward or ``loss`` raised. Out: a message that names clips."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.file import ran_out_of_memory
+from arachnec.ir.users_code import OURS, users_frames
+from arachnec.models.file import ModelFileRaised, raised_by_user, ran_out_of_memory
+
+MOST = 3  # clips of a message
 
 
 @dataclass(frozen=True)
 class CannotRun(Diagnostic):
-    title: ClassVar[str] = "the model cannot run on clip {clips}: {reason}"
+    title: ClassVar[str] = "the model cannot run on {clips}: {reason}"
     help: ClassVar[str] = (
         "what sample() gave for it has other shapes or types than for the clips the model was traced with: compare them"
     )
@@ -24,17 +27,49 @@ class CannotRun(Diagnostic):
 
 
 @contextmanager
-def naming(clips: Sequence[VideoClip]) -> Iterator[None]:
-    """What an operation of a traced graph refuses is a ``UserError`` that names the clips, and no graph's traceback."""
+def naming(clips: Sequence[VideoClip], encoder: str | None = None) -> Iterator[None]:
+    """What the user's code raises inside is a ``UserError`` that names the clips, at its innermost line; so is what an
+    operation of a traced graph refuses. With an ``encoder``'s name it is that which runs, and its own code that
+    raises."""
     try:
         yield
-    except UserError:
-        raise
+    except UserError as error:
+        raise UserError(*(_with_clips(diagnostic, clips) for diagnostic in error.diagnostics)) from error.__cause__
     except Exception as error:
-        if ran_out_of_memory(error) or not _of_a_graph(error):
+        if ran_out_of_memory(error):
+            raise
+        if encoder is not None and _of_the_user(error):
+            where = f"the encoder `{encoder}`"
+            raise UserError(_with_clips(raised_by_user(error, where), clips)) from error
+        if not _of_a_graph(error):
             raise
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UserError(CannotRun(None, ", ".join(clip.name for clip in clips), reason)) from error
+        raise UserError(CannotRun(None, shown_clips(clips), reason)) from error
+
+
+def shown_clips(clips: Sequence[VideoClip]) -> str:
+    """By id, with their paths, a few of many."""
+    shown = [f"{clip.id}{'' if clip.path is None else f' ({clip.path})'}" for clip in clips[:MOST]]
+    more = "" if len(clips) <= MOST else f" and {len(clips) - MOST} more"
+    return f"clip{'s' if len(clips) > 1 else ''} {', '.join(shown)}{more}"
+
+
+def _with_clips(diagnostic: Diagnostic, clips: Sequence[VideoClip]) -> Diagnostic:
+    if not isinstance(diagnostic, ModelFileRaised) or diagnostic.clips:
+        return diagnostic
+    return replace(diagnostic, clips=f", of {shown_clips(clips)}")
+
+
+def _of_the_user(error: Exception) -> bool:
+    """Whether the user's code raised it, and nothing of ours that it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = {frame.filename for frame in users_frames(error)}
+    for frame in reversed(frames):
+        if frame.filename in own:
+            return True
+        if frame.filename.startswith(OURS):
+            return False
+    return False
 
 
 def _of_a_graph(error: Exception) -> bool:

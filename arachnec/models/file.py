@@ -88,13 +88,14 @@ class WrongSignature(Diagnostic):
 
 @dataclass(frozen=True)
 class ModelFileRaised(Diagnostic):
-    title: ClassVar[str] = "the {kind} raised {exception} in {where}"
+    title: ClassVar[str] = "the {kind} raised {exception} in {where}{clips}"
     label: ClassVar[str] = "raised here"
     help: ClassVar[str] = "{remedy}"
     exception: str
     where: str
     remedy: str
     kind: str = "model file"
+    clips: str = ""  # that it was called for
 
 
 @dataclass(frozen=True)
@@ -385,7 +386,7 @@ SAMPLER_FORM = FileForm(  # without what looks at results, which ``models.sample
 def _frames(error: BaseException, path: Path) -> list[traceback.FrameSummary]:
     """The frames of the file; where it has none, those of the user's files that it has its functions from."""
     frames = traceback.extract_tb(error.__traceback__)
-    return [frame for frame in frames if Path(frame.filename).absolute() == path] or users_frames(error)
+    return users_frames(error) or [frame for frame in frames if Path(frame.filename).absolute() == path]
 
 
 def _placed(error: UserError, path: Path) -> UserError:
@@ -393,6 +394,11 @@ def _placed(error: UserError, path: Path) -> UserError:
     frames = _frames(error, path)
     span = _span(frames[-1]) if frames else None
     return UserError(*(d if d.span else dataclasses.replace(d, span=span) for d in error.diagnostics))
+
+
+def raised_by_user(error: Exception, where: str) -> ModelFileRaised:
+    """What code of the user's raised, at its innermost line, which there is."""
+    return _raised(error, Path(users_frames(error)[-1].filename), where, MODEL_FILE.kind)
 
 
 def _raised(error: BaseException, path: Path, where: str, kind: str) -> ModelFileRaised:

@@ -34,12 +34,12 @@ class OtherGroups(Diagnostic):
 
 def places(optimizer: Optimizer) -> list[Place]:
     """The dicts in use: of every group, then of the optimizer itself, and of one that it wraps."""
-    found: list[Place] = [*optimizer.param_groups, vars(optimizer)]
+    dicts: list[Place] = [*optimizer.param_groups, vars(optimizer)]
     for value in vars(optimizer).values():
         if isinstance(value, Optimizer):
-            known = set(map(id, found))
-            found += [place for place in places(value) if id(place) not in known]
-    return found
+            known = set(map(id, dicts))
+            dicts += [place for place in places(value) if id(place) not in known]
+    return dicts
 
 
 def snapshot(optimizer: Optimizer) -> list[dict[str, Any]]:
@@ -89,8 +89,8 @@ class KeptEntries:
         """All of them; empty where there are none. Raises ``UserError`` for one that no checkpoint holds."""
         if not any(self._keys):
             return ""
-        found = zip(places(self.optimizer), self._keys, strict=True)
-        return to_text([{key: place[key] for key in sorted(keys)} for place, keys in found])
+        pairs = zip(places(self.optimizer), self._keys, strict=True)
+        return to_text([{key: place[key] for key in sorted(keys)} for place, keys in pairs])
 
     def take(self, text: str) -> None:
         """Put back what ``text`` gave. Raises ``UserError`` where that was an optimizer of other groups."""

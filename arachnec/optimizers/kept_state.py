@@ -142,7 +142,9 @@ class KeptState:
         like, held = self._expected(name, master), self.optimizer.state[master]
         for key, value in held.items():
             expected = like.get(key)
-            if _stands_for(value, expected):  # a single number, as of a parameter of zeros, for all of a tensor
+            if expected is not None and _stands_for(
+                value, expected
+            ):  # a single number, as of a parameter of zeros, for all of a tensor
                 value = held[key] = value.to(master.device).expand(expected.shape).contiguous()
             if value is None or (key in like and self._fits(value, expected, master)):
                 continue

@@ -108,7 +108,7 @@ def resumed(machine: Machine, folder: Path, checkpoints: Path, whole: Row) -> It
     """From step 2, the later checkpoints being gone; and the exported weights of the last one."""
     for later in later_than(checkpoints, EVERY):
         shutil.rmtree(later)
-    report = ran(machine, folder, STEPS - EVERY, checkpoint=checkpoints, resume=True)
+    report = ran(machine, folder, STEPS, checkpoint=checkpoints, resume=True)
     row = {"device": report["device"], "losses": losses(whole), "resumed": losses(report)}
     row |= {"first_step": report["steps"][0]["step"], "error": apart(losses(report), losses(whole)[EVERY:])}
     yield verdict(row, "error", SAME)

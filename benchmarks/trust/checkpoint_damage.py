@@ -77,7 +77,7 @@ def damages(newest: Path, rng: random.Random) -> dict[str, Callable[[Path], obje
 
 def judged(folder: Path, kept: str, name: str, ranks: int, right: dict[int, float]) -> dict[str, Any]:
     log = folder / f"{kept}.jsonl"
-    code, said = ended(run(folder, log.name, kept, "--steps", str(MORE), "--resume", "--ranks", str(ranks)))
+    code, said = ended(run(folder, log.name, kept, "--more", str(MORE), "--resume", "--ranks", str(ranks)))
     took = [(row["step"], row["loss"]) for row in seen(log)]
     apart = max((abs(loss - right[step]) / abs(right[step]) for step, loss in took), default=None)
     first = min((step for step, _ in took), default=None)

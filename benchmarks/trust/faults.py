@@ -141,7 +141,7 @@ def main() -> None:
         file.write_bytes(data)
         again = folder / "again.log"
         total = APART * (len(faults) + 1)
-        job = started(build, again, "--steps", str(2 * EVERY), "--checkpoint", str(kept), "--resume")
+        job = started(build, again, "--more", str(2 * EVERY), "--checkpoint", str(kept), "--resume")
         assert job.wait() == 0, again.read_text()[-4000:]
         rows.append({"fault": "a damaged checkpoint", "lost": total - steps_in(again)[0][0]})
         plain = folder / "plain.log"

@@ -308,7 +308,7 @@ def newest_done(job: Job) -> int:
 
 def one_start(job: Job, rng: random.Random, *, disturbed: bool) -> tuple[list[str], int | None]:
     """The job started once more, up to its total; the faults it got, and how it ended."""
-    run = start(job, max(1, job.total - newest_done(job)))
+    run = start(job, job.total)
     faults: list[str] = []
     must_end = False
     while disturbed and not must_end and len(faults) < 3 and run.poll() is None:

@@ -172,7 +172,7 @@ def judged(name: str, folder: Path, rng: random.Random) -> dict[str, Any]:
         job.send_signal(signal.SIGKILL)
         ended(job)
         killed.append({"after": seen(folder / "log.jsonl")[-1]["step"], "whole": whole_steps(folder)})
-    demanded(run(folder, "log.jsonl", "kept", "--steps", str(STEPS - whole_steps(folder)), "--resume", "--ranks", "1"))
+    demanded(run(folder, "log.jsonl", "kept", "--steps", str(STEPS), "--resume", "--ranks", "1"))
     right = {row["step"]: row for row in seen(folder / "right.jsonl")}
     took = seen(folder / "log.jsonl")
     losses = max(abs(row["loss"] - right[row["step"]]["loss"]) / abs(right[row["step"]]["loss"]) for row in took)
@@ -202,7 +202,7 @@ def not_refused(folder: Path, case: Case, name: str) -> list[str]:
     taken = []
 
     def demand(what: str, *more: str) -> None:
-        code, said = ended(run(folder, "other.jsonl", "kept", "--steps", "1", "--resume", *more))
+        code, said = ended(run(folder, "other.jsonl", "kept", "--more", "1", "--resume", *more))
         if code != 2 or "Traceback" in said or "does not fit this run" not in said:
             taken.append(f"{what}: {code} {said[-300:]}")
 

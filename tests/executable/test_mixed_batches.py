@@ -57,7 +57,7 @@ def test_a_resumed_run_draws_on_and_the_first_batch_is_the_one_that_was_compiled
     assert [clip.id for clip in first.clips.values()] == [clip.id for clip in manifest.iterations[0]]
     whole = train_on(2, folder, steps=4, checkpoint=tmp_path / "whole")["steps"]
     train_on(2, folder, steps=2, checkpoint=tmp_path / "cut")
-    rest = train_on(2, folder, steps=2, checkpoint=tmp_path / "cut", resume=True)["steps"]
+    rest = train_on(2, folder, more=2, checkpoint=tmp_path / "cut", resume=True)["steps"]
     assert [step["loss"] for step in rest] == [step["loss"] for step in whole[2:]]
     loss, _ = plain_loop(folder, list(first.clips.values()))
     assert whole[0]["loss"] == pytest.approx(loss, rel=1e-5)

@@ -29,7 +29,7 @@ class Gathers(nn.Module):
 
 
 def test_an_operation_of_a_graph_that_refuses_its_input_names_the_clips() -> None:
-    with pytest.raises(UserError, match="the model cannot run on clip a, b: RuntimeError"), naming(CLIPS):
+    with pytest.raises(UserError, match="the model cannot run on clips a, b: RuntimeError"), naming(CLIPS):
         fx.symbolic_trace(Linear())(torch.ones(2, 3))
 
 

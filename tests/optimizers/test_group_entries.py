@@ -78,7 +78,7 @@ def recipe(module: nn.Module, kind: Any = Averaging) -> Recipe:
     return recipe_of(named(module), PLAIN, lambda p: kind(p))
 
 
-def made(module: nn.Module, kind: Any = Averaging) -> Optimizer:
+def optimizer_of(module: nn.Module, kind: Any = Averaging) -> Optimizer:
     return Optimizer(named(module), PLAIN, recipe=recipe(module, kind))
 
 
@@ -96,7 +96,7 @@ def resumed(module: nn.Module, optimizer: Optimizer, kind: Any = Averaging) -> t
     other = network()
     for value in other.parameters():
         value.fill_(9.0)
-    own = made(other, kind)
+    own = optimizer_of(other, kind)
     for name, value in own.tensors().items():
         part_of(value).values.copy_(stored[name])
     own.round_parameters()
@@ -110,7 +110,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 def test_a_resumed_run_is_the_uninterrupted_one() -> None:
     module = network()
-    optimizer = made(module)
+    optimizer = optimizer_of(module)
     for number in range(3):
         update(module, optimizer, number)
     other, own = resumed(module, optimizer)
@@ -126,16 +126,16 @@ def test_a_resumed_run_is_the_uninterrupted_one() -> None:
 
 
 def test_entries_of_other_groups_are_refused() -> None:
-    optimizer = made(network())
+    optimizer = optimizer_of(network())
     update(network(), optimizer, 0)
-    two = made(network(), lambda p: Averaging([{"params": p[:1]}, {"params": p[1:]}]))
+    two = optimizer_of(network(), lambda p: Averaging([{"params": p[:1]}, {"params": p[1:]}]))
     with pytest.raises(UserError, match="another number of groups"):
         two.take_entries(optimizer.entries() or "[]")
 
 
 def test_weights_are_switched_before_they_are_used_and_train_on_to_the_bit() -> None:
     module, plain = network(), network()
-    optimizer, undisturbed = made(module), made(plain)
+    optimizer, undisturbed = optimizer_of(module), optimizer_of(plain)
     for number in range(4):
         update(module, optimizer, number)
         update(plain, undisturbed, number)
@@ -144,12 +144,12 @@ def test_weights_are_switched_before_they_are_used_and_train_on_to_the_bit() -> 
         in_use = optimizer.weights_in_use()
         assert equal(module, plain)
         assert all(not torch.equal(in_use[name], value) for name, value in named(module).items())
-    assert not made(network(), torch.optim.AdamW).weights_in_use()
+    assert not optimizer_of(network(), torch.optim.AdamW).weights_in_use()
 
 
 def test_a_checkpoint_in_between_changes_nothing() -> None:
     module, plain = network(), network()
-    optimizer, undisturbed = made(module), made(plain)
+    optimizer, undisturbed = optimizer_of(module), optimizer_of(plain)
     for number in range(5):
         optimizer.weights_in_use(), optimizer.tensors(), optimizer.entries()
         update(module, optimizer, number)
@@ -195,7 +195,7 @@ class OwnRate(torch.optim.SGD):
 
 def test_a_rate_that_updates_set_is_left_to_them() -> None:
     module, reference = network(), network()
-    optimizer = made(module, lambda p: OwnRate(p, lr=0.4))
+    optimizer = optimizer_of(module, lambda p: OwnRate(p, lr=0.4))
     plain = OwnRate(reference.parameters(), lr=0.4)
     for number in range(4):
         update(module, optimizer, number)
@@ -223,7 +223,7 @@ class Relative(torch.optim.Optimizer):
 
 def test_an_optimizer_without_a_rate_finds_it_itself_and_takes_no_schedule() -> None:
     module = network()
-    optimizer = made(module, Relative)
+    optimizer = optimizer_of(module, Relative)
     before = module[0].bias.detach().clone()  # type: ignore[index, union-attr]
     update(module, optimizer, 0)
     assert not torch.equal(before, module[0].bias)  # type: ignore[index, arg-type]

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import math
 import os
+import signal
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -44,6 +46,7 @@ from arachnec.ir.nodes import Cluster, Module
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock, StartTimes
+from arachnec.launch.stop_request import StopRequest, exit_code
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
 from arachnec.optimizers.own_schedule import advance, demand_rates, own_schedule, step_schedule
@@ -55,6 +58,7 @@ from arachnec.runtime.told_batches import CannotDraw
 from arachnec.views.planned_and_measured import cost_sources, differs, run_note
 
 COUNTS = ("steps", "every", "keep", "max_skipped")
+OF_MANIFESTS = ("epochs", "more")  # where batches come from the caller, `steps` are those of this call
 PATHS = ("train", "save_gradients", "save_lists", "replay_lists", "report", "init", "checkpoint")
 TIMEOUTS = ("start_timeout", "plan_timeout", "step_timeout", "stall_timeout")
 COUNT = "whole number of at least 1"
@@ -149,13 +153,14 @@ class Engine:
             _demand_kind("passes", passes, str, "pipeline as text")
             machine = parse_cluster(cluster if cluster is not None else f"{_world()}:cpu")
         self._script = OwnScript.join(machine, own.start_timeout)
-        own = _resuming(own, self._script.restarted)
+        self._stops = self._script.stops_after_step
+        own = replace(_resuming(own, self._script.restarted), steps=None, more=own.steps)
         clock.done("group")
         enter = self._script.enter
         file = load_model_file(model) if isinstance(model, str | Path) else given_module(model, sample, loss, encoders)
         file = file if optimizer is None else with_own_optimizer(file, optimizer)
         resumed = newest_checkpoint(own)
-        source = BatchSource(batches, batch, repeat=own.steps is not None) if dist.get_rank() == 0 else None
+        source = BatchSource(batches, batch, repeat=own.more is not None) if dist.get_rank() == 0 else None
         training = own.training(Training())
         if scheduler is not None and training.schedule != Schedule():
             chosen = training.schedule.scheduler
@@ -195,11 +200,13 @@ class Engine:
         *,
         restarted: bool = False,
         clock: StartClock | None = None,
+        stops: Callable[[], StopRequest | None] | None = None,
     ) -> Engine:
         """The engine of an executable, whose batches come again and again. Every rank of the default process group
         makes it. One that its launcher has ``restarted`` goes on from the newest whole checkpoint to where it was to
-        end. ``clock`` knows what this rank's start took before."""
+        end. ``clock`` knows what this rank's start took before; ``stops`` begins to note signals that ask it to end."""
         engine = cls.__new__(cls)
+        engine._stops = stops or (lambda: None)
         engine._looked_at = False
         engine._script = OwnScript(device, restarted=restarted)
         given = _resuming(options, restarted)
@@ -225,10 +232,9 @@ class Engine:
             self._trainer = Trainer(executable, options, device, enter, batches, resumed, model_file, clock)
         self.done = self.first = self._trainer.done  # optimizer steps
         self.steps: list[report.StepReport] = []  # of this run
-        endless = batches is None
-        count = options.steps or (self._trainer.steps_of(executable.header.iterations) if endless else None)
-        restarted = self._script.restarted
-        self.end = None if count is None else end_of_job(options.checkpoint, self.first, count, restarted=restarted)
+        one_pass = self._trainer.end_of(1) if batches is None else None
+        self.end = end_of_job(options.checkpoint, self.first, self._asked(), one_pass, restarted=self._script.restarted)
+        self.stopped_by = 0  # the signal that has ended the loop after a step
         self._saved = self.first
         self._closed = self._left = False
         self._log = StepLog()
@@ -237,6 +243,13 @@ class Engine:
             advance(self.scheduler, self.first)
             self._trainer.leave_rates()
         self._enter("your own code")
+
+    def _asked(self) -> int | None:
+        """The steps in all that the options ask for."""
+        options = self._options
+        if options.more is not None:
+            return self.first + options.more
+        return options.steps if options.epochs is None else self._trainer.end_of(options.epochs)
 
     @property
     def model(self) -> nn.Module:
@@ -284,14 +297,20 @@ class Engine:
             return
         try:
             self._log = self._trainer.step_log(self.end)
+            if self._options.checkpoint is not None:
+                self._trainer.stop = self._stops() or self._trainer.stop
             while self.end is None or self.done < self.end:
                 step = self._step(last=self.end is not None and self.done + 1 == self.end)
                 if step is None:
                     break
                 yield step
+                if self.stopped_by:
+                    break
             self._save_last()
             self._trainer.finish_gathers()
-            if self.end is not None and self.done < self.end:
+            if self.stopped_by:
+                self._end_stopped()
+            elif self.end is not None and self.done < self.end:
                 done, wanted = (counted(count, "step") for count in (self.done - self.first, self.end - self.first))
                 kept = (
                     "what was trained so far is in the checkpoint" if self._options.checkpoint else "nothing was kept"
@@ -302,6 +321,15 @@ class Engine:
             raise
         finally:
             self.close()
+
+    def _end_stopped(self) -> None:
+        """Tell of the checkpoint that a signal has asked for; somebody's own script ends here."""
+        name = signal.Signals(self.stopped_by).name
+        told = f"ended by {name} after {counted(self.done, 'step')}: the checkpoint in {self._options.checkpoint} is"
+        events.emit(report.Note(f"{told} whole, and --resume goes on from it"))
+        if self._looked_at:
+            self.close()
+            sys.exit(exit_code(self.stopped_by))
 
     def _leave(self) -> None:
         """The loop was left before its end: the other ranks are to do so too, and what was trained is kept."""
@@ -327,7 +355,8 @@ class Engine:
         self._log.tell(took)
         self._step_schedule()
         every = self._options.every
-        due = last or bool(every and self.done % every == 0)
+        self.stopped_by = self._trainer.stopped_by
+        due = last or bool(self.stopped_by) or bool(every and self.done % every == 0)
         self._trainer.saves(self.done, due)
         if due:
             self._saved = self.done
@@ -374,7 +403,7 @@ class Engine:
 
 def run_options(options: Mapping[str, Any]) -> RunOptions:
     """The options of a run by their names. Raises ``UserError`` for one that there is not."""
-    known = [field.name for field in fields(RunOptions)]
+    known = [field.name for field in fields(RunOptions) if field.name not in OF_MANIFESTS]
     for name in options:
         if name not in known:
             raise UserError(UnknownOption(None, name, ", ".join(known)))
@@ -446,12 +475,14 @@ def train(
     *,
     restarted: bool = False,
     clock: StartClock | None = None,
-) -> None:
-    """What ``arachnec run`` does on a rank: every step of an engine is reported, and the last to be looked at.
+    stops: Callable[[], StopRequest | None] | None = None,
+) -> int:
+    """What ``arachnec run`` does on a rank: every step of an engine is reported, and the last to be looked at. Returns
+    the signal that has ended it after a step, or 0.
 
     Raises ``UserError``, on every rank or on the one it concerns, for anything that keeps the run from going on.
     """
-    engine = Engine.of(executable, options, device, enter, restarted=restarted, clock=clock)
+    engine = Engine.of(executable, options, device, enter, restarted=restarted, clock=clock, stops=stops)
     trainer = engine.trainer
     assert engine.end is not None, "an executable's batches never end"
     events.emit(
@@ -459,7 +490,7 @@ def train(
             dist.get_world_size(),
             DeviceRuntime.of(device).name(),
             engine.done,
-            engine.end - engine.done,
+            max(0, engine.end - engine.done),
             cost_sources(trainer.module),
         )
     )
@@ -470,6 +501,7 @@ def train(
         *([] if stages is None else [stages]),
         *trainer.notes(),
         *trainer.init_notes(options.init),
+        *([] if stops is None or options.checkpoint is None else [trainer.note_of_grace()]),
     ):
         events.emit(report.Note(note))
     for step in engine:
@@ -481,9 +513,10 @@ def train(
                 events.emit(report.Note(note))
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
     if not engine.steps:
-        events.emit(report.Note(f"all {engine.end} steps were done before"))
+        told = f"all {counted(engine.end, 'step')} were done before"
+        events.emit(report.Note(f"{told}: --steps and --epochs say how many in all, --more how many beyond these"))
         trainer.close_groups()
-        return
+        return 0
     peak = report.peak_memory_gib(DeviceRuntime.of(device))
     write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals, peak)
     if dist.get_rank() == 0:
@@ -502,3 +535,4 @@ def train(
         )
         report.write_json(options.report or executable.folder / "run.json", summary)
     trainer.close_groups()
+    return engine.stopped_by

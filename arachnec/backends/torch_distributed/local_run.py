@@ -15,6 +15,7 @@ from rich.console import Console
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.reporting.display import Display
+from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.cluster.resize import cluster_for
 from arachnec.cluster.topology import has_gpus
 from arachnec.executable.folder import MODEL, Executable, demand_folder, read_executable
@@ -63,7 +64,7 @@ def run_here(
     crashed = None
     with Display(console) as display:
         try:
-            beside = partial(_while_ranks_start, options, training, tells)
+            beside = partial(_while_ranks_start, options, training, executable.digests[MODEL], tells)
             shared = shared_modules(executable, cluster)
             launch(
                 world,
@@ -72,6 +73,7 @@ def run_here(
                 stopped_s=options.stall_timeout,
                 beside=beside,
                 shared=shared,
+                on_stop=None if options.checkpoint is None else partial(_tell_stop, display),
             )
         except RankCrashed as crash:
             crashed = str(crash)
@@ -83,6 +85,11 @@ def run_here(
         console.print(text, highlight=False, soft_wrap=True)
 
 
+def _tell_stop(display: Display) -> None:
+    told = "the run ends after the step under way, with a checkpoint; Ctrl-C again ends it at once"
+    display.show(msgspec.json.encode(Note(told)))
+
+
 def shared_modules(executable: Executable, cluster: Cluster) -> tuple[str, ...]:
     """What ranks without GPUs have imported when they begin. None where a fork may not go on, as on macOS."""
     if sys.platform != "linux" or has_gpus(cluster):
@@ -91,12 +98,18 @@ def shared_modules(executable: Executable, cluster: Cluster) -> tuple[str, ...]:
     return (ENGINE, *imported_libraries(files))
 
 
-def _while_ranks_start(options: RunOptions, training: Training, tells: Callable[[], None] | None) -> None:
-    """Look at what takes torch to be looked at. Raises ``UserError``."""
+def _while_ranks_start(options: RunOptions, training: Training, model: str, tells: Callable[[], None] | None) -> None:
+    """Look at what takes torch to be looked at, what is quick first. ``model`` is the model file's digest. Raises
+    ``UserError``."""
+    from arachnec.backends.torch_distributed.checkpoints import checkpoint
     from arachnec.models.initial_weights import model_folder
     from arachnec.models.weight_files import weight_files
     from arachnec.optimizers.recipe import demand_torch_takes
 
+    if options.checkpoint is not None and not options.resume:
+        checkpoint.demand_empty(options.checkpoint)
+    elif options.checkpoint is not None:
+        checkpoint.demand_own(options.checkpoint, model, training.seed, training.accumulate)
     try:
         demand_torch_takes(training)
     except UserError as error:

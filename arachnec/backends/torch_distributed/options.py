@@ -22,6 +22,8 @@ FOLDER = click.Path(path_type=Path, file_okay=False, writable=True)
 READ = click.Path(path_type=Path)
 PRETRAINED = click.Path(path_type=Path)
 GIVEN = ("checkpoint", "save_gradients", "save_lists", "replay_lists", "init")  # paths that all ranks have, or none
+SHARED = ("steps", "epochs", "more", "every", "keep", "resume", "max_skipped")
+ENDS = ("steps", "epochs", "more")  # of which one says where a run ends
 FLAGS = ("lr", "clip_norm", "dtype", "ema", "seed")  # training options with an option of their own
 TRAINING = (
     click.option("--train", type=READ, help="Training options, a TOML file: docs/training_options.md."),
@@ -33,7 +35,13 @@ TRAINING = (
     click.option("--seed", type=int, help="Of weights, noise and timesteps."),
 )
 OPTIONS = (
-    click.option("--steps", type=click.IntRange(min=1), help="Optimizer steps; default: one pass over the manifest."),
+    click.option(
+        "--steps",
+        type=click.IntRange(min=1),
+        help="Optimizer steps in all, with those before a resumed run; default: one pass over the manifest.",
+    ),
+    click.option("--epochs", type=click.IntRange(min=1), help="Passes over the manifest in all, instead of --steps."),
+    click.option("--more", type=click.IntRange(min=1), help="Optimizer steps beyond those of the checkpoint, instead."),
     click.option("--save-gradients", type=FILE, help="Write the last step's gradient here."),
     click.option("--save-lists", type=FOLDER, help="Write the lists of key blocks of every step here."),
     click.option("--replay-lists", type=READ, help="Attend to the key blocks that were saved here, step by step."),
@@ -70,6 +78,8 @@ class RunOptions:
     """How far to run, and what to write."""
 
     steps: int | None = None
+    epochs: int | None = None
+    more: int | None = None
     save_gradients: Path | None = None
     save_lists: Path | None = None
     replay_lists: Path | None = None
@@ -95,7 +105,7 @@ class RunOptions:
     def shared(self) -> dict[str, object]:
         """What all ranks must be given alike, so that none takes a step, or writes, without the others. By what a
         person calls it."""
-        values = {name: getattr(self, name) for name in ("steps", "every", "keep", "resume", "max_skipped")}
+        values = {name: getattr(self, name) for name in SHARED}
         given = {name: getattr(self, name) is not None for name in GIVEN}
         return {f"the option --{name.replace('_', '-')}": value for name, value in (values | given).items()}
 
@@ -148,6 +158,8 @@ def run_options(function: F) -> F:
     def wrapped(**given: Any) -> Any:
         own = {name: given.pop(name) for name in RunOptions.__dataclass_fields__}
         options = RunOptions(**own)
+        if len(ends := [f"--{name}" for name in ENDS if getattr(options, name) is not None]) > 1:
+            raise click.UsageError(f"{ends[0]} and {ends[1]} both say where the run ends: give one of them")
         if options.resume and options.checkpoint is None:
             raise click.UsageError("--resume needs the folder of the checkpoints: add --checkpoint DIR")
         if options.every is not None and options.checkpoint is None:

@@ -5,6 +5,7 @@ torchrun --nproc-per-node=4 -m arachnec.backends.torch_distributed.worker build/
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import click
@@ -13,6 +14,7 @@ from arachnec.backends.torch_distributed.options import RunOptions, run_options
 from arachnec.ir.garbage import without_garbage_collector
 from arachnec.launch.ranks import exit_with, joined_rank
 from arachnec.launch.start_times import StartClock
+from arachnec.launch.stop_request import exit_code
 from arachnec.launch.timeouts import START_S
 
 
@@ -36,7 +38,18 @@ def command(folder: Path, options: RunOptions) -> None:
         clock.done("group")
         joined.wait_for_launcher()
         clock.done("check")
-        train(executable, options, device, joined.watchdog.enter, notes, restarted=joined.restarted, clock=clock)
+        signum = train(
+            executable,
+            options,
+            device,
+            joined.watchdog.enter,
+            notes,
+            restarted=joined.restarted,
+            clock=clock,
+            stops=joined.watchdog.stops_after_step,
+        )
+    if signum:
+        sys.exit(exit_code(signum))
 
 
 if __name__ == "__main__":

@@ -200,6 +200,17 @@ def demand_empty(folder: Path) -> None:
         raise UserError(CheckpointsThere(None, str(folder), commit.position.steps if commit else 0))
 
 
+def demand_own(folder: Path, model: str, seed: int, accumulate: int) -> None:
+    """What can be said of the newest checkpoint before ranks read it: that it is of another model file, seed or count
+    of batches. Raises ``UserError``."""
+    commit = read_commit(whole[0]) if (whole := committed(folder)) else None
+    if commit is None:
+        return
+    wanted = msgspec.structs.replace(commit.position, model=model, seed=seed, accumulate=accumulate)
+    if difference := _difference(commit.position, wanted):
+        raise UserError(ForeignCheckpoint(None, str(whole[0]), difference))
+
+
 def _newest_intact(folder: Path) -> Path | None:
     """Every rank reads back its share of a checkpoint's files, once; all come to the same answer."""
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -21,6 +21,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Stage
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.sequence_shard import even_split
+from arachnec.models.clip_errors import naming
 from arachnec.runtime.device_runtime import HostCopy
 from arachnec.spmd.spatial.peers import Group
 
@@ -53,11 +54,12 @@ class Encoding:
         """No number for a clip that cannot be read."""
         encoder, rows = self.context.encoders[stage], []
         for clip in clips:
-            loaded = self.context.loads.take_readable(step, stage, clip)
-            if loaded is None:
-                rows.append(stand_in(encoder, clip, self.context.device))
-            else:
-                rows.append(encode_loaded(encoder, [loaded]))
+            with naming([clip], stage):
+                loaded = self.context.loads.take_readable(step, stage, clip)
+                if loaded is None:
+                    rows.append(stand_in(encoder, clip, self.context.device))
+                else:
+                    rows.append(encode_loaded(encoder, [loaded]))
         return torch.cat(rows)
 
     def _together(self, cascade: Cascade, clips: Sequence[VideoClip], ranks: tuple[int, ...]) -> Tensor:
@@ -66,9 +68,10 @@ class Encoding:
         peers = Group(ranks, ranks.index(context.rank), context.groups.get(ranks))
         encoder = context.encoders[stage]
         for clip in clips:
-            loaded = context.loads.take_readable(self.iteration.step, stage, clip)
-            given = no_numbers(encoder, clip, context.device) if loaded is None else loaded
-            row = context.divided.encode(context.model_file, stage, encoder, given, peers)
+            with naming([clip], stage):
+                loaded = context.loads.take_readable(self.iteration.step, stage, clip)
+                given = no_numbers(encoder, clip, context.device) if loaded is None else loaded
+                row = context.divided.encode(context.model_file, stage, encoder, given, peers)
             rows.append(torch.full_like(row, torch.nan) if loaded is None else row)
         return torch.cat(rows)
 

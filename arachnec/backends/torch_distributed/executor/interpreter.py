@@ -28,6 +28,7 @@ from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.encoding import Encoding
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.executor.learning import learn
+from arachnec.backends.torch_distributed.executor.shared_batches import digest_of
 from arachnec.backends.torch_distributed.executor.side_by_side import own_part
 from arachnec.backends.torch_distributed.executor.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
@@ -139,6 +140,8 @@ def _host_batch(context: RankContext, iteration: Iteration, run: Run, cascade: C
     encoded, kept = usable(encoded_inputs(iteration.module, cascade, here), len(cascade.clips))
     clips = [iteration.clips[clip] for clip in cascade.clips]
     batch = batch_of(context.model_file, clips, encoded, context.training, iteration.step)
+    if cascade.clips in iteration.compares:
+        run.digests[cascade.clips] = digest_of(encoded, batch)
     return HostBatch(*batch, kept)
 
 
@@ -285,7 +288,8 @@ class _Walk:
         context = self.context
         message = self._message(self.staged.messages.before(cascade))
         whole = None if len(self.kept[cascade.name]) == len(cascade.clips) else self.kept[cascade.name]
-        with self._sharded(instruction, cascade), self._gathered(instruction, cascade):
+        clips = naming(self._clips(cascade))
+        with clips, self._sharded(instruction, cascade), self._gathered(instruction, cascade):
             objective, handed_on = self.staged.forward(
                 cascade, context.model, context.model_file, kwargs, target, message, share, whole
             )

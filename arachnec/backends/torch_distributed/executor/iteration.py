@@ -11,6 +11,7 @@ from arachnec.analysis.receive_prefetch import Prefetched, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.backends.finite_losses import not_finite
 from arachnec.backends.torch_distributed.batches.set_aside import LeftOut
+from arachnec.backends.torch_distributed.executor.shared_batches import Digest, Makers
 from arachnec.backends.torch_distributed.executor.side_by_side import own_part, own_program
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.plans.supported import demand_supported
@@ -50,6 +51,7 @@ class Iteration:
     given: Mapping[str, OnHost]  # what was encoded in an earlier step, by cascade
     share: Share = WHOLE
     messages: StageMessages | None = None  # of a model in stages, where they were worked out before
+    compares: Makers = field(default_factory=dict)  # batches whose digests the ranks compare
 
     @classmethod
     def of(
@@ -82,6 +84,7 @@ class Run:
     shares: dict[str, Tensor] = field(default_factory=dict)  # of the objective, by cascade
     rows: dict[str, Tensor] = field(default_factory=dict)  # whether each clip of a cascade is finite
     left_out: LeftOut = field(default_factory=LeftOut)
+    digests: dict[tuple[int, ...], Digest] = field(default_factory=dict)  # of batches to compare, by their clips
     lacked_keys: bool = False  # nothing was updated: more keys were chosen than there was room for
 
     def not_finite(self, iteration: Iteration, rank: int) -> list[str | int]:

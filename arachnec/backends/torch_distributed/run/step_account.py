@@ -12,6 +12,7 @@ import torch
 
 from arachnec.backends.torch_distributed.batches.set_aside import NothingLeft, notes_of_left_out
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
+from arachnec.backends.torch_distributed.executor.shared_batches import demand_equal_batches, difference
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report
@@ -61,15 +62,24 @@ class StepAccount:
     most_skipped: int
     audit: AuditLog | None
     batches: int
+    stopped_by: int = 0  # the signal that asked some rank to end
     _skipped: int = 0  # steps in a row
     _slow: SlowRanks = field(default_factory=SlowRanks)
     _seen: list[AuditLine] = field(default_factory=list)  # of the batches of a step that has not ended
     _names: dict[str | int, str] = field(default_factory=dict)  # of their clips
 
     def report(
-        self, context: RankContext, own: Iteration, planned: Planned, run: Run, measured: Measured
+        self,
+        context: RankContext,
+        own: Iteration,
+        planned: Planned,
+        run: Run,
+        measured: Measured,
+        *,
+        asked: int = 0,
     ) -> report.StepReport:
-        """Put together what all ranks measured of one batch. Collective. Raises ``UserError`` where too many steps were
+        """Put together what all ranks measured of one batch; ``asked`` is the signal that asked this one to end.
+        Collective. Raises ``UserError`` where too many steps were
         skipped, or no clip is left."""
         busy = report.busy_ms(measured.intervals)
         norm = 0.0 if run.norm is None else float(run.norm)
@@ -77,9 +87,13 @@ class StepAccount:
         copies = context.host_copies
         moved = (0, 0) if copies is None else copies.counted()
         rate = [context.optimizer.first_group, context.optimizer.rate]
-        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, *rate]
+        mine = [run.loss, measured.elapsed, busy, peaks[0], norm, peaks[1], *moved, asked]
+        mine += [difference(own.compares, run.digests, context.rank), *rate]
         everyone = torch.stack(gather(torch.tensor(mine, dtype=torch.float64)))
-        demand_equal_rates(own.step, everyone[:, 8:].tolist())
+        demand_equal_rates(own.step, everyone[:, 10:].tolist())
+        if float(everyone[:, 9].sum()):
+            demand_equal_batches(own.step, own.compares, run.digests, own.clips)
+        self.stopped_by = int(everyone[:, 8].max())
         loss, norm = float(everyone[:, 0].sum()), float(everyone[:, 4].max())
         aside, clips = _left_out(context, own, run), len(own.module.clips)
         if not own.share.clips:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import replace
@@ -30,6 +31,7 @@ from arachnec.backends.torch_distributed.checkpoints.initial_run import (
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run, Share, program_of
+from arachnec.backends.torch_distributed.executor.shared_batches import SharedBatches
 from arachnec.backends.torch_distributed.executor.specs import Specs
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.options import RunOptions
@@ -60,6 +62,7 @@ from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock
+from arachnec.launch.stop_request import StopRequest
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.layer_summary import LayerSummary
@@ -169,6 +172,8 @@ class Trainer:
         self._ready: Module | None = None  # the program that was made ready last
         self.clips: tuple[VideoClip, ...] = ()  # of the latest optimizer step
         self.intervals: list[Interval] = []  # of the latest step on this rank
+        self._shared = SharedBatches()
+        self.stop: StopRequest | None = None  # where a signal is to end the run after a step
         self.plans_reused = 0  # steps that ran a plan which an earlier batch of the same shapes was given
 
     @property
@@ -209,9 +214,21 @@ class Trainer:
         """What a person should know of the weights that the run begins with."""
         return init_notes(init, self._context.model, self._context.encoders)
 
-    def steps_of(self, batches: int) -> int:
-        """Optimizer steps that so many batches make."""
-        return -(-batches // self._each)
+    def end_of(self, epochs: int) -> int:
+        """Optimizer steps in all at the end of so many passes over the manifest."""
+        return -(-epochs * self._executable.header.iterations // self._each)
+
+    @property
+    def stopped_by(self) -> int:
+        """The signal that some rank was asked to end by until the end of the latest step; 0 where there was none."""
+        return self._account.stopped_by
+
+    def note_of_grace(self) -> str:
+        """What whoever ends this run should know."""
+        step_ms = self._each * (0.0 if self._planned is None else self._planned.times.ends)
+        grace = math.ceil(self.timeouts.grace(self.module, step_ms))
+        told = "Ctrl-C and SIGTERM end this run after the step under way, with a checkpoint: give it"
+        return f"{told} {grace} s of grace by the plan's numbers; a second one ends it at once"
 
     def step_log(self, end: int | None) -> StepLog:
         """What is told of every step. Raises ``UserError`` where the schedule does not last up to ``end``, if known."""
@@ -287,7 +304,8 @@ class Trainer:
         self._prepare(self.module, share)
         context = self._context
         given = self._ahead.values if self._ahead is not None and self._ahead.clips is planned.clips else {}
-        own = replace(self._iteration(planned, given), share=share)
+        compares = self._shared.wanted(self.module, planned.clips) if dist.get_world_size() > 1 else {}
+        own = replace(self._iteration(planned, given), share=share, compares=compares)
         self._load(planned)
         self._ahead = None if following is None else self._look_ahead(following)
         if following is not None:
@@ -306,7 +324,7 @@ class Trainer:
         elapsed = (time.perf_counter() - started) * 1e3
         self._limits.took(planned, elapsed)
         measured = Measured(self.intervals, elapsed, exposed)
-        return self._account.report(context, own, planned, run, measured)
+        return self._account.report(context, own, planned, run, measured, asked=self.stop.signum if self.stop else 0)
 
     def _again(
         self, planned: Planned, share: Share, clock: Clock, save_gradients: Path | None, progress: StepProgress

@@ -161,7 +161,7 @@ def test_a_checkpoint_resumes_with_other_cells_on_another_number_of_ranks(
     ]
     straight = train_on(before[0], folders[0], steps=3, report=tmp_path / "straight.json")
     train_on(before[0], folders[0], steps=1, checkpoint=tmp_path / "kept")
-    train_on(after[0], folders[1], steps=2, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "rest.json")
+    train_on(after[0], folders[1], more=2, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "rest.json")
     whole = [step["loss"] for step in straight["steps"]]
     for resumed, expected in zip(losses(tmp_path / "rest.json"), whole[1:], strict=True):
         assert abs(resumed - expected) <= 1e-9 * abs(expected)
@@ -176,7 +176,7 @@ def test_a_checkpoint_of_an_optimizer_over_cells_resumes_in_each_cell_and_the_ot
     expected = losses_of(train_on(4, apart, steps=3, report=tmp_path / "straight.json"))
     train_on(4, over, steps=1, checkpoint=tmp_path / "kept")
     for folder, steps in ((apart, 1), (over, 1)):
-        rest = train_on(4, folder, steps=steps, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "r.json")
+        rest = train_on(4, folder, more=steps, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "r.json")
         losses, expected = losses_of(rest), expected[1:]
         assert losses == pytest.approx(expected[: len(losses)], rel=1e-9)
 

@@ -170,7 +170,7 @@ def test_a_checkpoint_resumes_with_other_things_in_the_host(
     ]
     straight = train_on(before[0], folders[0], steps=3, report=tmp_path / "straight.json")
     train_on(before[0], folders[0], steps=1, checkpoint=tmp_path / "kept")
-    train_on(after[0], folders[1], steps=2, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "rest.json")
+    train_on(after[0], folders[1], more=2, checkpoint=tmp_path / "kept", resume=True, report=tmp_path / "rest.json")
     whole = [step["loss"] for step in straight["steps"]]
     for resumed, expected in zip(losses(tmp_path / "rest.json"), whole[1:], strict=True):
         assert abs(resumed - expected) <= 1e-6 * abs(expected)

@@ -155,7 +155,7 @@ def test_a_program_without_sparse_layers_says_what_it_leaves_of_a_checkpoint_wit
     told = "the checkpoint has predictors of 2 layers that this program keeps dense: the next ones are without them"
     assert note_of_left(stored, {name for name in stored if name.startswith("parameter/")}) == told
     assert note_of_left(stored, stored) is None
-    assert trained(executable(tmp_path / "alone", None), steps=1, checkpoint=kept, resume=True)["steps"][0]["step"] == 1
+    assert trained(executable(tmp_path / "alone", None), more=1, checkpoint=kept, resume=True)["steps"][0]["step"] == 1
 
 
 def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on_with_them(tmp_path: Path) -> None:
@@ -170,7 +170,7 @@ def test_layers_whose_predictors_are_right_turn_sparse_and_a_resumed_run_goes_on
         assert layer["sparse"] and layer["loss"] < 0.01 and 0.97 <= layer["of_best"] <= 1 + 1e-6
         assert all(0 < density < 1 for density in layer["density"])
     trained(folder, steps=2, checkpoint=tmp_path / "kept")
-    resumed = trained(folder, steps=7, checkpoint=tmp_path / "kept", resume=True)
+    resumed = trained(folder, more=7, checkpoint=tmp_path / "kept", resume=True)
     assert [step["loss"] for step in resumed["steps"]] == losses[2:]
     first, second = (layer["history"] for layer in through["sparse_layers"])
     assert [a == b for a, b in pairwise(first)] == [True] * 7 + [False], "layer 0 learns in steps 0 and 8"
@@ -199,7 +199,7 @@ def test_behind_the_switch_a_run_goes_on_with_another_number_of_ranks(tmp_path: 
     folder, wider = executable(tmp_path / "sparse", 4), executable(tmp_path / "wider", 4, ON_THREE, 3)
     trained(folder, steps=2, checkpoint=tmp_path / "kept")
     through = trained(folder, steps=3)
-    resumed = train_on(3, wider, steps=1, checkpoint=tmp_path / "kept", resume=True)
+    resumed = train_on(3, wider, more=1, checkpoint=tmp_path / "kept", resume=True)
     assert resumed["steps"][0]["loss"] == pytest.approx(through["steps"][2]["loss"], rel=1e-5)
     for one, other in zip(through["sparse_layers"], resumed["sparse_layers"], strict=True):
         assert one["sparse"] and other["sparse"]

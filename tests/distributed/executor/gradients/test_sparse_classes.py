@@ -88,7 +88,7 @@ def test_a_checkpoint_of_one_density_a_head_is_gone_on_from(tmp_path: Path) -> N
     folder = executable(tmp_path / "sparse", 4)
     first = trained(folder, steps=1, checkpoint=tmp_path / "kept")["sparse_layers"]
     rewrite(tmp_path / "kept", without_classes)
-    resumed = trained(folder, steps=1, checkpoint=tmp_path / "kept", resume=True, save_lists=tmp_path / "lists")
+    resumed = trained(folder, more=1, checkpoint=tmp_path / "kept", resume=True, save_lists=tmp_path / "lists")
     lists = read_lists(tmp_path / "lists", 1)
     for number, (path, _) in enumerate(LAYERS):
         assert resumed["sparse_layers"][number]["classes"] == [], "a layer that is sparse rests in step 1"
@@ -96,7 +96,7 @@ def test_a_checkpoint_of_one_density_a_head_is_gone_on_from(tmp_path: Path) -> N
             kept = lists[clip, f"{path}.0"]
             assert kept is not None
             assert kept.counts[0, :, 0].tolist() == kept_blocks(first[number]["density"], tokens)
-    later = trained(folder, steps=7, checkpoint=tmp_path / "kept", resume=True)["sparse_layers"]
+    later = trained(folder, more=7, checkpoint=tmp_path / "kept", resume=True)["sparse_layers"]
     assert all(list(by_class(layer)) == [64, 128] for layer in later)
 
 

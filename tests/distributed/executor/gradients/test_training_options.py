@@ -97,7 +97,7 @@ def test_ranks_train_as_a_plain_loop_does_over_a_checkpoint_and_on_another_numbe
     )
     kept = tmp_path / "kept"
     train_on(2, two, steps=3, checkpoint=kept)
-    train_on(1, one, steps=2, checkpoint=kept, resume=True)
+    train_on(1, one, more=2, checkpoint=kept, resume=True)
     expected = plain(two, CLIPS, 5)
     trained = masters(kept)
     assert set(trained) == set(expected)

@@ -64,7 +64,7 @@ def test_after_interruptions_and_on_other_ranks_every_clip_is_there_once_an_epoc
         place.write_text(str(fails or 1000))
         code = INTERRUPTED.format(place=place)
         folder = executable(tmp_path / "build", BATCHES, WORKS, 2, more=code)
-        options = {"steps": more, "checkpoint": kept, "every": 1, "resume": True, "keep": 1}
+        options = {"more": more, "checkpoint": kept, "every": 1, "resume": True, "keep": 1}
         if fails:
             with pytest.raises(RankError, match="interrupted"):
                 train_on(ranks, folder, **options)

@@ -111,10 +111,10 @@ def test_a_full_disk_is_one_message_on_every_rank_and_no_checkpoint(tmp_path: Pa
 def test_a_run_begins_where_there_is_no_checkpoint_and_keeps_out_of_anothers(tmp_path: Path) -> None:
     folder = executable(tmp_path / "build", [(clip("a", 3), clip("b", 5))], WORKS, 2)
     kept = tmp_path / "kept"
-    assert train_on(2, folder, steps=1, checkpoint=kept, resume=True)["steps"][0]["step"] == 0
+    assert train_on(2, folder, more=1, checkpoint=kept, resume=True)["steps"][0]["step"] == 0
     with pytest.raises(RankError, match="holds checkpoints, the newest of step 1"):
         train_on(2, folder, steps=1, checkpoint=kept)
-    train_on(2, folder, steps=3, checkpoint=kept, resume=True, every=1, keep=3)
+    train_on(2, folder, more=3, checkpoint=kept, resume=True, every=1, keep=3)
     assert sorted(path.name for path in kept.glob("step-*")) == ["step-00000002", "step-00000003", "step-00000004"]
     commit = read_commit(step_folder(kept, 4))
     assert commit is not None

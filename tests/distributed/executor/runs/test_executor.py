@@ -121,7 +121,7 @@ def test_a_run_resumed_on_another_number_of_ranks_goes_on_as_if_never_stopped(tm
     )
     whole = train_on(2, two, steps=4)
     train_on(2, two, steps=2, checkpoint=tmp_path / "kept")
-    rest = train_on(1, one, steps=2, checkpoint=tmp_path / "kept", resume=True)
+    rest = train_on(1, one, more=2, checkpoint=tmp_path / "kept", resume=True)
     assert [step["step"] for step in rest["steps"]] == [2, 3]
     for resumed, straight in zip(rest["steps"], whole["steps"][2:], strict=True):
         # The two plans sum in another order, and bf16 gradients are rounded where they are summed.
@@ -132,7 +132,7 @@ def test_fp32_losses_after_a_resume_agree_to_rounding(tmp_path: Path) -> None:
     folder = executable(tmp_path / "two", [CLIPS], ALONE, 2, training=Training(lr=1e-2))
     whole = train_on(2, folder, steps=3)
     train_on(2, folder, steps=1, checkpoint=tmp_path / "kept")
-    rest = train_on(2, folder, steps=2, checkpoint=tmp_path / "kept", resume=True)
+    rest = train_on(2, folder, more=2, checkpoint=tmp_path / "kept", resume=True)
     assert [step["loss"] for step in rest["steps"]] == [step["loss"] for step in whole["steps"][1:]]
 
 
@@ -143,7 +143,7 @@ def test_a_checkpoint_that_was_cut_short_is_passed_over(tmp_path: Path) -> None:
     assert sorted(path.name for path in kept.glob("step-*")) == ["step-00000002", "step-00000003"]
     torn = next(kept.glob("step-00000003/rank-00001.safetensors"))
     torn.write_bytes(torn.read_bytes()[:-7])
-    rest = train_on(2, folder, steps=1, checkpoint=kept, resume=True)
+    rest = train_on(2, folder, more=1, checkpoint=kept, resume=True)
     assert rest["steps"][0]["step"] == 2
 
 

@@ -127,7 +127,7 @@ def test_an_optimizer_dealt_out_over_a_stages_ranks_steps_and_resumes_as_one_tha
     whole = executable(tmp_path / "whole", 2, [CLIPS], pipeline_of("p=2", "schedule=1f1b"), training=training)
     expected = train_on(2, whole, steps=3)["steps"]
     steps = train_on(4, over, steps=2, checkpoint=tmp_path / "kept")["steps"]
-    steps += train_on(2, whole, steps=1, checkpoint=tmp_path / "kept", resume=True)["steps"]
+    steps += train_on(2, whole, more=1, checkpoint=tmp_path / "kept", resume=True)["steps"]
     for ours, plain in zip(steps, expected, strict=True):
         assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-9)
         assert ours["gradient_norm"] == pytest.approx(plain["gradient_norm"], rel=1e-6)
@@ -139,7 +139,7 @@ def test_a_checkpoint_goes_on_with_another_number_of_stages(tmp_path: Path) -> N
     two = executable(tmp_path / "two", 2, [CLIPS], pipeline_of("p=2", "schedule=1f1b"), training=Training(lr=0.01))
     train_on(2, two, steps=2, checkpoint=kept)
     four = executable(tmp_path / "four", 4, [CLIPS], pipeline_of("p=4", "schedule=zb-h1"), training=Training(lr=0.01))
-    resumed = train_on(4, four, steps=1, checkpoint=kept, resume=True)
+    resumed = train_on(4, four, more=1, checkpoint=kept, resume=True)
     through = train_on(2, two, steps=3)
     assert resumed["steps"][0]["loss"] == pytest.approx(through["steps"][2]["loss"], rel=1e-9)
 

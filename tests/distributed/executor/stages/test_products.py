@@ -158,7 +158,7 @@ def test_a_checkpoint_goes_on_with_other_stages_cells_and_ranks(
         passes = pipeline_of(stages, schedule, cell=cell)
         folders.append(executable(tmp_path / str(number), world, [CLIPS], passes, training=training))
     train_on(before[0], folders[0], steps=1, checkpoint=tmp_path / "kept")
-    resumed = train_on(after[0], folders[1], steps=1, checkpoint=tmp_path / "kept", resume=True)
+    resumed = train_on(after[0], folders[1], more=1, checkpoint=tmp_path / "kept", resume=True)
     loss, _ = plain_loop(folders[0], CLIPS, step=1, model=after_one_step(folders[0], training))
     assert resumed["steps"][0]["loss"] == pytest.approx(loss, rel=1e-9)
 

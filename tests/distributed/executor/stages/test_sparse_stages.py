@@ -155,8 +155,8 @@ def test_a_run_goes_on_in_stages_and_back_on_one_rank(tmp_path: Path, whole: tup
     staged = executable(tmp_path / "staged", 2, pipeline_of("p=2", "schedule=1f1b"))
     given = {"replay_lists": folder.parent / "lists", "checkpoint": tmp_path / "kept"}
     steps = losses(train_on(1, folder, steps=1, **given))
-    steps += losses(train_on(2, staged, steps=1, resume=True, **given))
-    last = train_on(1, folder, steps=1, resume=True, **given)
+    steps += losses(train_on(2, staged, more=1, resume=True, **given))
+    last = train_on(1, folder, more=1, resume=True, **given)
     assert [*steps, *losses(last)] == pytest.approx(losses(expected), rel=1e-5)
     for one, other in zip(expected["sparse_layers"], last["sparse_layers"], strict=True):
         assert one["sparse"] and other["sparse"]

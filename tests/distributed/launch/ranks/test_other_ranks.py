@@ -98,7 +98,7 @@ def test_the_losses_on_fewer_ranks_are_those_of_the_whole_pipeline(
     folder = executable(tmp_path / "build", before, [CLIPS], passes, training=Training(lr=0.01, clip_norm=0.0))
     kept = tmp_path / "kept"
     train_on(before, folder, steps=2, checkpoint=kept)
-    resumed = train_on(after, folder, steps=2, checkpoint=kept, resume=True)
+    resumed = train_on(after, folder, more=2, checkpoint=kept, resume=True)
     through = train_on(before, folder, steps=4)
     for ours, plain in zip(resumed["steps"], through["steps"][2:], strict=True):
         assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-9)

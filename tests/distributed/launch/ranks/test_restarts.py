@@ -52,11 +52,14 @@ def test_a_killed_rank_costs_the_steps_since_the_checkpoint_and_nothing_else(tmp
         demand_every_clip_once(lines)
 
 
-def ends(folder: Path, *starts: tuple[int, int, bool, str]) -> list[int]:
+ONE_PASS = 7
+
+
+def ends(folder: Path, *starts: tuple[int, int | None, bool, str]) -> list[int | None]:
     restarts = []
-    for done, count, restarted, name in starts:
+    for done, asked, restarted, name in starts:
         os.environ["TORCHELASTIC_RUN_ID"] = name
-        restarts.append(end_of_job(folder, done, count, restarted=restarted))
+        restarts.append(end_of_job(folder, done, asked, ONE_PASS, restarted=restarted))
     del os.environ["TORCHELASTIC_RUN_ID"]
     return restarts
 
@@ -64,13 +67,17 @@ def ends(folder: Path, *starts: tuple[int, int, bool, str]) -> list[int]:
 @pytest.mark.parametrize(
     ("starts", "expected"),
     [
-        pytest.param([(0, 9, False, "a"), (4, 9, True, "a"), (6, 9, True, "a")], [9, 9, 9], id="restarts"),
-        pytest.param([(0, 9, False, "a"), (9, 9, True, "a")], [9, 9], id="killed-behind-the-last-step"),
-        pytest.param([(0, 9, False, "a"), (9, 5, False, "b")], [9, 14], id="the-next-job"),
-        pytest.param([(0, 9, False, "a"), (9, 5, True, "b")], [9, 14], id="killed-before-it-said-where-it-ends"),
+        pytest.param([(0, 9, False, "a"), (4, 13, True, "a"), (6, 15, True, "a")], [9, 9, 9], id="restarts"),
+        pytest.param([(0, 9, False, "a"), (9, 18, True, "a")], [9, 9], id="killed-behind-the-last-step"),
+        pytest.param([(0, 9, False, "a"), (9, 14, False, "b")], [9, 14], id="the-next-job"),
+        pytest.param([(0, 9, False, "a"), (9, 14, True, "b")], [9, 14], id="killed-before-it-said-where-it-ends"),
+        pytest.param([(0, None, False, "a"), (3, None, False, "b")], [ONE_PASS, ONE_PASS], id="a-pass-resumed"),
+        pytest.param([(0, 20, False, "a"), (3, None, False, "b")], [20, 20], id="goes-on-to-what-was-asked-for"),
+        pytest.param([(0, 5, False, "a"), (5, None, False, "b")], [5, ONE_PASS], id="a-pass-after-a-few-steps"),
+        pytest.param([(0, 20, False, "a"), (0, None, False, "b")], [20, ONE_PASS], id="begun-anew"),
     ],
 )
 def test_a_job_ends_where_its_first_start_aimed(
-    starts: list[tuple[int, int, bool, str]], expected: list[int], tmp_path: Path
+    starts: list[tuple[int, int | None, bool, str]], expected: list[int], tmp_path: Path
 ) -> None:
     assert run_ranks(2, ends, tmp_path, *starts) == [expected, expected]
