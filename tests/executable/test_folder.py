@@ -215,3 +215,22 @@ def test_clips_that_are_not_those_of_the_traced_module_are_refused(
     rewritten(folder)
     with pytest.raises(UserError, match=reason):
         read_executable(folder)
+
+
+GRAPH = """
+  graph @Block (%x : f32[B, S, 12]) -> (%0) {} [
+    %0 = "aten.neg.default"(%x) : f32[B, S, 12]
+  ]
+"""
+
+
+@pytest.mark.parametrize("of_model", [GRAPH.replace("neg", "exp"), GRAPH.replace("@Block", "@Other"), ""])
+def test_graphs_that_are_not_those_that_were_traced_are_refused(folder: Path, of_model: str) -> None:
+    header = json.loads((folder / HEADER).read_text())
+    for name, graph in (("traced.cascade", GRAPH), ("model.cascade", of_model)):
+        text = (folder / name).read_text().rstrip().removesuffix("}") + graph + "}\n"
+        (folder / name).write_text(text)
+        header["fingerprint"][name] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / HEADER).write_text(json.dumps(header))
+    with pytest.raises(UserError, match=r"model\.cascade has another graph `(Block|Other)` than traced\.cascade"):
+        read_executable(folder)
