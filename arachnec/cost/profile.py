@@ -20,6 +20,7 @@ from typing import ClassVar
 import msgspec
 
 from arachnec.cost.sparse_profile import SparseProfile, sparse_problem
+from arachnec.ir.bounds import LARGEST, SMALLEST
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.values import Formula, Term
@@ -33,6 +34,7 @@ GATHER, SCATTER = "all-gather", "reduce-scatter"  # of a layer's parameters and 
 HANDOFF = "handoff"  # each of two ranks hands a part to the other
 # what compute takes longer beside one: on CPU ranks of one machine the same cores do both
 OVERLAPPED = {op: f"overlapped-{op}" for op in (GATHER, SCATTER, HANDOFF)}
+MOST_MS, MOST_TOKENS = 1e9, 1e3  # what a thousand tokens may take: beyond that a number is a slip
 LARGEST_FILE = 16 * 2**20  # bytes
 LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
 ONE_SIZE = 0.05  # messages whose sizes differ by less, relatively, are taken for one size
@@ -173,12 +175,18 @@ def read_profile(path: str | Path) -> Profile:
 
 
 def _problems(profile: Profile) -> Iterator[str]:
-    """What no measurement can have come to. JSON has no number without end."""
+    """What no measurement can have come to."""
+    plain = msgspec.to_builtins(profile)
+    if (value := next(_out_of_bounds(plain), None)) is not None:
+        yield f"it has the number {str(value)[:24]}; the largest may be {LARGEST:g}"
+        return
     for entry in profile.stages:
         where = f"stage `{entry.stage}`, {entry.phase}"
         for name, value in entry.fit.coefficients.items():
             if name not in _POWERS:
                 yield f"{where}: there is no coefficient `{name}`, only {', '.join(_POWERS)}"
+            if value > MOST_MS / MOST_TOKENS ** sum(power for symbol, power in _POWERS.get(name, ()) if symbol != "B"):
+                yield f"{where}: the coefficient of {name} is {value:g}, of clips that never end"
             if value < 0:
                 yield f"{where}: the coefficient of {name} is {value}, less than nothing"
         for run in entry.measurements:
@@ -189,7 +197,7 @@ def _problems(profile: Profile) -> Iterator[str]:
     links = profile.links
     for name in ("intra", "inter", "all_reduce", "host", "host_link") if links is not None else ():
         speed = getattr(links, name, None)
-        if speed is not None and speed <= 0:
+        if speed is not None and speed < SMALLEST:
             yield f"`{name}` of its links is {speed} GB/s"
     for name in ("latency", "inter_latency") if links is not None else ():
         wait = getattr(links, name)
@@ -202,10 +210,21 @@ def _problems(profile: Profile) -> Iterator[str]:
     for row in profile.collectives:
         if row.op not in OVERLAPPED:
             yield f"there is no collective `{row.op}`, only {', '.join(OVERLAPPED)}"
+        if max(row.ms, row.overlapped or 0.0) > MOST_MS:
+            yield f"a measured {row.op} took more than {MOST_MS:g} ms"
         if row.ranks < 2 or min(row.bytes, row.ms) <= 0:
             yield f"a measured {row.op} has sizes or times below nothing"
         if row.overlapped is not None and row.overlapped < 0:
             yield f"compute beside a measured {row.op} is said to take {row.overlapped} ms longer"
+
+
+def _out_of_bounds(value: object) -> Iterator[float]:
+    """The numbers of a profile with which no cost can be computed."""
+    if isinstance(value, dict | list | tuple):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _out_of_bounds(part)
+    elif isinstance(value, int | float) and abs(value) > LARGEST:
+        yield value
 
 
 def write_profile(profile: Profile, path: str | Path) -> None:
@@ -313,7 +332,7 @@ def fit_collective(profile: Profile, op: str) -> tuple[float, float] | None:
     latency = min(small.ms, large.ms)
     moved = (large.bytes - small.bytes) * (large.ranks - 1) / large.ranks
     speed = moved / max(large.ms - latency, 1e-6) / 1e6
-    return latency / math.ceil(math.log2(small.ranks)) * 1e3, min(speed, MOST_GBS)
+    return latency / math.ceil(math.log2(small.ranks)) * 1e3, max(SMALLEST, min(speed, MOST_GBS))
 
 
 def _solved(runs: Sequence[Measurement]) -> dict[str, float]:

@@ -315,6 +315,7 @@ def read_executable(folder: Path) -> Executable:
         parse_module(text_of(folder, name, raw[name]), str(folder / name)) for name in (PROGRAM, TRACED, MODEL_IR)
     )
     check_module(model)
+    _demand_traced_graphs(folder, model, traced)
     return Executable(
         folder=folder,
         header=header,
@@ -325,6 +326,21 @@ def read_executable(folder: Path) -> Executable:
         validation=text_of(folder, VALIDATION, raw[VALIDATION]) if more else "",
         digests=digests | {"versions": digest_of(repr(sorted(versions().items())).encode())},
     )
+
+
+def _demand_traced_graphs(folder: Path, model: Module, traced: Module) -> None:
+    """Passes mark what is fused of the graphs that were traced, and change nothing else of them."""
+    if not model.graphs and not traced.graphs:
+        return
+    check_module(traced)
+    of_model, of_trace = ({graph.name: _as_traced(graph) for graph in module.graphs} for module in (model, traced))
+    if of_model != of_trace:
+        name = min(n for n in of_model.keys() | of_trace.keys() if of_model.get(n) != of_trace.get(n))
+        raise UserError(NotExecutable(None, str(folder), f"{MODEL_IR} has another graph `{name}` than {TRACED}"))
+
+
+def _as_traced(graph: Graph) -> Graph:
+    return replace(graph, fused=(), attrs=graph.attrs.updated(alone=None))
 
 
 def iteration_of(model: Module, number: int) -> Module:

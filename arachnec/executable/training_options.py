@@ -215,6 +215,7 @@ def verified(training: Training) -> Training:
     """The options themselves, or a ``UserError`` that names the one out of range."""
     Columns.of(training.columns)
     warmup, dropout, drawn = training.schedule.warmup, training.caption_dropout, training.timesteps
+    least, most = (drawn.min or 0.0), (1.0 if drawn.max is None else drawn.max)
     rules = (
         ("lr", training.lr, 0 <= training.lr < math.inf, "a learning rate is zero or more"),
         ("clip-norm", training.clip_norm, 0 <= training.clip_norm < math.inf, "give a norm, or 0 for no clipping"),
@@ -256,6 +257,8 @@ def verified(training: Training) -> Training:
         ("timesteps.std", drawn.std, 0 < drawn.std < math.inf, "a spread is above zero"),
         ("timesteps.mean", drawn.mean, -math.inf < drawn.mean < math.inf, "a mean is a finite number"),
         ("timesteps.shift", drawn.shift, 0 < drawn.shift < math.inf, "a shift is above zero; 1 shifts nothing"),
+        ("timesteps.min", least, 0 <= least < 1, "a noise level lies on [0, 1], the least below 1"),
+        ("timesteps.max", most, max(0, least) < most <= 1, "a noise level lies on [0, 1], above timesteps.min"),
         ("timesteps.base_tokens", drawn.base_tokens or 1, (drawn.base_tokens or 1) > 0, "give a number of tokens"),
     )
     bad = tuple(BadTraining(None, option, value, remedy) for option, value, holds, remedy in rules if not holds)

@@ -57,7 +57,7 @@ def _attributes_with_keys(value: Any) -> tuple[list[tuple[pytree.KeyEntry, Any]]
 
 def _rebuilt(kind: type, parts: Sequence[Any], names: tuple[str, ...]) -> Any:
     """An instance with these attributes. ``__init__`` and ``__post_init__`` ran when the first one was made."""
-    made = SimpleNamespace() if kind is SimpleNamespace else object.__new__(kind)
+    instance = SimpleNamespace() if kind is SimpleNamespace else object.__new__(kind)
     for name, part in zip(names, parts, strict=True):
-        object.__setattr__(made, name, part)
-    return made
+        object.__setattr__(instance, name, part)
+    return instance

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, cast
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
@@ -270,7 +270,7 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
             raise UserError(WrongResult(defined, name, *wrong, form.page))
-        return result
+        return cast(R, result)
 
     return functools.wraps(function)(checked)
 

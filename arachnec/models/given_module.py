@@ -17,6 +17,7 @@ from torch import nn
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.file import MODEL_FILE, ModelFile, checked_function
+from arachnec.models.pretrained_on_meta import without_values
 
 SCRIPT = replace(MODEL_FILE, kind="script")
 
@@ -95,16 +96,6 @@ def _file_of(function: Callable[..., Any]) -> Path | None:
     except TypeError:  # a builtin
         return None
     return None if file is None or not Path(file).is_file() else Path(file).absolute()
-
-
-def without_values(module: nn.Module) -> nn.Module:
-    """A copy on the meta device; nothing of the module's size is allocated."""
-    memo: dict[int, Any] = {}
-    for tensor in (*module.parameters(), *module.buffers()):
-        empty = torch.empty_like(tensor, device="meta")
-        kept = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-        memo[id(tensor)] = kept
-    return copy.deepcopy(module, memo)
 
 
 def source_of(given: ModelFile) -> str:

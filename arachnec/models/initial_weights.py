@@ -25,6 +25,8 @@ from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weig
 MODEL_FOLDERS = ("transformer", "unet")
 ENCODER_FOLDERS = {"text": "text_encoder", "pooled": "text_encoder_2"}  # others are named like their encoder
 CONFIG = "config.json"
+INDEX = "model_index.json"
+PIPELINE = "pipeline_folder"  # of an encoder: whose configuration it was made from
 JSON_KINDS: Mapping[type, str] = {list: "list", str: "text", int: "number", float: "number", type(None): "null"}
 MOST_NAMED = 8  # names, or patterns of them, in a list of a message
 
@@ -140,7 +142,7 @@ def demand_fit(folder: Path, path: Path) -> None:
 
 def encoder_weights(folder: Path, name: str, encoder: nn.Module) -> InitialWeights | None:
     """Those of the encoder ``name`` of a model file; None where the folder has none. Raises as ``initial_weights``."""
-    place = encoder_folder(folder, name)
+    place = encoder_folder(folder, name, encoder)
     if not place.is_dir():
         return None
     path, network = _network(encoder)
@@ -148,9 +150,19 @@ def encoder_weights(folder: Path, name: str, encoder: nn.Module) -> InitialWeigh
     return InitialWeights(fitted.files, {f"{path}{own}": source for own, source in fitted.sources.items()})
 
 
-def encoder_folder(folder: Path, name: str) -> Path:
-    """Where a pipeline's folder has the weights of the encoder ``name`` of a model file."""
-    return folder / ENCODER_FOLDERS.get(name, name)
+def encoder_folder(folder: Path, name: str, encoder: nn.Module | None = None) -> Path:
+    """Where the weights of the encoder ``name`` of a model file are: in a pipeline's folder, in that around a
+    transformer's folder, else in the one whose configuration the ``encoder`` was made from."""
+    part = ENCODER_FOLDERS.get(name, name)
+    around = pipeline_folder(folder)
+    own = getattr(encoder, PIPELINE, None)
+    places = [place / part for place in (folder, around, own) if place is not None]
+    return next((place for place in places if place.is_dir()), folder / part)
+
+
+def pipeline_folder(folder: Path) -> Path | None:
+    """The pipeline's folder that a folder is, or is a part of; None where it is of none."""
+    return next((place for place in (folder, folder.absolute().parent) if (place / INDEX).is_file()), None)
 
 
 def _network(encoder: nn.Module) -> tuple[str, nn.Module]:

@@ -6,17 +6,28 @@ for that a configuration alone does not tell is read in full, and its values are
 
 from __future__ import annotations
 
+import copy
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import nn
 
 # The class of each library that has the method, by its module.
 CLASSES = {"transformers.modeling_utils": "PreTrainedModel", "diffusers.models.modeling_utils": "ModelMixin"}
 PRECISION = ("dtype", "torch_dtype")
 HUB = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
-OF_FILES = ("variant", "use_safetensors", "low_cpu_mem_usage", "weights_only")  # which weights, not which model
+OF_FILES = (
+    "variant",
+    "use_safetensors",
+    "low_cpu_mem_usage",
+    "weights_only",
+    "_from_auto",
+    "_commit_hash",
+)  # which weights, not which model
 
 
 @contextmanager
@@ -30,6 +41,18 @@ def pretrained_without_weights() -> Iterator[None]:
         yield
 
 
+def without_values(module: nn.Module) -> nn.Module:
+    """A copy on the meta device, tied tensors tied; nothing of the module's size is allocated."""
+    import torch
+
+    memo: dict[int, Any] = {}
+    for tensor in (*module.parameters(), *module.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        kept = torch.nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else empty
+        memo[id(tensor)] = kept
+    return copy.deepcopy(module, memo)
+
+
 @contextmanager
 def _without_weights(kind: Any, of_config: Callable[..., Any]) -> Iterator[None]:
     original = vars(kind)["from_pretrained"]
@@ -41,15 +64,15 @@ def _without_weights(kind: Any, of_config: Callable[..., Any]) -> Iterator[None]
         load = original.__get__(None, cls)
         if not torch.empty(0).is_meta:
             return load(path, *args, **kwargs)
-        given = {key: value for key, value in kwargs.items() if value is not None}
-        made = (
+        given = {key: value for key, value in kwargs.items() if value}  # what is off is as if it were not there
+        planned = (
             None if args or not given.keys() <= {*PRECISION, *HUB, *OF_FILES, "config"} else of_config(cls, path, given)
         )
-        if made is None:
+        if planned is None:
             with torch.device("cpu"):
                 loaded = load(path, *args, **kwargs)
-            return loaded.to("meta") if isinstance(loaded, torch.nn.Module) else loaded
-        return made.eval()
+            return without_values(loaded) if isinstance(loaded, torch.nn.Module) else loaded
+        return planned.eval()
 
     kind.from_pretrained = classmethod(from_pretrained)
     try:

@@ -99,7 +99,10 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
         raise UserError(NoTable(None, str(path)))
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(NotJson(None, f"it is larger than {LARGEST_FILE >> 20} MiB"))
-    text = file.read_text(encoding="utf-8-sig", errors="replace")
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(NotJson(None, f"byte {error.start} is no UTF-8")) from None
     try:
         value = json.loads(text, object_pairs_hook=partial(_once, file, text))
     except json.JSONDecodeError as error:
@@ -167,8 +170,8 @@ class _Reader:
         where = f"task {number}"
         task = self._object(value, where, ("name", "stages"))
         name = task.get("name", str(number))
-        if not isinstance(name, str) or not name:
-            raise self._bad(f"`name` of {where}", name, "text", "name")
+        if not isinstance(name, str) or not is_text(name):
+            raise self._bad(f"`name` of {where}", name, "text that UTF-8 can hold", "name")
         where = f"task `{name}`"
         stages = task.get("stages")
         if not isinstance(stages, list) or not stages:
@@ -177,7 +180,7 @@ class _Reader:
         for index, entry in enumerate(stages):
             stage = self._object(entry, f"a stage of {where}", ("stage", "ms", "s"), name)
             kind = stage.get("stage")
-            if not isinstance(kind, str) or not kind:
+            if not isinstance(kind, str) or not is_text(kind):
                 raise self._bad(f"`stage` of {where}", kind, "the stage's name", name)
             times = self._times(stage, f"stage `{kind}` of {where}", unit, name)
             label = _unique(f"{name}.{kind}", names)
@@ -230,7 +233,8 @@ class _Reader:
 
     def _bad(self, where: str, value: Any, expected: str, near: str) -> UserError:
         shown = "missing" if value is None else json.dumps(value) if not isinstance(value, str) else value
-        return UserError(BadTable(self._span(near), where, shown[:80], expected))
+        shown = shown[:80].encode(errors="replace").decode()
+        return UserError(BadTable(self._span(near), where, shown, expected))
 
     def _span(self, word: str) -> Span:
         """Where a key or name first stands in the text; the first line where it does not."""
@@ -239,6 +243,14 @@ class _Reader:
             if word and column >= 0:
                 return Span(self.file, number, column + 1, number, column + len(word) + 3)
         return Span(self.file, 1, 1, 1, 2)
+
+
+def is_text(value: str) -> bool:
+    """Whether it says something, and has no half of a surrogate pair, as JSON's escapes can."""
+    try:
+        return bool(value.encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def _unique(name: str, taken: Mapping[str, str]) -> str:

@@ -25,6 +25,7 @@ from arachnec.models.argument_trees import register_dataclasses
 from arachnec.models.batch import is_batched
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.models.file import ModelFile, line_span
+from arachnec.models.pretrained_on_meta import without_values
 from arachnec.tracing.errors import CannotRecord
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.needs_values import needs_values
@@ -215,7 +216,11 @@ def meta_encoders(source: ModelSource) -> dict[str, nn.Module]:
         if not needs_values(error):
             raise
         encoders = source.encoders()
-    return {name: encoder.to("meta") for name, encoder in encoders.items()}
+    return {name: without_values(encoder) if _has_values(encoder) else encoder for name, encoder in encoders.items()}
+
+
+def _has_values(module: nn.Module) -> bool:
+    return any(not parameter.is_meta for parameter in module.parameters())
 
 
 class _Probe:

@@ -14,13 +14,15 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Span
 
 TINY = 1e-300
+SLOW = 1e-9  # GB/s, the least that a module can say
+HUGE = 1.7e308
 SIZES = ("tokens", "text", "messages", "moved")
 RUN = {"batch": 1, "tokens": 0, "text": 0, "degree": 1, "ms": TINY, "messages": 0.0, "moved": 0.0}
 FIT: dict[str, Any] = {"coefficients": {"B*S": 0.0}, "residuals": [], "held_out": None, "exponent": None}
 VALID: dict[str, Any] = {
     "machine": "m", "device": "cpu",
     "stages": [{"stage": "dit", "phase": "forward", "measurements": [RUN], "fit": FIT}],
-    "links": {"latency": 0.0, "intra": TINY, "inter_latency": 0.0, "inter": TINY, "all_reduce": TINY, "host": TINY},
+    "links": {"latency": 0.0, "intra": SLOW, "inter_latency": 0.0, "inter": SLOW, "all_reduce": SLOW, "host": SLOW},
     "synchronisation": [{"stage": "dit", "ranks": 1, "bytes": 0, "reduce_ms": 0.0, "step_ms": 0.0}],
     "collectives": [{"op": "all-gather", "ranks": 2, "bytes": 1, "ms": TINY, "overlapped": 0.0}],
 }  # fmt: skip
@@ -30,13 +32,16 @@ LIMITS: tuple[tuple[str, float, str], ...] = (
     *((f"stages.0.measurements.0.{name}", 0, "sizes below nothing") for name in ("batch", "degree")),
     *((f"stages.0.measurements.0.{name}", -1, "sizes below nothing") for name in SIZES),
     ("stages.0.measurements.0.ms", 0.0, "a measurement took 0.0 ms"),
-    *((f"links.{name}", 0.0, "GB/s") for name in ("intra", "inter", "all_reduce", "host")),
+    *((f"links.{name}", SLOW / 2, "GB/s") for name in ("intra", "inter", "all_reduce", "host")),
     *((f"links.{name}", -TINY, "us") for name in ("latency", "inter_latency")),
     ("synchronisation.0.ranks", 0, "the synchronisation of `dit`"),
     *((f"synchronisation.0.{name}", -1, "the synchronisation") for name in ("bytes", "reduce_ms", "step_ms")),
     ("collectives.0.ranks", 1, "a measured all-gather"),
     *((f"collectives.0.{name}", 0, "a measured all-gather") for name in ("bytes", "ms")),
     ("collectives.0.overlapped", -TINY, "ms longer"),
+    *((place, HUGE, "the number 1.7e+308") for place in ("links.latency", "collectives.0.ms", "stages.0.fit.held_out")),
+    ("stages.0.fit.coefficients.B*S", 1e7, "never end"),
+    ("collectives.0.ms", 1e10, "more than 1e+09 ms"),
 )  # fmt: skip
 
 

@@ -239,3 +239,22 @@ def test_a_clip_is_read_back_with_its_captions_and_the_other_columns_of_its_mani
     again = clip_of(msgspec.json.decode(msgspec.json.encode(row_of(written)), type=ClipRow))
     assert again == written
     assert (again.values, again.name) == (written.values, "b/cat")
+
+
+GRAPH = """
+  graph @Block (%x : f32[B, S, 12]) -> (%0) {} [
+    %0 = "aten.neg.default"(%x) : f32[B, S, 12]
+  ]
+"""
+
+
+@pytest.mark.parametrize("of_model", [GRAPH.replace("neg", "exp"), GRAPH.replace("@Block", "@Other"), ""])
+def test_graphs_that_are_not_those_that_were_traced_are_refused(folder: Path, of_model: str) -> None:
+    header = json.loads((folder / HEADER).read_text())
+    for name, graph in (("traced.cascade", GRAPH), ("model.cascade", of_model)):
+        text = (folder / name).read_text().rstrip().removesuffix("}") + graph + "}\n"
+        (folder / name).write_text(text)
+        header["fingerprint"][name] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / HEADER).write_text(json.dumps(header))
+    with pytest.raises(UserError, match=r"model\.cascade has another graph `(Block|Other)` than traced\.cascade"):
+        read_executable(folder)

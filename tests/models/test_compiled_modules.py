@@ -16,8 +16,8 @@ def not_to_be_called(*args: object) -> None:
     raise AssertionError
 
 
-def compiled(thing: object) -> object:
-    return torch.compile(thing, backend=not_to_be_called)  # type: ignore[call-overload]
+def compiled(written: object) -> object:
+    return torch.compile(written, backend=not_to_be_called)  # type: ignore[call-overload]
 
 
 def whole(model: nn.Module) -> object:

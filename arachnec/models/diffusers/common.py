@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import inspect
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,9 @@ from typing_extensions import TypeIs
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.initial_weights import model_folder, read_config
+from arachnec.models.initial_weights import INDEX, model_folder, pipeline_folder, read_config, read_json_object
+
+LOW_NOISE = "transformer_2"  # a pipeline's second expert
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,28 @@ def _of_folder(model: str, parameters: Any, named: Mapping[str, Mapping[str, Any
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
+def strides_of(folder: str | None, usual: tuple[int, int, int] = (4, 8, 8)) -> tuple[int, int, int]:
+    """Pixels a latent along time, height and width, as the VAE of a pipeline's folder says; else as ``usual``."""
+    config = read_config(pipeline / "vae") if (pipeline := _pipeline_of(folder)) else {}
+    time = next((config[key] for key in ("scale_factor_temporal", "temporal_compression_ratio") if config.get(key)), 0)
+    space = next((config[key] for key in ("scale_factor_spatial", "spatial_compression_ratio") if config.get(key)), 0)
+    return int(time) or usual[0], int(space) or usual[1], int(space) or usual[2]
+
+
+def noise_levels_of(folder: str | None) -> tuple[float, float]:
+    """The noise levels that the model of a folder is for: of two experts, as the ``boundary_ratio`` divides them."""
+    pipeline = _pipeline_of(folder)
+    boundary = None if pipeline is None else read_json_object(pipeline / INDEX).get("boundary_ratio")
+    if not isinstance(boundary, int | float) or not 0 < boundary < 1:
+        return 0.0, 1.0
+    low = model_folder(Path(str(folder))).absolute().name == LOW_NOISE
+    return (0.0, float(boundary)) if low else (float(boundary), 1.0)
+
+
+def _pipeline_of(folder: str | None) -> Path | None:
+    return pipeline_folder(Path(folder)) if folder is not None and Path(folder).is_dir() else None
+
+
 def folder_of(name: str | None) -> Path | None:
     """The folder that a configuration's name is; None where it is a name."""
     return Path(name) if name is not None and Path(name).is_dir() else None
@@ -238,14 +263,19 @@ def pooled_text(clip: VideoClip, width: int) -> Tensor:
 
 
 def flow_matching(
-    x0: Tensor, generator: torch.Generator, timesteps: Timesteps = UNIFORM, tokens: int = 1
+    x0: Tensor,
+    generator: torch.Generator,
+    timesteps: Timesteps = UNIFORM,
+    tokens: int = 1,
+    levels: tuple[float, float] = (0.0, 1.0),
 ) -> tuple[Tensor, Tensor, Tensor]:
     """One training point on the straight path from data to noise (Flow Matching, arXiv 2210.02747).
 
-    t is drawn as ``timesteps`` say for a clip of so many tokens; x_t = (1 - t) x0 + t noise; the target is the path's
-    velocity, noise - x0. Returns x_t, the timestep 1000 t of shape [1], and the target.
+    t is drawn as ``timesteps`` say for a clip of so many tokens, from the ``levels`` that the model is for;
+    x_t = (1 - t) x0 + t noise; the target is the path's velocity, noise - x0. Returns x_t, the timestep 1000 t of shape
+    [1], and the target.
     """
-    t = draw_time(timesteps, tokens, generator)
+    t = draw_time(timesteps, tokens, generator, levels)
     noise = draw_normal(x0.shape, generator)
     return (1 - t) * x0 + t * noise, 1000 * t, noise - x0
 
@@ -256,14 +286,42 @@ def timesteps_of(clip: object) -> Timesteps:
     return given
 
 
-def draw_time(timesteps: Timesteps, tokens: int, generator: torch.Generator) -> Tensor:
-    """float32 ``[1]`` on [0, 1]: the noise level of a clip of so many tokens."""
+def draw_time(
+    timesteps: Timesteps, tokens: int, generator: torch.Generator, levels: tuple[float, float] = (0.0, 1.0)
+) -> Tensor:
+    """float32 ``[1]`` on [0, 1]: the noise level of a clip of so many tokens, by a model that is for these ``levels``
+    where ``timesteps`` do not give others."""
+    factor = timesteps.factor(tokens)
+    low, high = timesteps.levels or levels
     if timesteps.sampling == "uniform":
         t = draw_uniform(generator)
+        if (low, high) != (0.0, 1.0):
+            first, last = _unshifted(low, factor), _unshifted(high, factor)
+            t = first + (last - first) * t
     else:
-        t = torch.sigmoid(timesteps.mean + timesteps.std * draw_normal((1,), generator))
-    factor = timesteps.factor(tokens)
-    return t if factor == 1.0 else factor * t / (1 + (factor - 1) * t)
+        z = draw_normal((1,), generator)
+        if (low, high) != (0.0, 1.0):
+            z = _between(z, *((_logit(_unshifted(t, factor)) - timesteps.mean) / timesteps.std for t in (low, high)))
+        t = torch.sigmoid(timesteps.mean + timesteps.std * z)
+    t = t if factor == 1.0 else factor * t / (1 + (factor - 1) * t)
+    return t if (low, high) == (0.0, 1.0) else t.clamp(low, high)
+
+
+def _unshifted(t: float, factor: float) -> float:
+    """Which noise level is shifted to ``t``."""
+    return t / (factor - (factor - 1) * t)
+
+
+def _logit(t: float) -> float:
+    return math.log(t / (1 - t)) if 0 < t < 1 else (t - 0.5) * math.inf
+
+
+def _between(z: Tensor, low: float, high: float) -> Tensor:
+    """A standard normal number as one of those between ``low`` and ``high``, at the same quantile."""
+    below, above = (torch.special.ndtr(torch.tensor(edge, dtype=torch.float64)) for edge in (low, high))
+    quantile = below + (above - below) * torch.special.ndtr(z.double())
+    bounded: Tensor = torch.special.ndtri(quantile).clamp(low, high).float()
+    return bounded
 
 
 def draw_normal(shape: tuple[int, ...] | torch.Size, generator: torch.Generator) -> Tensor:

@@ -49,6 +49,7 @@ class HunyuanTextToVideo:
     text_length: int | None
     dtype: torch.dtype = torch.float32
     folder: Path | None = None  # of the pretrained weights
+    stride: tuple[int, int, int] = (4, 8, 8)
 
     @property
     def tokenization(self) -> Tokenization | None:
@@ -58,7 +59,7 @@ class HunyuanTextToVideo:
     @property
     def geometry(self) -> common.Geometry:
         patch = self.config["patch_size"]
-        return common.Geometry(self.config["in_channels"], (self.config["patch_size_t"], patch, patch))
+        return common.Geometry(self.config["in_channels"], (self.config["patch_size_t"], patch, patch), self.stride)
 
     def build(self) -> torch.nn.Module:
         return in_precision(common.constructor(MODULE, "HunyuanVideoTransformer3DModel")(**self.config), self.dtype)
@@ -98,4 +99,5 @@ def text_to_video(
     """
     model = common.constructor(MODULE, "HunyuanVideoTransformer3DModel")
     config = common.configuration("HunyuanVideo", model, CONFIGURATIONS, name, config)
-    return HunyuanTextToVideo(config, text_length, dtype, common.folder_of(name))
+    folder, stride = common.folder_of(name), common.strides_of(name)
+    return HunyuanTextToVideo(config, text_length, dtype, folder, stride)

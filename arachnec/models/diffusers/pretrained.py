@@ -20,7 +20,6 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
 from arachnec.models.diffusers.tokenizations import (
-    INDEX,
     TEMPLATE,
     cogvideox_tokens,
     hunyuan_tokens,
@@ -28,7 +27,7 @@ from arachnec.models.diffusers.tokenizations import (
     wan_tokens,
 )
 from arachnec.models.encoders import TextEncoder, VideoEncoder
-from arachnec.models.initial_weights import read_config, read_json_object
+from arachnec.models.initial_weights import INDEX, PIPELINE, read_config, read_json_object
 
 LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama opens no autocast there
 
@@ -73,7 +72,7 @@ def pipeline_encoders(
     text_length: int | None = None,
 ) -> dict[str, nn.Module]:
     """``encoders()`` of a model file: ``vae``, ``text`` and, of HunyuanVideo, ``pooled``, made from their configs.
-    Their weights are as drawn.
+    Their weights are as drawn; ``--init`` reads them from its own folder, or from this one where that has none.
 
     ``multiple`` is an adapter's ``geometry.multiple``; ``text_length`` is the most text tokens that a caption has, by
     default the pipeline's: longer ones are cut. The VAE stays in fp32. Raises ``UserError`` where the folder
@@ -91,10 +90,13 @@ def pipeline_encoders(
             raise UserError(NoPipeline(None, str(folder), f"{part}/"))
     config = read_config(folder / "vae")
     kind = constructor("diffusers", config["_class_name"])
-    return {
+    encoders = {
         "vae": VideoEncoder(kind.from_config(config), multiple),
         **CAPTIONS[pipeline](folder, text_dtype, text_length),
     }
+    for encoder in encoders.values():
+        setattr(encoder, PIPELINE, folder.absolute())
+    return encoders
 
 
 def _wan(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:

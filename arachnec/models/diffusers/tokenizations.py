@@ -13,10 +13,9 @@ from typing import Any
 
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers.common import constructor
-from arachnec.models.initial_weights import read_config, read_json_object
+from arachnec.models.initial_weights import INDEX, read_config, read_json_object
 from arachnec.models.prompts import wan_prompt
 
-INDEX = "model_index.json"
 TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 WAN_TOKENS, COGVIDEOX_TOKENS, HUNYUAN_TOKENS = 512, 226, 256  # the most that the pipelines take
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from arachnec.data.clip import VideoClip
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
-from arachnec.models.diffusers.tokenizations import WAN_TOKENS, folder_tokenization
+from arachnec.models.diffusers.tokenizations import folder_tokenization
 from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.transformer_wan"
@@ -46,6 +46,8 @@ class WanTextToVideo:
     text_length: int | None
     dtype: torch.dtype = torch.float32
     folder: Path | None = None  # of the pretrained weights
+    stride: tuple[int, int, int] = (4, 8, 8)
+    levels: tuple[float, float] = (0.0, 1.0)  # of noise that the model is for
 
     @property
     def tokenization(self) -> Tokenization | None:
@@ -55,14 +57,14 @@ class WanTextToVideo:
     @property
     def geometry(self) -> common.Geometry:
         time, height, width = self.config["patch_size"]
-        return common.Geometry(self.config["in_channels"], (time, height, width))
+        return common.Geometry(self.config["in_channels"], (time, height, width), self.stride)
 
     def build(self) -> torch.nn.Module:
         return in_precision(common.constructor(MODULE, "WanTransformer3DModel")(**self.config), self.dtype)
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         x0, tokens = common.latents(clip, self.geometry), self.geometry.tokens(clip)
-        x_t, timestep, target = common.flow_matching(x0, generator, common.timesteps_of(clip), tokens)
+        x_t, timestep, target = common.flow_matching(x0, generator, common.timesteps_of(clip), tokens, self.levels)
         text, _ = common.text_embeddings(clip, "Wan", self.config["text_dim"], self.text_length)
         arguments = {
             "hidden_states": x_t,
@@ -85,10 +87,12 @@ def text_to_video(
     The model reads a clip's ``text_tokens`` text tokens as they are; ``text_length`` (512 in Wan's own training) pads
     all captions with zeros to one length instead, as the model was pretrained; of a pipeline's folder it is 512 where
     nothing is given. ``dtype`` is the precision of the
-    weights and of what the model is given. Raises ``UserError`` for an unknown name or key.
+    weights and of what the model is given. The stride of latents is that of the folder's VAE, and one of two experts
+    trains on its own side of the folder's ``boundary_ratio``. Raises ``UserError`` for an unknown name or key.
     """
     model = common.constructor(MODULE, "WanTransformer3DModel")
     config, folder = common.configuration("Wan", model, CONFIGURATIONS, name, config), common.folder_of(name)
     if text_length is None and folder is not None and common.is_of_pipeline(folder):
         text_length = WAN_TOKENS  # to which the pipeline pads
-    return WanTextToVideo(config, text_length, dtype, folder)
+    strides, levels = common.strides_of(name), common.noise_levels_of(name)
+    return WanTextToVideo(config, text_length, dtype, folder, strides, levels)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -56,14 +56,14 @@ def frozen_fingerprint(init: Path | None, context: RankContext) -> str:
     return gather_text(weight_files(model_folder(init)).fingerprint() if dist.get_rank() == 0 else "")[0]
 
 
-def init_notes(init: Path | None, model: nn.Module, encoders: Iterable[str]) -> list[str]:
+def init_notes(init: Path | None, model: nn.Module, encoders: Mapping[str, nn.Module]) -> list[str]:
     """What a person should know of the weights before the first step."""
     if init is None or dist.get_rank() != 0:
         return []
     notes = []
     if differences := config_differences(init, model):
         notes.append(f"the config.json of {init} says other things than the model's: {'; '.join(differences)}")
-    built = [name for name in encoders if not encoder_folder(init, name).is_dir()]
+    built = [name for name, encoder in encoders.items() if not encoder_folder(init, name, encoder).is_dir()]
     if built:
         folders = ", ".join(f"{ENCODER_FOLDERS.get(name, name)}/" for name in built)
         notes.append(f"{init} has no {folders}: the weights of {', '.join(built)} are those that encoders() makes")
