@@ -239,6 +239,11 @@ def _planned(
     return planned, Manifest((first, tuple(of_shapes)), Path(data)), long
 
 
+def _prefixed(reporter: Reporter, what: str) -> Reporter:
+    """What is reported, after what it is of."""
+    return lambda doing: reporter(f"{what}: {doing}")
+
+
 def _listed(data: str | Path | None, batch: Batch, training: Training, machine: Cluster) -> Manifest | None:
     """The clips; None where the manifest is too long to list."""
     if not training.mix.manifests:
@@ -353,7 +358,7 @@ def compared(
     refused: list[tuple[str, UserError]] = []
     for number, (name, pipeline) in enumerate(pipelines.items(), 1):
         what = f"pipeline {number} of {len(pipelines)}, {name}"
-        watching = (*instruments, ReportProgress(lambda doing, what=what: reporter(f"{what}: {doing}")))
+        watching = (*instruments, ReportProgress(_prefixed(reporter, what)))
         try:
             model_module, model_ms = plan_model(traced, pipeline, watching)
             module, iteration_ms = plan_iteration(model_module, pipeline, 0, watching)

@@ -70,7 +70,7 @@ class RequestProgress:
 
     def result_of(self, request: Request) -> None:
         """It decodes and writes what a request has come to."""
-        self._go_inside(_Inside(f"the result of {named([request.id], 'request')}", time.monotonic()))
+        self._go_inside(_Inside(f"the result of {named([str(request.id)], 'request')}", time.monotonic()))
 
     @contextmanager
     def arriving(self) -> Iterator[None]:

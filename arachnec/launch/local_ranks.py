@@ -97,7 +97,7 @@ class _Rank:
 def launch(
     world: int,
     arguments: Sequence[str],
-    on_event: Callable[[bytes], None],
+    on_event: Callable[[bytes], object],
     *,
     worker: str = WORKER,
     leave_s: float = LEAVE_S,
@@ -214,7 +214,7 @@ def _of_rank(rank: int, error_file: IO[bytes], place: int) -> dict[str, str]:
 def _watch(
     ranks: Sequence[_Rank],
     events: int,
-    on_event: Callable[[bytes], None],
+    on_event: Callable[[bytes], object],
     leave_s: float,
     stopped_s: float,
     told: _Told,

@@ -136,7 +136,7 @@ class Partition(Pass):
         few = None if self.tokens is not None or _is_part(stage) else Launches.of(module, stage, several)
 
         def limit_of(clip: Clip) -> float:
-            usual = min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
+            usual: float = min(most_tokens / clip.tokens, most_work / float(clip.tokens) ** p)
             return usual if few is None else max(usual, few.clips_on_a_rank(module, stage, clip))
 
         return self._filled(module, stage, limit_of)

@@ -223,11 +223,11 @@ class Profiler:
         """The median over the rounds so far of each job's mean over its ranks; nothing of a job that was not run."""
         run = [(job, torch.tensor(times)) for job, times in zip(self.jobs, self._times, strict=True) if times]
         flat = torch.cat([times.flatten() for _, times in run]).double()
-        everyone = torch.stack(gather(flat)).split([times.numel() for _, times in run], dim=1)
+        everyone = torch.split(torch.stack(gather(flat)), [times.numel() for _, times in run], dim=1)
         measurements: dict[tuple[str, str], list[Measurement]] = {}
         ends: dict[str, float] = {}
         for (job, times), all_times in zip(run, everyone, strict=True):
-            means = all_times.unflatten(1, times.shape)[: job.ranks].mean(0)  # rounds, phases
+            means = torch.unflatten(all_times, 1, times.shape)[: job.ranks].mean(0)  # rounds, phases
             for phase, ms in zip(job.phases, means.quantile(0.5, dim=0).tolist(), strict=True):
                 if job.point is None:
                     ends[phase] = ms

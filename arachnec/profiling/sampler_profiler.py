@@ -145,11 +145,13 @@ class SamplerProfiler:
             (job, torch.tensor(runs, dtype=torch.float64)) for job, runs in zip(self.jobs, times, strict=True) if runs
         ]
         flat = torch.cat([runs.flatten() for _, runs in run])
-        everyone = torch.stack(gather(flat)).split([runs.numel() for _, runs in run], dim=1)
+        everyone = torch.split(torch.stack(gather(flat)), [runs.numel() for _, runs in run], dim=1)
         rows: dict[tuple[str, str], list[Measurement]] = {}
         for (job, runs), all_runs in zip(run, everyone, strict=True):
             crowding = max(1.0, job.ranks / self.at_once)  # how many ranks share a core
-            ms = (_ms(all_runs.unflatten(1, runs.shape)[: job.ranks], crowding) / runs[:, 2]).quantile(0.5).item()
+            ms = (
+                (_ms(torch.unflatten(all_runs, 1, runs.shape)[: job.ranks], crowding) / runs[:, 2]).quantile(0.5).item()
+            )
             rows.setdefault((job.stage, "forward"), []).append(self._measurement(job, ms))
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         measured_links = measure_links(self.device) if links and dist.get_world_size() > 1 else None

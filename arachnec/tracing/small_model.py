@@ -121,7 +121,7 @@ def _give_values(model: nn.Module) -> None:
     generator = torch.Generator("cpu").manual_seed(SEED)
     tile = torch.empty(TILE).uniform_(-1, 1, generator=generator)
     before = [*model.parameters(), *model.buffers()]  # alive, so that no other tensor gets the id of one
-    known: dict[int, Tensor] = {}  # tied ones stay tied
+    known: dict[int, Any] = {}  # tied ones stay tied
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None:

@@ -93,9 +93,9 @@ def _gradients(
             wanted |= {f"{name} by left": value.left, f"{name} by right": value.right}
         elif value.requires_grad:
             wanted[name] = value
-    for index, value in enumerate(inputs):
+    for index, given in enumerate(inputs):
         if captured.input_grads[index]:
-            inputs[index] = wanted[f"input {index}"] = value.requires_grad_(True)
+            inputs[index] = wanted[f"input {index}"] = given.requires_grad_(True)
     generator = torch.Generator("cpu").manual_seed(SEED)
     total = torch.zeros(())
     for output in run(*inputs):

@@ -13,7 +13,7 @@ from torch import Tensor
 from arachnec.data.clip import VideoClip
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
-from arachnec.models.diffusers.tokenizations import folder_tokenization
+from arachnec.models.diffusers.tokenizations import WAN_TOKENS, folder_tokenization
 from arachnec.models.precision import in_precision
 
 MODULE = "diffusers.models.transformers.transformer_wan"
