@@ -44,12 +44,12 @@ class FactoredMatrix(nn.Parameter):
         """Random, of a size that keeps a signal's."""
         rows, columns = matrix.shape
         shown = torch.zeros((), dtype=dtype, device=device).expand(rows, columns)
-        made: FactoredMatrix = torch.Tensor._make_subclass(cls, shown, matrix.requires_grad)
+        factored: FactoredMatrix = torch.Tensor._make_subclass(cls, shown, matrix.requires_grad)
         for name, shape, fan in (("left", (rows, RANK), RANK), ("right", (RANK, columns), columns)):
             bound = math.sqrt(3 / fan)
             values = torch.empty(shape).uniform_(-bound, bound, generator=generator)
-            setattr(made, name, values.to(device, dtype).requires_grad_(matrix.requires_grad))
-        return made
+            setattr(factored, name, values.to(device, dtype).requires_grad_(matrix.requires_grad))
+        return factored
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -117,10 +117,10 @@ def narrow_copy(block: nn.Module, *, in_float32: bool) -> nn.Module:
             return FactoredMatrix.like(tensor, dtype, _device(tensor), generator)
         if not tensor.is_meta and not (type(tensor) is nn.Parameter and dtype.is_floating_point):
             return tensor.detach().to(dtype, copy=True)  # a buffer's values, and what has a form of its own
-        made = torch.empty_like(tensor, dtype=dtype, device=_device(tensor), memory_format=torch.contiguous_format)
+        filled = torch.empty_like(tensor, dtype=dtype, device=_device(tensor), memory_format=torch.contiguous_format)
         with torch.no_grad():
-            fill(made, tile)
-        return nn.Parameter(made, requires_grad=tensor.requires_grad) if parameter else made
+            fill(filled, tile)
+        return nn.Parameter(filled, requires_grad=tensor.requires_grad) if parameter else filled
 
     known = {id(tensor): narrow(tensor) for tensor in [*block.parameters(), *block.buffers()]}
     return copy.deepcopy(block, _computed(block) | known)

@@ -66,9 +66,9 @@ def demand_own_generator(
     """
     largest_first = sorted(clips, key=lambda clip: (math.prod(clip.shape[:3]), clip.text_tokens), reverse=True)
     for smallest in {clip.frames == 1: clip for clip in largest_first}.values():
-        found = _any_difference(source, smallest, encoders)
-        if found is not None:
-            what, drawn = found
+        difference = _any_difference(source, smallest, encoders)
+        if difference is not None:
+            what, drawn = difference
             line = next(_draws(path, drawn), None)
             where = span if line is None else line_span(path, line)
             names = " and ".join(f"`{name}`" for name in what)

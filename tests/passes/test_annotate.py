@@ -121,7 +121,7 @@ def test_a_profile_stands_instead_of_device_specs_and_brings_its_links(tmp_path:
     annotated = Annotate(profile=str(path)).run(module())
     assert annotated.cluster is not None
     assert annotated.cluster.attrs.get("host_link") == (Quantity(6.0, "GB/s") if annotated.cluster.nodes == 1 else None)
-    assert annotated.stages[0].attrs["costs"] == "profile"
+    assert annotated.stages[0].attrs["costs"] == "profile p.json"
     assert formula(annotated.stages[0], "forward")(B=1, S=5000, T=40) == pytest.approx(
         measured(1, 5000, 40).ms, rel=1e-3
     )
@@ -164,7 +164,7 @@ def test_a_profile_of_another_precision_is_refused(tmp_path: Path) -> None:
     both = [("dit", "forward", RUNS), ("dit", "backward", RUNS)]
     write_profile(fit_profile(both, machine="m", device="cpu", dtype="f32"), tmp_path / "p.json")
     annotate = Annotate(profile=str(tmp_path / "p.json"))
-    assert annotate.run(in_precision("f32")).stages[0].attrs["costs"] == "profile"
+    assert annotate.run(in_precision("f32")).stages[0].attrs["costs"] == "profile p.json"
     with pytest.raises(UserError) as refused:
         annotate.run(in_precision("bf16"))
     assert "measured in fp32, and stage `@dit` computes in bf16" in str(refused.value)
@@ -233,7 +233,7 @@ def test_a_profile_of_one_length_leaves_the_exponent_to_the_flops(tmp_path: Path
         partitioned = Partition(profile=path).run(clips)
         assert partitioned == Partition().run(clips)
         costed = Annotate(path).run(partitioned)
-        assert costed.stages[0].attrs["costs"] == "profile"
+        assert costed.stages[0].attrs["costs"] == "profile p.json"
         assert CostModel(costed).time(costed.cascades[0], 1) > 0
     assert Partition(p="profile", profile=path).run(equal) == Partition().run(equal)
     with pytest.raises(UserError, match="one length only"):

@@ -38,7 +38,7 @@ def demand(file: ModelFile) -> None:
     demand_own_generator(file, CLIPS, {}, file.path, file.span("sample"))
 
 
-def found(file: ModelFile) -> OtherRandomNumbers:
+def refusal(file: ModelFile) -> OtherRandomNumbers:
     with pytest.raises(UserError) as caught:
         demand(file)
     (problem,) = caught.value.diagnostics
@@ -61,7 +61,7 @@ def found(file: ModelFile) -> OtherRandomNumbers:
     ],
 )
 def test_a_draw_from_a_global_generator_is_shown_at_its_line(tmp_path: Path, line: str, source: str) -> None:
-    problem = found(of_line(tmp_path, line))
+    problem = refusal(of_line(tmp_path, line))
     assert problem.span is not None
     assert problem.span.line == 10
     assert (problem.what, problem.source) == ("`target` and `x`", source)
@@ -69,7 +69,7 @@ def test_a_draw_from_a_global_generator_is_shown_at_its_line(tmp_path: Path, lin
 
 @pytest.mark.parametrize("line", ["x = x + next(count)", "x = x + np.random.default_rng().random()"])
 def test_what_else_changes_from_call_to_call_is_found_too(tmp_path: Path, line: str) -> None:
-    assert "counter" in render(found(of_line(tmp_path, line)))
+    assert "counter" in render(refusal(of_line(tmp_path, line)))
 
 
 @pytest.mark.parametrize(
