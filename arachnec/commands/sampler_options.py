@@ -56,13 +56,12 @@ def refuse(given: Mapping[str, object], why: str) -> None:
 def is_sampler(path: Path) -> bool:
     """Whether a file is a sampler file: it names `models`, and not all of `build`, `sample` and `loss`. Reads it, and
     runs nothing. Raises ``UserError`` for one that names all functions of both kinds."""
-    from arachnec.models.file import MODEL_FILE, definition
-    from arachnec.models.sampler_file import SAMPLER_FILE
+    from arachnec.models.file import MODEL_FILE, SAMPLER_FORM, definition
 
     names = _top_level_names(path, set())
-    trains, samples = names.issuperset(MODEL_FILE.required), names.issuperset(SAMPLER_FILE.required)
+    trains, samples = names.issuperset(MODEL_FILE.required), names.issuperset(SAMPLER_FORM.required)
     if trains and samples:
-        raise UserError(TwoKinds(definition(path, "models"), ", ".join(SAMPLER_FILE.required)))
+        raise UserError(TwoKinds(definition(path, "models"), ", ".join(SAMPLER_FORM.required)))
     return samples or ("models" in names and "build" not in names)
 
 

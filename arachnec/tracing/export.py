@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram, _trace
+from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -65,6 +65,8 @@ def export_block(
 ) -> ExportedProgram:
     """``moving[i]`` are the dimensions of ``inputs[i]`` that become symbols. Raises ``UserError`` if export cannot."""
     dynamic = tuple(dict.fromkeys(dims, Dim.DYNAMIC) or None for dims in moving)
+    from torch.export import _trace  # imports Triton, which reads a variable of the environment then
+
     silent = patch.object(_trace, "print", lambda *said, **to: None, create=True)
     with training_mode(flat), torch.enable_grad(), warnings.catch_warnings(), _without_cache(), silent:
         warnings.simplefilter("ignore")  # of torch.export's own workings, nothing a user could act on

@@ -229,8 +229,8 @@ def test_clips_are_held_against_their_videos_in_one_message(tmp_path: Path) -> N
     text = str(caught.value).replace(f"{tmp_path}/", "")
     assert text.splitlines() == [
         "4 clips are not as the manifest says (1 videos were looked at):",
-        "  clip `f`: the video `a.mp4` has 50 frames, not 51",
-        "  clip `g`: it is 48 x 128, and the video `a.mp4` is 48 x 64 (height x width)",
-        "  clip `h`: its `fps` is 16, and the video `a.mp4` has 24 frames a second",
-        "  clip `i`: the video `a.mp4` gives 5 frames at 4 a second from frame 24 on, not 10",
+        "  clip `a`: the video `a.mp4` has 50 frames, not 51",
+        "  clip `a`: it is 48 x 128, and the video `a.mp4` is 48 x 64 (height x width)",
+        "  clip `a`: its `fps` is 16, and the video `a.mp4` has 24 frames a second",
+        "  clip `a`: the video `a.mp4` gives 5 frames at 4 a second from frame 24 on, not 10",
     ]

@@ -124,7 +124,7 @@ def test_ranks_without_anything_to_do_have_a_row_and_count_as_imbalance() -> Non
     assert "rank 3" in draw(idle, planned(idle))
 
 
-def test_the_terminal_chart_names_cascades_and_shows_idle_ranks() -> None:
+def test_the_terminal_chart_names_clips_and_shows_idle_ranks() -> None:
     clips = equal_clips(2)
     cascades = [
         timed("long", Phase.TRAIN, 0, 1000, (), (0.0, 100.0), (0,)),
@@ -133,8 +133,8 @@ def test_the_terminal_chart_names_cascades_and_shows_idle_ranks() -> None:
     lowered = lower(module_of(cluster(gpus=2), clips, cascades))
     lines = in_terminal(lowered, planned(lowered))
     first, second = lines[2], lines[3]
-    assert "long" in first
-    assert "half" in second
+    assert "clip 0" in first
+    assert "clip 1" in second
     assert 35 <= second.count("·") <= 50
 
 

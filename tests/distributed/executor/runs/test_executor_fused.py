@@ -34,13 +34,14 @@ def fused_executable(folder: Path) -> Path:
     model_file = load_model_file(folder / "model.py")
     model = model_file.build()
     captured = capture_blocks(model, example_calls(model, model_file, CLIPS), verify=False)
-    graphs = tuple(fuse_graph(block_graph(block)) for block in captured.blocks)
+    as_traced = tuple(map(block_graph, captured.blocks))
+    graphs = tuple(map(fuse_graph, as_traced))
     assert all(graph.fused for graph in graphs)
     compiled = read_executable(folder)
     write_executable(
         folder,
         program=compiled.program,
-        traced=compiled.traced,
+        traced=replace(compiled.traced, graphs=as_traced),
         model=replace(compiled.traced, graphs=graphs),
         pipeline=compiled.header.pipeline,
         model_file=model_file,

@@ -164,8 +164,12 @@ def test_what_cannot_be_sampled_is_refused(tmp_path: Path) -> None:
     two = SampledRequests(str(tmp_path / "sampler.py"), str(tmp_path / "requests.jsonl"))
     with pytest.raises(UserError, match=r"it has the models other, tiny, and one is trained"):
         TrainingSamples.of(two, device, 0, 1)
+    (tmp_path / "clips.jsonl").write_text('{"frames": 9, "height": 16, "width": 16, "text_tokens": 0}\n')
+    (tmp_path / "model.py").write_text(
+        "def build(): ...\ndef sample(clip, generator): ...\ndef loss(prediction, target): ...\n"
+    )
     with pytest.raises(UserError, match=r"it has the models other, tiny, and one is trained"):
-        compile_model(tmp_path / "model.py", None, "1:cpu", training=Training(sampling=two))
+        compile_model(tmp_path / "model.py", tmp_path / "clips.jsonl", "1:cpu", training=Training(sampling=two))
     with pytest.raises(UserError, match=r"`sampling.requests` is None: one needs the other"):
         training_of(Training(), settings=["sampling.file=x.py"])
     with pytest.raises(UserError, match=r"sampling.every = 0"):
