@@ -8,6 +8,7 @@ is written as an escape, and the scripts put it into the page as text, never as 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from itertools import chain as concatenated
 from pathlib import Path
@@ -135,7 +136,7 @@ def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Cu
             (max(used for _, used in curves[p.rank]), limit)
             for p, limit in zip(module.programs, limits(module), strict=True)
         ),
-        key=lambda pair: pair[0] / pair[1],
+        key=lambda pair: pair[0] / pair[1] if pair[1] else math.inf,
         default=(0.0, module.cluster.memory),
     )
     device = str(module.cluster.attrs.get("device", ""))

@@ -100,6 +100,43 @@ def build():
 """
 
 
+# Takes one clip alone, and its blocks read a grid as numbers.
+ALONE = """
+
+class Block(Block):
+    def forward(self, x, time, grid):
+        return super().forward(x, time) + torch.linspace(0, 1, math.prod(grid.tolist()[0]))[None, :, None]
+
+
+class Tiny(Tiny):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(12, 3, 24) for _ in range(2)])
+
+    def forward(self, x, time, grid):
+        t = self.time(time.expand(time.size(0), 1)).to(x.dtype)
+        x = self.embed(x)
+        for block in self.blocks:
+            x = block(x, t, grid)
+        return self.head(x)
+
+
+def build():
+    return Tiny()
+
+
+_sample = sample
+
+
+def sample(clip, generator):
+    arguments, target = _sample(clip, generator)
+    return {**arguments, "grid": torch.tensor([[clip.frames, clip.height // 8, clip.width // 8]])}, target
+
+
+import math
+"""
+
+
 def compiled(folder: Path, more: str, works: list[Work], world: int, **says: Value) -> Path:
     """An executable whose trained stage says how its graphs are."""
     source = folder / "source.py"
@@ -135,6 +172,12 @@ def compiled(folder: Path, more: str, works: list[Work], world: int, **says: Val
             [Work((0, 2), (0,), 0.0, attrs=(("recompute", 1),)), Work((1,), (1,), 0.0)],
             {"graphs": "none", "degrees": (1,)},
             id="whole-on-one-rank",
+        ),
+        pytest.param(
+            ALONE,
+            [Work((0,), (0,), 0.0), Work((1,), (1,), 0.0), Work((2,), (0,), 1.0)],
+            {"graphs": "none", "degrees": (1,), "most_clips": 1},
+            id="one-clip-whole-on-one-rank",
         ),
     ],
 )
