@@ -3,12 +3,15 @@ manifest by rank 0."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 import torch.distributed as dist
 
 from arachnec.checkpoint.folder import Position
 from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Batches, ManifestBatches, Mark
+from arachnec.executable.editions import Edition, GrownBatches
 from arachnec.executable.folder import Executable
 from arachnec.executable.mixed_batches import MixedBatches
 from arachnec.executable.shuffled_batches import ShuffledBatches
@@ -29,12 +32,26 @@ def demand_no_order(training: Training) -> None:
         raise UserError(bad_value("mix", training.mix.paths, "batches come from the caller", "mix them there"))
 
 
-def drawn_batches(executable: Executable, training: Training, resumed: Position | None) -> Batches:
-    """The batches of an executable as the options order them. Collective where its manifest is long."""
+def drawn_batches(
+    executable: Executable, training: Training, resumed: Position | None, editions: Sequence[Edition]
+) -> Batches:
+    """The batches of an executable as the options order them, of all ``editions`` where it has grown. Collective where
+    its manifest is long."""
     if executable.header.long is not None:
         return _from_long(executable, training, resumed)
     if training.mix.manifests:
         return MixedBatches(executable, training)
+    if len(editions) > 1:
+        return GrownBatches.of(editions, executable, lambda edition: _ordered(edition, training))
+    return _ordered(executable, training)
+
+
+def may_grow(executable: Executable, training: Training) -> bool:
+    """Whether a resumed run may have more clips: a long manifest and a mix draw by numbers that would move."""
+    return executable.header.long is None and not training.mix.manifests
+
+
+def _ordered(executable: Executable, training: Training) -> Batches:
     if training.stratified:
         return StratifiedBatches(executable, training.seed)
     if training.shuffle:

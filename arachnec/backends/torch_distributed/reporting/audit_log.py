@@ -7,7 +7,7 @@ lines of steps that were lost, and writes them anew. So the lines of an epoch na
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, TypeVar
@@ -54,13 +54,12 @@ class ValidationLine(msgspec.Struct, frozen=True):
 class AuditLog:
     """The log of one run, in the folder of its checkpoints or else of its executable; one rank writes it.
 
-    ``iterations`` is the number of global batches in an epoch, or of steps in a file; ``done`` the number of steps that
-    count so far.
+    ``epoch_of`` a global batch says which file its line is in; ``done`` is the number of batches that count so far.
     """
 
-    def __init__(self, folder: Path, iterations: int, done: int) -> None:
+    def __init__(self, folder: Path, epoch_of: Callable[[int], int], done: int) -> None:
         self._folder = folder / FOLDER
-        self._iterations = iterations
+        self._epoch_of = epoch_of
         self._folder.mkdir(parents=True, exist_ok=True)
         for file in self._folder.glob("epoch-*.jsonl"):
             _keep(file, [line for line in lines_of(file) if line.step < done] if done else [])
@@ -87,7 +86,7 @@ class AuditLog:
                 os.fsync(opened.fileno())
 
     def _file(self, step: int) -> Path:
-        return self._folder / f"epoch-{step // self._iterations:05d}.jsonl"
+        return self._folder / f"epoch-{self._epoch_of(step):05d}.jsonl"
 
 
 def losses(folder: Path, batches: int) -> dict[int, float]:

@@ -17,8 +17,9 @@ from arachnec.backends.cascade_step import (
     DTYPES,
     build_model,
 )
-from arachnec.backends.torch_distributed.batches.drawn_batches import demand_no_order, drawn_batches
+from arachnec.backends.torch_distributed.batches.drawn_batches import demand_no_order, drawn_batches, may_grow
 from arachnec.backends.torch_distributed.batches.load_ahead import encoded_here
+from arachnec.backends.torch_distributed.batches.run_editions import run_editions
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.checkpoints.initial_run import (
     demand_average_goes_on,
@@ -57,6 +58,7 @@ from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import ENTRIES, IN_USE, State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
+from arachnec.executable.editions import Epochs
 from arachnec.executable.folder import MODEL, Executable, planning_ms
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
@@ -110,13 +112,21 @@ class Trainer:
         more_state = state_beyond_plan(executable, model_file, training)
         if batches is None:
             resumed = newest_checkpoint(options)
-            batches = drawn_batches(executable, training, None if resumed is None else resumed.position)
-            epoch = executable.header.iterations
+            done = 0 if resumed is None else resumed.position.steps * training.accumulate
+            grows = options.checkpoint if may_grow(executable, training) else None
+            editions = run_editions(grows, executable, done)
+            batches = drawn_batches(executable, training, None if resumed is None else resumed.position, editions)
+            self._epochs = Epochs.of(editions)
         else:
             demand_no_order(training)
-            epoch = STEPS_OF_A_FILE
+            self._epochs = Epochs((0,), (STEPS_OF_A_FILE,))
         self._plans = Plans(
-            executable, rank, world, batches, more_state=more_state, replans=bool(training.mix.manifests)
+            executable,
+            rank,
+            world,
+            batches,
+            more_state=more_state,
+            replans=bool(training.mix.manifests) or len(self._epochs.begins) > 1,
         )
         self.done = 0 if resumed is None else resumed.position.steps
         # Planned for this run's ranks, which need not be those that the executable was compiled for.
@@ -164,7 +174,7 @@ class Trainer:
         self._resume(resumed)
         self.clock.done("weights")
         log = options.checkpoint or executable.folder
-        audit = AuditLog(log, epoch, self.done * self._each) if rank == 0 else None
+        audit = AuditLog(log, self._epochs.epoch, self.done * self._each) if rank == 0 else None
         self._account = StepAccount(options.max_skipped, audit, self._each)
         self._ahead: Ahead | None = None
         self._own: dict[PlanKey, Iteration] = {}  # with nothing encoded before
@@ -216,7 +226,7 @@ class Trainer:
 
     def end_of(self, epochs: int) -> int:
         """Optimizer steps in all at the end of so many passes over the manifest."""
-        return -(-epochs * self._executable.header.iterations // self._each)
+        return -(-self._epochs.end(epochs) // self._each)
 
     @property
     def stopped_by(self) -> int:

@@ -89,26 +89,26 @@ def test_the_clips_of_a_skipped_step_count_as_seen(tmp_path: Path) -> None:
 
 
 def test_lost_steps_and_a_line_that_was_cut_off_are_dropped(tmp_path: Path) -> None:
-    log = AuditLog(tmp_path, 2, 0)
+    log = AuditLog(tmp_path, lambda step: step // 2, 0)
     for step in range(5):
         log.add(AuditLine(step, [f"clip {step}"]))
     log.sync(4)
     last = tmp_path / "audit" / "epoch-00002.jsonl"
     last.write_bytes(last.read_bytes() + b'{"step": 5, "trai')
     assert [line.step for line in lines_of(last)] == [4]
-    again = AuditLog(tmp_path, 2, 3)
+    again = AuditLog(tmp_path, lambda step: step // 2, 3)
     again.add(AuditLine(3, ["other"]))
     assert [[line.step for line in epoch] for epoch in epochs(tmp_path)] == [[0, 1], [2, 3]]
     assert epochs(tmp_path)[1][1].trained == ["other"]
 
 
 def test_a_damaged_line_is_told_with_its_file_and_one_that_is_dropped_anyway_is_not(tmp_path: Path) -> None:
-    AuditLog(tmp_path, 2, 0).add(AuditLine(0, ["a"]))
+    AuditLog(tmp_path, lambda step: step // 2, 0).add(AuditLine(0, ["a"]))
     file = tmp_path / "audit" / "epoch-00000.jsonl"
     file.write_bytes(file.read_bytes() + b"\xff{\n")
     with pytest.raises(UserError, match=r"line 2 of the audit log .*epoch-00000.jsonl cannot be read"):
-        AuditLog(tmp_path, 2, 1)
-    AuditLog(tmp_path, 2, 0)
+        AuditLog(tmp_path, lambda step: step // 2, 1)
+    AuditLog(tmp_path, lambda step: step // 2, 0)
     assert not file.exists()
 
 
@@ -121,15 +121,15 @@ def test_the_loss_of_a_step_of_several_batches_is_the_mean_of_its_clips() -> Non
 
 
 def test_validation_losses_are_those_of_steps_that_count(tmp_path: Path) -> None:
-    log = AuditLog(tmp_path, 4, 0)
+    log = AuditLog(tmp_path, lambda step: step // 4, 0)
     for step, loss in ((1, 3.0), (3, None), (5, 2.0)):
         log.add(AuditLine(step, ["a"], loss=4.0))
         log.add_validation(ValidationLine(step, loss))
     assert validation_losses(tmp_path, 1) == {1: 3.0, 5: 2.0}
     assert validation_losses(tmp_path, 2) == {0: 3.0, 2: 2.0}
-    AuditLog(tmp_path, 4, 4)  # resumed: step 5 is lost
+    AuditLog(tmp_path, lambda step: step // 4, 4)  # resumed: step 5 is lost
     assert validation_losses(tmp_path, 1) == {1: 3.0}
-    AuditLog(tmp_path, 4, 0)  # begun anew
+    AuditLog(tmp_path, lambda step: step // 4, 0)  # begun anew
     assert validation_losses(tmp_path, 1) == {}
 
 

@@ -74,7 +74,7 @@ def test_a_disk_that_is_full_is_told_with_the_file(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="No space left on device") as refused:
             act()
         assert refused.value.filename == str(path)
-    audit = AuditLog(tmp_path, 3, 0)
+    audit = AuditLog(tmp_path, lambda step: step // 3, 0)
     (tmp_path / "audit" / "epoch-00000.jsonl").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device") as refused:
         audit.add(AuditLine(1, ["a"]))

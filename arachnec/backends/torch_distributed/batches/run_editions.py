@@ -1,0 +1,49 @@
+"""The editions of a run's manifest (``arachnec.executable.editions``) beside its checkpoints, in ``clips.json``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+import msgspec
+import torch.distributed as dist
+
+from arachnec.executable.editions import Edition, continued
+from arachnec.executable.folder import Executable
+from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+from arachnec.runtime.agreement import share_text
+
+FILE = "clips.json"
+
+
+@dataclass(frozen=True)
+class DamagedEditions(Diagnostic):
+    title: ClassVar[str] = "{file} cannot be read: {reason}"
+    help: ClassVar[str] = "restore that file; without it the run goes on with the clips of its first manifest alone"
+    file: str
+    reason: str
+
+
+def run_editions(folder: Path | None, executable: Executable, done: int) -> tuple[Edition, ...]:
+    """Those of a run that goes on behind ``done`` batches, on all ranks alike; noted where there are checkpoints.
+
+    Raises ``UserError``, on every rank, where the manifest has fewer clips than the run. Collective.
+    """
+    if folder is None:
+        return (Edition.of(executable),)
+    file = folder / FILE
+    before: tuple[Edition, ...] = ()
+    if text := share_text(file.read_text() if dist.get_rank() == 0 and file.is_file() else None):
+        try:
+            before = msgspec.json.decode(text, type=tuple[Edition, ...])
+        except (msgspec.MsgspecError, RecursionError) as error:
+            raise UserError(DamagedEditions(None, str(file), str(error))) from None
+    editions = continued(before, executable, done)
+    if dist.get_rank() == 0 and editions != before:
+        draft = file.with_suffix(".draft")
+        with writing(draft):
+            folder.mkdir(parents=True, exist_ok=True)
+            draft.write_bytes(msgspec.json.encode(editions))
+        draft.rename(file)
+    return editions

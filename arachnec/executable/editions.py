@@ -1,0 +1,145 @@
+"""The manifests of a run that was resumed with more clips: editions, each with its batches, from a batch of the run on.
+
+An epoch that has begun keeps the clips and the order that it began with; the clips that a manifest has more come in the
+next one. In: the ids of every edition's batches, and an executable whose manifest has all of these clips. Out: the
+batches of the run, and which epoch each is in.
+"""
+
+from __future__ import annotations
+
+import itertools
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import msgspec
+
+from arachnec.executable.batches import Batches, Drawn, Mark
+from arachnec.executable.folder import Executable
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.nodes import Clip, integer
+
+SHOWN = 5  # ids in a message
+
+
+@dataclass(frozen=True)
+class ClipsMissing(Diagnostic):
+    title: ClassVar[str] = "the manifest lacks {lacking} that the run to resume trains: {ids}"
+    help: ClassVar[str] = "a run may go on with more clips, not with fewer: put them back, or begin another run"
+    lacking: str
+    ids: str
+
+
+class Edition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """From batch ``begins`` of the run on: the ids of the clips of each global batch, as the manifest has them."""
+
+    begins: int
+    batches: tuple[tuple[str | int, ...], ...]
+
+    @classmethod
+    def of(cls, executable: Executable, begins: int = 0) -> Edition:
+        """That of an executable's own manifest."""
+        batches = itertools.groupby(executable.traced.clips, key=_iteration)
+        return cls(begins, tuple(tuple(executable.clips[clip.id].id for clip in batch) for _, batch in batches))
+
+    @property
+    def ids(self) -> set[str | int]:
+        return {id for batch in self.batches for id in batch}
+
+    def executable(self, newest: Executable) -> Executable:
+        """An executable as it was when it had this edition's clips alone. Raises ``UserError`` where one is missing."""
+        known = {newest.clips[clip.id].id: clip for clip in newest.traced.clips}
+        if missing := [id for batch in self.batches for id in batch if id not in known]:
+            raise _missing(missing)
+        clips = tuple(
+            replace(known[id], attrs=known[id].attrs.updated(iteration=number))
+            for number, batch in enumerate(self.batches)
+            for id in batch
+        )
+        header = msgspec.structs.replace(newest.header, iterations=len(self.batches))
+        return replace(newest, header=header, traced=replace(newest.traced, clips=clips))
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """Which epoch a batch of the run is in. ``begins`` and ``lengths``, in batches, of every edition."""
+
+    begins: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+    @classmethod
+    def of(cls, editions: Sequence[Edition]) -> Epochs:
+        return cls(tuple(e.begins for e in editions), tuple(len(e.batches) for e in editions))
+
+    def epoch(self, batch: int) -> int:
+        """Of a batch, counted from 0."""
+        last = bisect_right(self.begins, batch) - 1
+        return self._before(last) + (batch - self.begins[last]) // self.lengths[last]
+
+    def end(self, epochs: int) -> int:
+        """Batches in all at the end of so many epochs."""
+        last = max(n for n in range(len(self.begins)) if n == 0 or self._before(n) < epochs)
+        return self.begins[last] + (epochs - self._before(last)) * self.lengths[last]
+
+    def _before(self, edition: int) -> int:
+        """Epochs before an edition begins."""
+        starts = itertools.pairwise(self.begins[: edition + 1])
+        return sum((end - begin) // length for (begin, end), length in zip(starts, self.lengths, strict=False))
+
+
+def continued(editions: Sequence[Edition], executable: Executable, done: int) -> tuple[Edition, ...]:
+    """The editions of a run that goes on with an executable's manifest behind ``done`` batches; ``editions`` are those
+    of before. Where it has more clips than the latest, its own begins with the next epoch. Raises ``UserError`` where
+    it has fewer."""
+    own = Edition.of(executable)
+    kept = tuple(edition for edition in editions if edition.begins < done or edition.begins == 0)
+    if not kept or done == 0:
+        return (own,)
+    latest = kept[-1]
+    if missing := latest.ids - own.ids:
+        raise _missing(sorted(missing, key=str))
+    if own.ids == latest.ids:
+        return kept  # in other batches it is another run, which its digest says
+    begins = latest.begins + -(-(done - latest.begins) // len(latest.batches)) * len(latest.batches)
+    return *kept, Edition.of(executable, begins)
+
+
+@dataclass(frozen=True)
+class GrownBatches:
+    """The batches of all editions, one after the other. ``parts``: the first batch of each, and its batches."""
+
+    parts: tuple[tuple[int, Batches], ...]
+    told: bool = False
+
+    @classmethod
+    def of(
+        cls, editions: Sequence[Edition], executable: Executable, ordered: Callable[[Executable], Batches]
+    ) -> GrownBatches:
+        return cls(tuple((edition.begins, ordered(edition.executable(executable))) for edition in editions))
+
+    def draw(self, step: int) -> Drawn | None:
+        begins, batches = next(part for part in reversed(self.parts) if part[0] <= step)
+        drawn = batches.draw(step - begins)
+        return None if drawn is None else replace(drawn, mark=self.mark(step + 1))
+
+    def mark(self, steps: int) -> Mark:
+        """What is remembered is that of the edition whose batch was the last."""
+        clips = 0
+        for (begins, batches), (end, _) in itertools.pairwise(self.parts):
+            if steps <= end:
+                mark = batches.mark(steps - begins)
+                return replace(mark, clips=clips + mark.clips)
+            clips += batches.mark(end - begins).clips
+        begins, batches = self.parts[-1]
+        mark = batches.mark(steps - begins)
+        return replace(mark, clips=clips + mark.clips)
+
+
+def _missing(ids: Sequence[str | int]) -> UserError:
+    shown = ", ".join(f"`{id}`" for id in ids[:SHOWN]) + (", ..." if len(ids) > SHOWN else "")
+    return UserError(ClipsMissing(None, counted(len(ids), "clip"), shown))
+
+
+def _iteration(clip: Clip) -> int:
+    return integer(clip.attrs.get("iteration", 0))
