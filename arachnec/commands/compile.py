@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import sys
 from pathlib import Path
@@ -91,6 +92,7 @@ def command(
     from arachnec.commands.tables import print_plan
     from arachnec.driver import compile as compile_model
 
+    gc.set_threshold(50_000, 20, 100)  # what tracing makes lives until it is planned: looking for garbage finds none
     with progress_on_stderr() as reporter:
         compiled = compile_model(
             model,
@@ -139,6 +141,7 @@ def compile_sampler(
 
     switch, first, history = how
     sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
+    gc.set_threshold(50_000, 20, 100)  # what tracing makes lives until it is planned: looking for garbage finds none
     with progress_on_stderr() as reporter:
         compiled = compile_requests(
             sampling, settings, requests, machine, pipeline, options.instruments(), reporter=reporter

@@ -32,6 +32,7 @@ from arachnec.tracing.cost import encoder_stage, spread, trained_stage
 from arachnec.tracing.errors import CannotTake, cannot_on_meta
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.graph import block_graph
+from arachnec.tracing.known_outputs import forwards_of_shapes
 from arachnec.tracing.measured_stage import measured_stage
 from arachnec.tracing.record import ExampleCall, Repeats, flatten_call, is_meta
 from arachnec.tracing.sample import ModelSource, arguments_of, meta_encoders
@@ -89,8 +90,8 @@ def traced_module(traced: Trace, iterations: Sequence[Sequence[VideoClip]], clus
 class TokenCounter:
     """Runs the model for every distinct clip shape, shapes only, and reads S where the first block is given it.
 
-    On the meta device the whole model runs, each kind of block once, until ``most_s`` seconds have gone by; from then
-    on, and where it would compute, up to the first block. ``untried`` are the shapes of which no more is known.
+    On the meta device the whole model runs, blocks by the shapes of their graphs, until ``most_s`` seconds are over;
+    from then on, and where it would compute, up to the first block. ``untried`` are the shapes of which that is all.
     """
 
     model: nn.Module
@@ -115,7 +116,8 @@ class TokenCounter:
 
     def _whole_model(self) -> Repeats:
         if self._repeats is None:
-            self._repeats = Repeats(self.model, find_blocks(self.model))
+            forwards = forwards_of_shapes(self.model, self.captured)
+            self._repeats = Repeats(self.model, find_blocks(self.model), forwards=forwards)
         return self._repeats
 
     def try_all(self, clips: Sequence[VideoClip]) -> None:

@@ -132,7 +132,7 @@ def _points(captured: CapturedBlock) -> list[Point]:
     if set(recorded[0]) - {B, S, T}:
         return list(recorded)
     texts = (64, 224) if len({point[T] for point in recorded}) > 1 else (recorded[0][T],)
-    sizes = [*itertools.product((1, 2, 4), (4096, 5120, 7168), texts), (2, 4096, sum(texts))]
+    sizes = [*itertools.product((1, 2), (4096, 5120, 7168), texts), (4, 4096, sum(texts))]
     return [{B: batch, S: tokens, T: text} for batch, tokens, text in sizes]
 
 

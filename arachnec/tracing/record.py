@@ -119,6 +119,8 @@ class Repeats:
     Without ``unread`` settings the first forward runs all blocks that differ in any, and finds those that none reads.
     Within ``with repeats:`` the other runs return outputs like the first one's. On other devices nothing changes, but
     where ``values`` is set: there they return the first one's outputs themselves, and only its weights are read.
+    Blocks with one of ``forwards`` are of one
+    structure, and run it instead of their own.
     """
 
     def __init__(
@@ -128,7 +130,9 @@ class Repeats:
         unread: Unread | None = None,
         *,
         values: bool = False,
+        forwards: Mapping[nn.Module, Callable[..., Any]] | None = None,
     ) -> None:
+        self._forwards = forwards or {}
         self._members = tuple(blocks.values()) if values or is_meta(model) else ()
         self._watch = SettingsWatch(blocks) if self._members and unread is None else None
         self.blocks = self._kinds(unread or frozenset())
@@ -136,7 +140,7 @@ class Repeats:
         self._own: dict[nn.Module, Any] = {}  # forwards that a block was given for itself
 
     def _kinds(self, unread: Unread) -> dict[nn.Module, Any]:
-        return {block: structure(block, unread) for block in self._members}
+        return {block: self._forwards.get(block) or structure(block, unread) for block in self._members}
 
     def __enter__(self) -> None:
         if self._watch:
@@ -144,7 +148,8 @@ class Repeats:
         first: dict[Any, Any] = {}
         self._own = {block: block.__dict__["forward"] for block in self.blocks if "forward" in block.__dict__}
         for block, kind in self.blocks.items():
-            block.__dict__["forward"] = self._once(first.setdefault(kind, block.forward), kind)
+            forward = self._forwards.get(block, block.forward)
+            block.__dict__["forward"] = self._once(first.setdefault(kind, forward), kind)
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         for block in self.blocks:
