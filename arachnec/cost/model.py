@@ -28,7 +28,7 @@ from arachnec.cost.communication import Volumes
 from arachnec.cost.degrees import sides
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of, strategy_of
-from arachnec.cost.table import CostTable, Entry, Rows, costs_alike
+from arachnec.cost.table import Alike, CostTable, Rows, costs_alike
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
@@ -64,10 +64,12 @@ class CostModel:
     @cached_property
     def table(self) -> CostTable:
         split = split_backwards(self.module)
-        own: dict[tuple[object, ...], Entry] = {}
-        if self.rows is not None:
-            own = self.rows.setdefault(costs_alike(self.cluster, self.module.stages), own)
-        return CostTable(self.stages, self.devices, self._memory, split, own)
+        return CostTable(self.stages, self.devices, self._memory, split, self._alike.entries)
+
+    @cached_property
+    def _alike(self) -> Alike:
+        rows = Rows() if self.rows is None else self.rows
+        return rows.setdefault(costs_alike(self.cluster, self.module.stages), Alike())
 
     @cached_property
     def family_grids(self) -> tuple[Grid, ...]:
@@ -81,7 +83,7 @@ class CostModel:
 
     @cached_property
     def _memory(self) -> Memory:
-        return Memory(self.module, self.devices)
+        return Memory(self.module, self.devices, self._alike.held)
 
     # -- degrees ---------------------------------------------------------------------------------------------------
 

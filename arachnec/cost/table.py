@@ -57,7 +57,15 @@ class Entry:
         return self.strategy.recompute
 
 
-Rows = dict[object, dict[tuple[object, ...], Entry]]
+@dataclass(frozen=True)
+class Alike:
+    """What modules share whose cascades cost alike: rows, and GiB that cascades hold beside the state."""
+
+    entries: dict[tuple[object, ...], Entry] = field(default_factory=dict)
+    held: dict[tuple[object, ...], float] = field(default_factory=dict)
+
+
+Rows = dict[object, Alike]
 STATE = ("state", "sharded", "optimizer")  # what a stage says of its state alone: no row depends on it
 
 

@@ -12,6 +12,7 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import ClassVar
 
 from arachnec.analysis.uses import Values
@@ -93,11 +94,11 @@ class ChooseLayout(Pass):
         held = self.layout or module.attrs.get("layout")
         if held is not None:
             return _held(module, str(held))
-        replicated = applied(module, Layout())
+        replicated, rows = applied(module, Layout()), Rows()
         crowded = any("sharded" in stage.attrs for stage in replicated.stages)
-        if not crowded and None not in least_degrees(replicated) and self._hidden(replicated):
+        if not crowded and None not in least_degrees(replicated) and self._hidden(replicated, rows):
             return replicated
-        choice = self._chosen(module, reporter) or self._chosen_narrower(module, reporter)
+        choice = self._chosen(module, reporter, rows) or self._chosen_narrower(module, reporter)
         if choice is None:
             world = module.cluster.world
             together = applied(module, Layout(f"cells-{world}", cell=world))
@@ -113,51 +114,61 @@ class ChooseLayout(Pass):
             ),
         )
 
-    @property
-    def _passes(self) -> tuple[Pass, ...]:
+    def _passes_with(self, rows: Rows | None = None) -> tuple[Pass, ...]:
         """What plans an iteration, the scheduler's search short and counted."""
         passes = [step for step in self.following if step.scope is Scope.ITERATION]
         ends = next((i for i, step in enumerate(passes) if isinstance(step, Lower)), None)
         steps = DEFAULTS if ends is None else tuple(passes[: ends + 1])
-        return tuple(step.for_comparison(SEARCH_STEPS) if isinstance(step, ScheduleZ3) else step for step in steps)
+        return tuple(
+            step.for_comparison(SEARCH_STEPS, rows) if isinstance(step, ScheduleZ3) else step for step in steps
+        )
 
     @property
     def _stages_run(self) -> bool:
         """Whether the passes that follow can run stages."""
-        return any(isinstance(step, ScheduleZ3) for step in self._passes)
+        return any(isinstance(step, ScheduleZ3) for step in self._passes_with())
 
-    def _planned_ms(self, candidate: Candidate) -> float:
+    def _planned_ms(self, candidate: Candidate, rows: Rows | None = None) -> float:
         """Simulated ms of the sample. Raises UserError where it fits nowhere."""
-        total = 0.0
+        total, passes = 0.0, self._passes_with(rows)
         for costed in candidate.costed:
-            planned = _run(self._passes, costed, begin=len(self._costing))
+            planned = _run(passes, costed, begin=len(self._costing))
             assert planned.cluster is not None
             engine = Engine(Values(planned), planned.cluster)
             engine.run()
             total += max((interval.end for interval in engine.intervals), default=0.0)
         return total
 
-    def _chosen(self, module: Module, reporter: Reporter) -> Choice | None:
+    def _chosen(self, module: Module, reporter: Reporter, rows: Rows) -> Choice | None:
         """The layout with the shortest sample; None where some clip fits in none."""
         assert module.cluster is not None
         stages = self._stages_run and not divided_encoders(module)  # a pipeline's encoders run on a rank each
         table = [layout for layout in layouts(module) if layout.stages == 1 or stages]
-        candidates, rows, left = [], Rows(), BOUNDED * self.steps
+        candidates, left = [], BOUNDED * self.steps
+        placed: dict[Layout, Module] = {}
         for number, layout in enumerate(table, 1):
             left -= bounding_steps(module, layout)
             if left >= 0 or layout in anchors(module.cluster):
                 reporter(f"bounding layout {number} of {len(table)}")
-                candidates.append(self._candidate(module, layout, rows))
-        return shortest(candidates, self._planned_ms, self.steps, reporter)
+                candidates.append(self._candidate(module, layout, rows, placed))
+        return shortest(candidates, partial(self._planned_ms, rows=rows), self.steps, reporter)
 
     def _chosen_narrower(self, module: Module, reporter: Reporter) -> Choice | None:
         """The same with encoders divided by width, as few of them over as few ranks as it takes."""
         candidates = (laid for laid in narrower(module) if may_fit(laid))
-        return next((choice for laid in candidates if (choice := self._chosen(laid, reporter)) is not None), None)
+        return next(
+            (choice for laid in candidates if (choice := self._chosen(laid, reporter, Rows())) is not None), None
+        )
 
-    def _candidate(self, module: Module, layout: Layout, rows: Rows | None = None) -> Candidate:
+    def _candidate(
+        self,
+        module: Module,
+        layout: Layout,
+        rows: Rows | None = None,
+        placed: dict[Layout, Module] | None = None,
+    ) -> Candidate:
         assert module.cluster is not None
-        laid = applied(module, layout)
+        laid = applied(module, layout, placed)
         anchor = layout in anchors(module.cluster)
         try:
             costed = self._costed(laid)
@@ -168,41 +179,49 @@ class ChooseLayout(Pass):
 
     @property
     def _costing(self) -> tuple[Pass, ...]:
-        return tuple(step for step in self._passes if step.gives <= Level.COSTED)
+        return tuple(step for step in self._passes_with() if step.gives <= Level.COSTED)
 
     def _costed(self, module: Module) -> tuple[Module, ...]:
         """The costed modules of the sample."""
         return tuple(_run(self._costing, _of(module, clips)) for clips in sample(module))
 
-    def _hidden(self, replicated: Module) -> bool:
+    def _hidden(self, replicated: Module, rows: Rows) -> bool:
         """Whether the cascades take long enough for the gradients' all-reduces to hide behind the last of them."""
         assert replicated.cluster is not None
         everyone = tuple(range(replicated.cluster.world))
         reduces = sum(reduce_time(replicated.cluster, stage, everyone) for stage in replicated.stages if stage.trained)
-        return len(sample(replicated)) * reduces <= HIDDEN * self._least_ms(replicated)
+        return len(sample(replicated)) * reduces <= HIDDEN * self._least_ms(replicated, rows)
 
-    def _least_ms(self, module: Module) -> float:
+    def _least_ms(self, module: Module, rows: Rows) -> float:
         """ms of the sample at least; infinite where a clip of it fits nowhere."""
         try:
-            return sum(map(least_ms, self._costed(module)))
+            return sum(least_ms(one, rows) for one in self._costed(module))
         except UserError:
             return math.inf
 
 
-def applied(module: Module, layout: Layout) -> Module:
-    """The traced module in a layout."""
+def applied(module: Module, layout: Layout, placed: dict[Layout, Module] | None = None) -> Module:
+    """The traced module in a layout. ``placed`` are modules by where their state lies, filled and used."""
+    where = Layout("", cell=layout.cell, spread=layout.spread, stages=layout.stages)
+    placed = {} if placed is None else placed
+    if where not in placed:
+        placed[where] = _placed(module, where)
+    laid = placed[where]
     if layout.stages > 1:
-        dealt = replace(module, stages=tuple(in_cells(stage, layout.cell) for stage in module.stages))
-        staged = ShardOptimizer().run(Stages(p=layout.stages).run(dealt if layout.cell > 1 else module))
-        return replace(staged, attrs=staged.attrs.updated(layout=layout.name, schedule=layout.schedule))
+        return replace(laid, attrs=laid.attrs.updated(layout=layout.name, schedule=layout.schedule))
     if layout.cell > 1:
-        stages = tuple(in_cells(stage, layout.cell) for stage in module.stages)
-        dealt = replace(module, stages=stages)
-        dealt = ShardOptimizer().run(spread(dealt) if layout.spread else dealt)
-        return replace(dealt, attrs=dealt.attrs.updated(layout=layout.name, full=layout.full or None))
-    whole = ShardOptimizer().run(module)
-    crowded = any("sharded" in stage.attrs for stage in whole.stages)
-    return replace(whole, attrs=whole.attrs.updated(layout=REPLICATED)) if crowded else whole
+        return replace(laid, attrs=laid.attrs.updated(layout=layout.name, full=layout.full or None))
+    crowded = any("sharded" in stage.attrs for stage in laid.stages)
+    return replace(laid, attrs=laid.attrs.updated(layout=REPLICATED)) if crowded else laid
+
+
+def _placed(module: Module, layout: Layout) -> Module:
+    """The traced module with its state where a layout puts it."""
+    if layout.cell > 1:
+        module = replace(module, stages=tuple(in_cells(stage, layout.cell) for stage in module.stages))
+    if layout.stages > 1:
+        module = Stages(p=layout.stages).run(module)
+    return ShardOptimizer().run(spread(module) if layout.spread else module)
 
 
 def sample(module: Module) -> Sequence[tuple[Clip, ...]]:

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
+from arachnec.cost.table import Rows
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.stage_sizes import times_of
 from arachnec.passes.bucket import Bucket
@@ -56,11 +57,14 @@ class ScheduleZ3(Pass):
     baselines: bool = True
     following: Following = field(default_factory=Following, init=False, compare=False, repr=False)
     compared: bool = field(default=False, init=False, compare=False, repr=False)
+    rows: Rows | None = field(default=None, init=False, compare=False, repr=False)
 
-    def for_comparison(self, steps: int) -> ScheduleZ3:
-        """The pass with a short, counted search, and without what only a plan that is kept says of itself."""
+    def for_comparison(self, steps: int, rows: Rows | None = None) -> ScheduleZ3:
+        """The pass with a short, counted search, and without what only a plan that is kept says of itself. ``rows`` of
+        costs are filled, and used where they are there."""
         compared = replace(self, steps=steps)
         object.__setattr__(compared, "compared", True)
+        object.__setattr__(compared, "rows", rows)
         return compared
 
     def informed(self, following: tuple[Pass, ...]) -> ScheduleZ3:
@@ -82,7 +86,7 @@ class ScheduleZ3(Pass):
         if "schedule" in module.attrs:
             return scheduled_stages(module, quick=self.steps is not None, bounded=not self.compared)
         clock = Clock(time.perf_counter(), self.budget, self.steps)
-        cost = CostModel(module)
+        cost = CostModel(module, self.rows)
         problem = problem_of(module, cost)
         # measured cascades take as long anywhere
         if not problem.jobs or (not cost.devices.kinds and all(map(times_of, module.cascades))):

@@ -29,8 +29,11 @@ def with_gradient_precision(module: Module) -> Module:
     if module.cluster is None:
         return module
     exact = replace(module, stages=tuple(_kept(stage, "f32") for stage in module.stages))
+    least = least_degrees(exact)
+    if all(degree == 1 for degree in least):
+        return exact
     own = replace(module, stages=tuple(_kept(stage, str(stage.attrs.get("dtype"))) for stage in module.stages))
-    pairs = zip(least_degrees(exact), least_degrees(own), strict=True)
+    pairs = zip(least, least_degrees(own), strict=True)
     return exact if all(b is None or (a is not None and a <= b) for a, b in pairs) else own
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from arachnec.analysis.uses import Values
@@ -18,7 +18,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.passes.choose_layout import ChooseLayout, sample
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.layout_refusal import FitsNowhere, needed_gib
-from arachnec.planning.layout_search import BEHIND_ANCHORS, WORTH, Candidate, shortest
+from arachnec.planning.layout_search import BEHIND_ANCHORS, FAR, WORTH, Candidate, shortest
 from arachnec.planning.layouts import Layout, layouts
 from arachnec.report import alternatives
 from arachnec.simulation.events import Engine
@@ -172,7 +172,20 @@ class Row:
     steps: int
 
 
-rows = st.builds(Row, times, st.floats(0, 1), st.booleans(), st.booleans(), st.integers(1, 2), st.integers(0, 100))
+def rows_above(part: float) -> st.SearchStrategy[Row]:
+    parts = st.floats(part, 1)
+    return st.builds(Row, times, parts, st.booleans(), st.booleans(), st.integers(1, 2), st.integers(0, 100))
+
+
+rows = rows_above(0)
+alike = rows_above(1 / FAR)  # bounds about equally far from what is planned
+BOUND_OF_ZERO = [Row(1, 0, False, False, 1, 0)] * 3 + [Row(1, 1, True, False, 1, 0), Row(2, 0, True, False, 1, 0)]
+
+
+def equally_far(rows: list[Row]) -> bool:
+    """Whether bounds of each kind that fit are about equally far from what is planned."""
+    kinds = ([row.part for row in rows if row.fits and row.stages == stages] for stages in (1, 2))
+    return all(max(parts) <= FAR * min(parts) for parts in kinds if parts)
 
 
 def candidates_of(rows: list[Row]) -> list[Candidate]:
@@ -198,7 +211,8 @@ def planner(rows: list[Row], planned: list[int]) -> Callable[[Candidate], float]
     return plan
 
 
-@given(st.lists(rows, min_size=1, max_size=8), st.integers(0, 400))
+@given(st.lists(rows, min_size=1, max_size=8) | st.lists(alike, min_size=1, max_size=8), st.integers(0, 800))
+@example(BOUND_OF_ZERO, 0)
 def test_the_shortest_is_found_and_no_anchor_is_much_shorter(rows: list[Row], steps: int) -> None:
     planned: list[int] = []
     choice = shortest(candidates_of(rows), planner(rows, planned), steps)
@@ -211,7 +225,7 @@ def test_the_shortest_is_found_and_no_anchor_is_much_shorter(rows: list[Row], st
     for row in rows:
         if row.fits and row.anchor:
             assert time <= row.time * (1 + BEHIND_ANCHORS) + 1e-9
-    if steps >= sum(row.steps for row in rows):
+    if steps >= sum(row.steps for row in rows) and equally_far(rows):  # else what promises little may be left out
         assert time <= min(fitting) * (1 + WORTH) ** 2 + 1e-9
     assert len(planned) == len(set(planned))
 
