@@ -88,9 +88,7 @@ def test_a_call_of_another_form_runs_the_block():
     assert block[0] in forwards_of_shapes(model, captured)
 
 
-@pytest.mark.parametrize(
-    "taken", [lambda x: x.shape[1] < 400, lambda x: x.shape[1] % 2 == 1], ids=["longest", "odd"]
-)
+@pytest.mark.parametrize("taken", [lambda x: x.shape[1] < 400, lambda x: x.shape[1] % 2 == 1], ids=["longest", "odd"])
 def test_a_block_that_asks_more_of_a_size_is_run(taken):
     def twist(block, x):
         if not taken(x):
