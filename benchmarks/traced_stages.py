@@ -23,6 +23,7 @@ from arachnec.ir.values import Attributes
 
 HERE = Path(__file__).parent
 MODELS = {
+    "cogvideox_5b": HERE.parent / "examples" / "cogvideox_5b.py",
     "hunyuanvideo": HERE.parent / "examples" / "hunyuanvideo.py",
     "wan2_1_14b": HERE.parent / "examples" / "wan2_1_14b.py",
     "wan2_1_14b_lora": HERE.parent / "examples" / "wan2_1_14b_lora.py",
@@ -76,7 +77,7 @@ def retrace(name: str) -> str:
             for text in (64, TEXT)
         ]
         manifest.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-        module = trace(MODELS[name], manifest, "1:h100-80g")
+        module = trace(MODELS[name], manifest, "1:h100-80g", batch="all")
     # blocks name graphs, which are left out; their number stays, for the launches they cost
     return print_module(replace(module, name=name, clips=(), graphs=(), cluster=None))
 
