@@ -72,6 +72,7 @@ def command(
         raise click.UsageError("--run needs a folder for the executable: add -o DIR")
     if output is not None:
         demand_folder(output)
+    gc.set_threshold(50_000, 20, 100)  # what tracing makes lives until it is planned: looking for garbage finds none
     if is_sampler(model):
         refuse(
             {"--batch": batch, "--columns": columns or None, "--init": init, "--steps": steps if steps != 1 else None},
@@ -92,7 +93,6 @@ def command(
     from arachnec.commands.tables import print_plan
     from arachnec.driver import compile as compile_model
 
-    gc.set_threshold(50_000, 20, 100)  # what tracing makes lives until it is planned: looking for garbage finds none
     with progress_on_stderr() as reporter:
         compiled = compile_model(
             model,
@@ -141,7 +141,6 @@ def compile_sampler(
 
     switch, first, history = how
     sampling, settings = asked(sampler, switch, first, history or "carry", pipeline)
-    gc.set_threshold(50_000, 20, 100)  # what tracing makes lives until it is planned: looking for garbage finds none
     with progress_on_stderr() as reporter:
         compiled = compile_requests(
             sampling, settings, requests, machine, pipeline, options.instruments(), reporter=reporter

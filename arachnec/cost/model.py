@@ -28,7 +28,7 @@ from arachnec.cost.communication import Volumes
 from arachnec.cost.degrees import sides
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of, strategy_of
-from arachnec.cost.table import Alike, CostTable, Rows, costs_alike
+from arachnec.cost.table import CostTable, Rows, SharedCosts, costs_alike
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
@@ -64,12 +64,12 @@ class CostModel:
     @cached_property
     def table(self) -> CostTable:
         split = split_backwards(self.module)
-        return CostTable(self.stages, self.devices, self._memory, split, self._alike.entries)
+        return CostTable(self.stages, self.devices, self._memory, split, self._shared_costs.entries)
 
     @cached_property
-    def _alike(self) -> Alike:
+    def _shared_costs(self) -> SharedCosts:
         rows = Rows() if self.rows is None else self.rows
-        return rows.setdefault(costs_alike(self.cluster, self.module.stages), Alike())
+        return rows.setdefault(costs_alike(self.cluster, self.module.stages), SharedCosts())
 
     @cached_property
     def family_grids(self) -> tuple[Grid, ...]:
@@ -83,7 +83,7 @@ class CostModel:
 
     @cached_property
     def _memory(self) -> Memory:
-        return Memory(self.module, self.devices, self._alike.held)
+        return Memory(self.module, self.devices, self._shared_costs.held)
 
     # -- degrees ---------------------------------------------------------------------------------------------------
 

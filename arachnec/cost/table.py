@@ -58,14 +58,14 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Alike:
+class SharedCosts:
     """What modules share whose cascades cost alike: rows, and GiB that cascades hold beside the state."""
 
     entries: dict[tuple[object, ...], Entry] = field(default_factory=dict)
     held: dict[tuple[object, ...], float] = field(default_factory=dict)
 
 
-Rows = dict[object, Alike]
+Rows = dict[object, SharedCosts]
 STATE = ("state", "sharded", "optimizer")  # what a stage says of its state alone: no row depends on it
 
 
@@ -102,7 +102,12 @@ class CostTable:
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
         """The key under which cascades have the same rows; parts of a model that are alike share theirs."""
         _, *sizes = shape_of(cascade)
-        return self._alike_stages[cascade.stage], *sizes, cascade.name in self.split, self.memory.received(cascade)
+        return (
+            self._alike_stages[cascade.stage],
+            *sizes,
+            cascade.name in self.split,
+            self.memory.received(cascade),
+        )
 
     @cached_property
     def _alike_stages(self) -> Mapping[str, str]:
@@ -134,7 +139,7 @@ class CostTable:
         if self.devices.kinds and ranks is None:
             packed = (self.entry(cascade, degree, group, strategy) for group in self.devices.packed(degree))
             return min(packed, key=lambda entry: entry.time)
-        ranks = self._alike(ranks, degree)
+        ranks = self._shared_costs(ranks, degree)
         key = (*self.shape(cascade), degree, ranks, strategy)
         entry = self._entries.get(key)
         if entry is None:
@@ -229,7 +234,7 @@ class CostTable:
         groups: dict[object, tuple[int, Attention, tuple[int, ...] | None]] = {}
         for count, grid, end in zip(counts, grids, accumulate(counts), strict=True):
             own = ranks and ranks[end - count : end]
-            groups.setdefault((count, grid, self._alike(own, count)), (count, grid, own))
+            groups.setdefault((count, grid, self._shared_costs(own, count)), (count, grid, own))
         return list(groups.values())
 
     def shown_copies(self, cascade: Cascade, degree: int, recompute: int, ranks: tuple[int, ...]) -> float:

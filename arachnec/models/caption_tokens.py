@@ -101,7 +101,9 @@ class CaptionCounter:
         if not self.cut:
             return []
         have = f"{counted(self.cut, 'caption')} of more than {self._rules[1]} text tokens"
-        return [f'note: {have} are cut, the longest of {self.longest}; `long_captions = "refuse"` refuses them']
+        return [
+            f'note: {have} {"is" if self.cut == 1 else "are"} cut, the longest of {self.longest}; `long_captions = "refuse"` refuses them'
+        ]
 
 
 def _of_encoders(build: Callable[[], dict[str, torch.nn.Module]]) -> list[Tokenization]:

@@ -20,8 +20,8 @@ UNBOUNDED = 2**62  # torch's infinity of integers compares greater
 def forwards_of_shapes(model: nn.Module, captured: CapturedModel) -> Mapping[nn.Module, Forward]:
     """By block, the forward of its structure on the meta device: what the graph would give, without running it.
 
-    A call of another form than the recorded ones goes to a block's own forward. Left out are blocks that ask
-    more of sizes than what they are, such as a longest caption: only running them tells.
+    A call of another form than the recorded ones, and the first with other numbers beside its tensors, runs the block
+    itself. Left out are blocks that ask more of sizes than what they are, such as a longest caption.
     """
     forwards: dict[nn.Module, Forward] = {}
     for block in captured.blocks:
@@ -60,18 +60,18 @@ class _Sizes:
         needed = {
             symbol for size in (*given, *(x for sizes in returned for x in sizes)) for symbol in size.free_symbols
         }
-        self.known = needed <= set(self.symbols)
+        self.is_complete = needed <= set(self.symbols)
         self.input_sizes = sympy.lambdify(self.symbols, given, "math")
         self.result_sizes = sympy.lambdify(self.symbols, returned, "math")
 
     def _strides(self, node: fx.Node) -> list[sympy.Expr]:
         return [self.captured.expression(stride) for stride in node.meta["val"].stride()]
 
-    def outputs(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+    def outputs(self, inputs: Sequence[Any]) -> list[Tensor] | None:
         """None for inputs whose sizes do not go together in this graph."""
         dims = self.captured.input_dims
-        if not self.known or any(
-            len(sizes) != tensor.dim() or tensor.dtype != value.dtype
+        if not self.is_complete or any(
+            not isinstance(tensor, Tensor) or len(sizes) != tensor.dim() or tensor.dtype != value.dtype
             for sizes, tensor, value in zip(dims, inputs, self.inputs, strict=True)
         ):
             return None
@@ -94,17 +94,26 @@ def _empty(node: fx.Node, sizes: Sequence[int]) -> Tensor:
 
 def _forward(sizes: _Sizes, module: nn.Module, own: Forward) -> Forward:
     captured = sizes.captured
+    met: set[tuple[str, ...]] = set()  # numbers beside the tensors, with which the block itself ran
 
     @functools.wraps(own)
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = flatten_call(module, args, kwargs)
-        alike = spec == captured.spec and all(
-            not fixed or same_value(leaves[position], value) for position, value, fixed in captured.constants
-        )
-        inputs = [leaves[position] for position in captured.input_leaves] if alike else []
-        if torch.is_grad_enabled() or not alike or not all(isinstance(leaf, Tensor) for leaf in inputs):
-            return own(*args, **kwargs)
-        outputs = sizes.outputs(inputs)
-        return own(*args, **kwargs) if outputs is None else captured.unflatten(outputs)
+        numbers = _numbers(captured, leaves) if spec == captured.spec and not torch.is_grad_enabled() else None
+        if numbers in met:
+            outputs = sizes.outputs([leaves[position] for position in captured.input_leaves])
+            if outputs is not None:
+                return captured.unflatten(outputs)
+        result = own(*args, **kwargs)
+        if numbers is not None:
+            met.add(numbers)
+        return result
 
     return forward
+
+
+def _numbers(captured: CapturedBlock, leaves: Sequence[Any]) -> tuple[str, ...] | None:
+    """What the call has beside its tensors; None where the graph is for another such value."""
+    if not all(same_value(leaves[position], value) for position, value, fixed in captured.constants if fixed):
+        return None
+    return tuple(repr(leaves[position]) for position, _, _ in captured.constants)

@@ -119,8 +119,7 @@ class Repeats:
     Without ``unread`` settings the first forward runs all blocks that differ in any, and finds those that none reads.
     Within ``with repeats:`` the other runs return outputs like the first one's. On other devices nothing changes, but
     where ``values`` is set: there they return the first one's outputs themselves, and only its weights are read.
-    Blocks with one of ``forwards`` are of one
-    structure, and run it instead of their own.
+    Blocks with the same one of ``forwards`` are of one structure, and run it instead of their own.
     """
 
     def __init__(
@@ -258,7 +257,7 @@ def training_mode(model: nn.Module) -> Iterator[None]:
 
 
 def _attribute(module: nn.Module, name: str) -> Any:
-    """None where it is no plain attribute; of a large model that takes a tenth of the time of ``getattr``."""
+    """None where it is no plain attribute; ``getattr`` searches parameters, buffers and modules first, and raises."""
     return module.__dict__.get(name, getattr(type(module), name, None))
 
 

@@ -178,7 +178,7 @@ def rows_above(part: float) -> st.SearchStrategy[Row]:
 
 
 rows = rows_above(0)
-alike = rows_above(1 / FAR)  # bounds about equally far from what is planned
+rows_equally_far = rows_above(1 / FAR)  # bounds about equally far from what is planned
 BOUND_OF_ZERO = [Row(1, 0, False, False, 1, 0)] * 3 + [Row(1, 1, True, False, 1, 0), Row(2, 0, True, False, 1, 0)]
 
 
@@ -211,7 +211,7 @@ def planner(rows: list[Row], planned: list[int]) -> Callable[[Candidate], float]
     return plan
 
 
-@given(st.lists(rows, min_size=1, max_size=8) | st.lists(alike, min_size=1, max_size=8), st.integers(0, 800))
+@given(st.lists(rows, min_size=1, max_size=8) | st.lists(rows_equally_far, min_size=1, max_size=8), st.integers(0, 800))
 @example(BOUND_OF_ZERO, 0)
 def test_the_shortest_is_found_and_no_anchor_is_much_shorter(rows: list[Row], steps: int) -> None:
     planned: list[int] = []
