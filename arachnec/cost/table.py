@@ -102,12 +102,7 @@ class CostTable:
     def shape(self, cascade: Cascade) -> tuple[object, ...]:
         """The key under which cascades have the same rows; parts of a model that are alike share theirs."""
         _, *sizes = shape_of(cascade)
-        return (
-            self._alike_stages[cascade.stage],
-            *sizes,
-            cascade.name in self.split,
-            self.memory.received(cascade),
-        )
+        return self._alike_stages[cascade.stage], *sizes, cascade.name in self.split, self.memory.received(cascade)
 
     @cached_property
     def _alike_stages(self) -> Mapping[str, str]:
@@ -139,7 +134,7 @@ class CostTable:
         if self.devices.kinds and ranks is None:
             packed = (self.entry(cascade, degree, group, strategy) for group in self.devices.packed(degree))
             return min(packed, key=lambda entry: entry.time)
-        ranks = self._shared_costs(ranks, degree)
+        ranks = self._alike(ranks, degree)
         key = (*self.shape(cascade), degree, ranks, strategy)
         entry = self._entries.get(key)
         if entry is None:
@@ -234,7 +229,7 @@ class CostTable:
         groups: dict[object, tuple[int, Attention, tuple[int, ...] | None]] = {}
         for count, grid, end in zip(counts, grids, accumulate(counts), strict=True):
             own = ranks and ranks[end - count : end]
-            groups.setdefault((count, grid, self._shared_costs(own, count)), (count, grid, own))
+            groups.setdefault((count, grid, self._alike(own, count)), (count, grid, own))
         return list(groups.values())
 
     def shown_copies(self, cascade: Cascade, degree: int, recompute: int, ranks: tuple[int, ...]) -> float:

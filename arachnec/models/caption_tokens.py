@@ -102,7 +102,8 @@ class CaptionCounter:
             return []
         have = f"{counted(self.cut, 'caption')} of more than {self._rules[1]} text tokens"
         return [
-            f'note: {have} {"is" if self.cut == 1 else "are"} cut, the longest of {self.longest}; `long_captions = "refuse"` refuses them'
+        cut = f"{'is' if self.cut == 1 else 'are'} cut"
+        return [f'note: {have} {cut}, the longest of {self.longest}; `long_captions = "refuse"` refuses them']
         ]
 
 
