@@ -101,10 +101,8 @@ class CaptionCounter:
         if not self.cut:
             return []
         have = f"{counted(self.cut, 'caption')} of more than {self._rules[1]} text tokens"
-        return [
-        cut = f"{'is' if self.cut == 1 else 'are'} cut"
+        cut = "is cut" if self.cut == 1 else "are cut"
         return [f'note: {have} {cut}, the longest of {self.longest}; `long_captions = "refuse"` refuses them']
-        ]
 
 
 def _of_encoders(build: Callable[[], dict[str, torch.nn.Module]]) -> list[Tokenization]:
