@@ -6,7 +6,7 @@ In: a captured block. Out: polynomials in B, S and T, fitted to runs on the meta
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,6 @@ import numpy
 import sympy
 import torch
 import torch.fx.experimental._config
-from scipy.optimize import nnls
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
@@ -58,12 +57,11 @@ def block_memory(captured: CapturedBlock, chained: Sequence[bool], *, gpu: bool 
     norm is one kernel, which keeps its input in its own precision, where a CPU's keeps two copies in fp32."""
     points, graph = _points(captured), _on_meta(captured)
     try:
-        rows = [_saved(captured, graph, point, chained, gpu) for point in points]
+        rows = [_measured(captured, graph, point, chained, gpu) for point in points]
     except RuntimeError:  # as long as that it cannot be: it has a table of positions, say
         points = list(captured.examples)
-        rows = [_saved(captured, graph, point, chained, gpu) for point in points]
-    saved, shared = (fit_polynomial([row[i] for row in rows], points) for i in (0, 1))
-    workspace = fit_polynomial([_peak(captured, graph, point, gpu) for point in points], points)
+        rows = [_measured(captured, graph, point, chained, gpu) for point in points]
+    saved, shared, workspace = (fit_polynomial(values, points) for values in zip(*rows, strict=True))
     inputs = zip(captured.input_dims, captured.input_nodes, chained, strict=True)
     kept = (sympy.prod(dims) * node.meta["val"].dtype.itemsize for dims, node, link in inputs if link)
     return BlockMemory(saved, sympy.expand(sum(kept, sympy.Integer(0))), shared, workspace)
@@ -94,6 +92,8 @@ def encoder_polynomial(values: Sequence[float], points: Sequence[Point]) -> symp
 
 def closest(terms: Sequence[sympy.Expr], values: Sequence[float], points: Sequence[Point]) -> sympy.Expr:
     """The combination of ``terms``, none negative, with the least squared relative error."""
+    from scipy.optimize import nnls
+
     matrix, weights = _matrix(terms, points), _weights(values)
     scale = numpy.abs(matrix).max(axis=0)
     solution, _ = nnls(matrix / scale * weights[:, None], numpy.array(values, dtype=float) * weights)
@@ -166,11 +166,15 @@ class FusedRmsNorm(torch.autograd.Function):
 
 
 class _Meta(fx.Interpreter):
-    """Runs a graph on meta tensors, attention without the quadratic fallback that the meta device would take."""
+    """Runs a graph on meta tensors, attention without the quadratic fallback that the meta device would take.
 
-    def __init__(self, module: fx.GraphModule, gpu: bool, seen: Callable[[fx.Node, Any], None] | None = None) -> None:
-        super().__init__(module, garbage_collect_values=seen is None)
-        self.gpu, self.seen = gpu, seen
+    ``results`` are each node's tensors, all kept, so that no storage's address is used twice.
+    """
+
+    def __init__(self, module: fx.GraphModule, gpu: bool) -> None:
+        super().__init__(module)
+        self.gpu = gpu
+        self.results: dict[fx.Node, list[Tensor]] = {}
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         with torch.fx.experimental._config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]
@@ -187,8 +191,7 @@ class _Meta(fx.Interpreter):
             if "device" in n.kwargs:
                 n.update_kwarg("device", torch.device("meta"))
             result = super().run_node(n)
-        if self.seen:
-            self.seen(n, result)
+        self.results[n] = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
         return result
 
     def _norm(self, n: fx.Node) -> tuple[Tensor, int, Tensor | None]:
@@ -201,7 +204,7 @@ def _is_fused(value: Tensor, dims: int, weight: Tensor | None) -> bool:
     return weight is None or weight.dtype == value.dtype
 
 
-def _arguments(captured: CapturedBlock, point: Point, *, grad: bool) -> list[Tensor]:
+def _arguments(captured: CapturedBlock, point: Point) -> list[Tensor]:
     nodes = [node for node in captured.exported.graph.nodes if node.op == "placeholder"]
     arguments = []
     for node, slot in zip(nodes, captured.slots, strict=True):
@@ -210,7 +213,7 @@ def _arguments(captured: CapturedBlock, point: Point, *, grad: bool) -> list[Ten
         wants = value.requires_grad if slot.kind == "parameter" else False
         if isinstance(slot.target, int):
             wants = captured.input_grads[slot.target]
-        arguments.append(torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=bool(grad and wants)))
+        arguments.append(torch.empty(shape, dtype=value.dtype, device="meta", requires_grad=bool(wants)))
     return arguments
 
 
@@ -218,11 +221,12 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _saved(
+def _measured(
     captured: CapturedBlock, graph: fx.GraphModule, point: Point, chained: Sequence[bool], gpu: bool
-) -> tuple[int, int]:
-    """Bytes of distinct storages that autograd keeps: made in the block or by the one before; given to all blocks."""
-    arguments = _arguments(captured, point, grad=True)
+) -> tuple[int, int, int]:
+    """Bytes of distinct storages that autograd keeps: made in the block or by the one before; given to all blocks.
+    Then what is alive at most while nothing is kept."""
+    arguments = _arguments(captured, point)
     links = iter(chained)
     kinds = {
         _storage(argument): ("parameter" if slot.kind != "input" else "chained" if next(links) else "shared")
@@ -234,11 +238,12 @@ def _saved(
         kept[_storage(tensor)] = tensor
         return tensor
 
+    run = _Meta(graph, gpu)
     with saved_tensors_hooks(pack, lambda tensor: tensor), torch.enable_grad():
-        outputs = _Meta(graph, gpu).run(*arguments)
-    assert outputs is not None  # alive until here, and with it all that was packed
+        run.run(*arguments)
     own = sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key, "chained") == "chained")
-    return own, sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key) == "shared")
+    shared = sum(t.untyped_storage().nbytes() for key, t in kept.items() if kinds.get(key) == "shared")
+    return own, shared, _peak(run.results)
 
 
 def _on_meta(captured: CapturedBlock) -> fx.GraphModule:
@@ -253,32 +258,23 @@ def _copied(graph: fx.Graph) -> fx.Graph:
     return copy
 
 
-def _peak(captured: CapturedBlock, graph: fx.GraphModule, point: Point, gpu: bool) -> int:
-    """The most bytes of intermediates alive at once, each freed after its last use; views keep what they view."""
-    order: list[fx.Node] = []
-    storages: list[dict[int, int]] = []
-    alive: list[Any] = []  # so that no storage's address is used twice
+def _peak(results: Mapping[fx.Node, Sequence[Tensor]]) -> int:
+    """The most bytes of intermediates alive at once, each freed after its last use; views keep what they view.
 
-    def seen(node: fx.Node, result: Any) -> None:
-        tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-        order.append(node)
-        storages.append({_storage(x): x.untyped_storage().nbytes() for x in tensors})
-        alive.append(tensors)
-
-    with torch.no_grad():
-        _Meta(graph, gpu, seen).run(*_arguments(captured, point, grad=False))
-    position = {node: i for i, node in enumerate(order)}
-    given = {key for node, held in zip(order, storages, strict=True) if node.op == "placeholder" for key in held}
+    ``results`` are those of all nodes in order.
+    """
+    position = {node: i for i, node in enumerate(results)}
+    given = {_storage(x) for node, tensors in results.items() if node.op == "placeholder" for x in tensors}
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
-    for i, (node, held) in enumerate(zip(order, storages, strict=True)):
+    for node, tensors in results.items():
         if node.op == "output":
             continue
-        last = max((position[user] for user in node.users if user in position), default=i)
-        for key, count in held.items():
+        last = max((position[user] for user in node.users if user in position), default=position[node])
+        for key, count in ((_storage(x), x.untyped_storage().nbytes()) for x in tensors):
             if key not in given:
-                birth.setdefault(key, i)
-                death[key] = max(death.get(key, i), last)
+                birth.setdefault(key, position[node])
+                death[key] = max(death.get(key, position[node]), last)
                 size[key] = count
-    return max((sum(size[k] for k in size if birth[k] <= i <= death[k]) for i in range(len(order))), default=0)
+    return max((sum(size[k] for k in size if birth[k] <= i <= death[k]) for i in range(len(results))), default=0)
