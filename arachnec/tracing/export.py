@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Span
 from arachnec.tracing.errors import ActiveDropout, CannotCapture, RandomOperation, WritesState, stack_span
+from arachnec.tracing.functional import functional
 from arachnec.tracing.record import training_mode, unflatten_call
 
 aten = torch.ops.aten
@@ -72,7 +73,7 @@ def export_block(
         warnings.simplefilter("ignore")  # of torch.export's own workings, nothing a user could act on
         try:
             program: ExportedProgram = torch.export.export(flat, tuple(inputs), dynamic_shapes=(dynamic,), strict=False)
-            program = program.run_decompositions({})  # functional, every operation kept whole
+            program = functional(program)
         except UserError:
             raise
         except Exception as error:
