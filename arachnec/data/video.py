@@ -227,7 +227,8 @@ def _pictures(path: str | Path, container: Any, stream: Any) -> ShownPictures:
 def _decoded(container: Any, stream: Any) -> Iterator[Any]:
     """A stream's frames, by a decoder that knows its alpha: FFmpeg's own ones of VP8 and VP9 drop it."""
     name = stream.codec_context.name
-    if stream.metadata.get("alpha_mode") != "1" or name not in ALPHA_DECODERS:
+    tags = {key.lower(): value for key, value in stream.metadata.items()}
+    if tags.get("alpha_mode") != "1" or name not in ALPHA_DECODERS:
         return iter(container.decode(stream))
     import av
 
@@ -242,6 +243,8 @@ def _stream(container: Any, path: str | Path) -> Any:
     stream = container.streams.best("video")
     if stream is None:
         raise UserError(UnreadableVideo(None, str(path), "it has no video stream"))
+    if stream.codec_context is None:
+        raise NotShown("this FFmpeg has no decoder for its codec")
     if int(getattr(stream, "disposition", 0)) & DEPENDENT:
         raise NotShown("it is made of tiles")
     stream.codec_context.thread_count = 1  # ranks decode side by side; results do not depend on threads

@@ -15,6 +15,7 @@ from typing import ClassVar
 
 import msgspec
 
+from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, Mark
 from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
@@ -31,17 +32,37 @@ class ClipsMissing(Diagnostic):
     ids: str
 
 
+@dataclass(frozen=True)
+class RowMoved(Diagnostic):
+    title: ClassVar[str] = "row {row} of the manifest was `{before}` when the run began, and is `{now}`"
+    help: ClassVar[str] = "rows without an `id` are known by their number: append new ones at the end, or give rows ids"
+    row: int
+    before: str
+    now: str
+
+
 class Edition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """From batch ``begins`` of the run on: the ids of the clips of each global batch, as the manifest has them."""
+    """From batch ``begins`` of the run on: the ids of the clips of each global batch, as the manifest has them.
+
+    ``files`` are the names of those that are known by their row's number.
+    """
 
     begins: int
     batches: tuple[tuple[str | int, ...], ...]
+    files: dict[int, str] = {}
+
+    def __post_init__(self) -> None:
+        if not self.batches or not all(self.batches):
+            raise ValueError("a batch without clips")
 
     @classmethod
     def of(cls, executable: Executable, begins: int = 0) -> Edition:
         """That of an executable's own manifest."""
         batches = itertools.groupby(executable.traced.clips, key=_iteration)
-        return cls(begins, tuple(tuple(executable.clips[clip.id].id for clip in batch) for _, batch in batches))
+        rows = {clip.id: executable.clips[clip.id] for clip in executable.traced.clips}
+        files = {row: file for row, clip in rows.items() if clip.id == row and (file := _file_name(clip))}
+        ids = tuple(tuple(executable.clips[clip.id].id for clip in batch) for _, batch in batches)
+        return cls(begins, ids, files)
 
     @property
     def ids(self) -> set[str | int]:
@@ -88,10 +109,20 @@ class Epochs:
         return sum((end - begin) // length for (begin, end), length in zip(starts, self.lengths, strict=False))
 
 
+def ordered(editions: tuple[Edition, ...]) -> tuple[Edition, ...]:
+    """The editions as they are. Raises ``ValueError`` where one does not begin where an epoch of the one before ends."""
+    if editions and editions[0].begins != 0:
+        raise ValueError("its first manifest does not begin with the first batch")
+    for before, after in itertools.pairwise(editions):
+        if after.begins <= before.begins or (after.begins - before.begins) % len(before.batches):
+            raise ValueError(f"batch {after.begins} begins no epoch")
+    return editions
+
+
 def continued(editions: Sequence[Edition], executable: Executable, done: int) -> tuple[Edition, ...]:
     """The editions of a run that goes on with an executable's manifest behind ``done`` batches; ``editions`` are those
     of before. Where it has more clips than the latest, its own begins with the next epoch. Raises ``UserError`` where
-    it has fewer."""
+    it has fewer, or others in their rows."""
     own = Edition.of(executable)
     kept = tuple(edition for edition in editions if edition.begins < done or edition.begins == 0)
     if not kept or done == 0:
@@ -99,6 +130,9 @@ def continued(editions: Sequence[Edition], executable: Executable, done: int) ->
     latest = kept[-1]
     if missing := latest.ids - own.ids:
         raise _missing(sorted(missing, key=str))
+    for row in sorted(latest.files.keys() & own.files.keys()):
+        if latest.files[row] != own.files[row]:
+            raise UserError(RowMoved(None, row, latest.files[row], own.files[row]))
     if own.ids == latest.ids:
         return kept  # in other batches it is another run, which its digest says
     begins = latest.begins + -(-(done - latest.begins) // len(latest.batches)) * len(latest.batches)
@@ -134,6 +168,12 @@ class GrownBatches:
         begins, batches = self.parts[-1]
         mark = batches.mark(steps - begins)
         return replace(mark, clips=clips + mark.clips)
+
+
+def _file_name(clip: VideoClip) -> str:
+    """Without its folder, which may move; empty for a clip that is a size alone."""
+    files = [clip.path] if clip.path else [clip.cached[name] for name in sorted(clip.cached)]
+    return f"{files[0].name}{f' from frame {clip.start}' if clip.start else ''}" if files else ""
 
 
 def _missing(ids: Sequence[str | int]) -> UserError:

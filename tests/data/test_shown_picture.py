@@ -222,13 +222,15 @@ def test_transparent_pixels_are_laid_on_white(tmp_path: Path) -> None:
     numpy.testing.assert_allclose(shown(path).astype(int), [[RED, half], [(255,) * 3, GREY]], atol=1)
 
 
+@pytest.mark.parametrize("tag", ["alpha_mode", "ALPHA_MODE"])  # the latter where a file was copied into Matroska
 @pytest.mark.parametrize("codec", ["libvpx", "libvpx-vp9"])
-def test_transparency_of_vp8_and_vp9_is_read(tmp_path: Path, codec: str) -> None:
+def test_transparency_of_vp8_and_vp9_is_read(tmp_path: Path, codec: str, tag: str) -> None:
     corners = numpy.concatenate([CORNERS, numpy.array([[[255], [0]], [[0], [255]]], numpy.uint8)], axis=2)
     path = tmp_path / "sticker.webm"
     with av.open(str(path), "w") as container:
         stream = container.add_stream(codec, rate=24, options={"auto-alt-ref": "0", "crf": "4", "b": "2M"})
         stream.height, stream.width, stream.pix_fmt = HEIGHT, WIDTH, "yuva420p"
+        stream.metadata[tag] = "1"
         for _ in range(3):
             container.mux(stream.encode(av.VideoFrame.from_ndarray(painted(corners), format="rgba")))
         container.mux(stream.encode())

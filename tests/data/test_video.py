@@ -108,6 +108,18 @@ def test_a_file_that_is_no_video_is_named(tmp_path: Path) -> None:
     assert "the video `note.mp4` cannot be decoded" in message(path, 0, 1, 16, 16)
 
 
+def test_a_codec_without_a_decoder_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "unknown.mkv"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=25)
+        stream.width, stream.height, stream.pix_fmt = WIDTH, HEIGHT, "yuv420p"
+        grey = numpy.full((HEIGHT, WIDTH, 3), 90, dtype=numpy.uint8)
+        container.mux(stream.encode(av.VideoFrame.from_ndarray(grey, format="rgb24")))
+        container.mux(stream.encode())
+    path.write_bytes(path.read_bytes().replace(b"V_MPEG4/ISO/ASP", b"V_NONE4/ISO/ASP"))
+    assert "`unknown.mkv` cannot be shown: this FFmpeg has no decoder for its codec" in message(path, 0, 1, 16, 16)
+
+
 def test_sizes_that_a_row_leaves_out_come_from_the_video(video: Path) -> None:
     manifest = video.parent / "clips.jsonl"
     manifest.write_text('{"path": "grey.mp4", "caption": "grey", "start": 3}')

@@ -9,7 +9,7 @@ from typing import ClassVar
 import msgspec
 import torch.distributed as dist
 
-from arachnec.executable.editions import Edition, continued
+from arachnec.executable.editions import Edition, continued, ordered
 from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import Diagnostic, UserError, writing
 from arachnec.runtime.agreement import share_text
@@ -36,8 +36,8 @@ def run_editions(folder: Path | None, executable: Executable, done: int) -> tupl
     before: tuple[Edition, ...] = ()
     if text := share_text(file.read_text() if dist.get_rank() == 0 and file.is_file() else None):
         try:
-            before = msgspec.json.decode(text, type=tuple[Edition, ...])
-        except (msgspec.MsgspecError, RecursionError) as error:
+            before = ordered(msgspec.json.decode(text, type=tuple[Edition, ...]))
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise UserError(DamagedEditions(None, str(file), str(error))) from None
     editions = continued(before, executable, done)
     if dist.get_rank() == 0 and editions != before:
