@@ -7,7 +7,7 @@ attentions. Out: grids of Ulysses x ring, and the groups that cascades on them c
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Collection, Iterator
 from functools import lru_cache
 
@@ -28,13 +28,12 @@ def family_grids(cluster: Cluster, heads: tuple[int, ...] = ()) -> tuple[Grid, .
     Parts of a node come first, then nodes by doubling and those whose Ulysses is as wide as there are heads; each with
     the widest Ulysses that splits the heads evenly, up to two nodes with uneven heads, too; then what is left.
     """
-    used: dict[int, set[frozenset[int]]] = defaultdict(set)
+    used: list[set[range]] = [set() for _ in range(cluster.world)]
     grids: dict[Grid, None] = {}
     for grid in _candidates(cluster, heads or (cluster.world,)):
-        more = _members(cluster, grid)
-        if all(len(used[rank] | groups) <= MOST_COMMUNICATORS - ALWAYS for rank, groups in more.items()):
+        if all(len(used[rank] | groups) <= MOST_COMMUNICATORS - ALWAYS for rank, groups in _members(cluster, grid)):
             grids[grid] = None
-            for rank, groups in more.items():
+            for rank, groups in _members(cluster, grid):
                 used[rank] |= groups
     return tuple(grids)
 
@@ -53,10 +52,14 @@ def family(cluster: Cluster, heads: tuple[int, ...] = ()) -> tuple[Ranks, ...]:
 
 def aligned(cluster: Cluster, size: int) -> tuple[Ranks, ...]:
     """Consecutive ranks from each multiple of ``size`` on; of less than a node those that lie in one."""
-    groups = (tuple(range(first, first + size)) for first in range(0, cluster.world - size + 1, size))
-    if size >= cluster.gpus:
-        return tuple(groups)
-    return tuple(group for group in groups if group[0] // cluster.gpus == group[-1] // cluster.gpus)
+    return tuple(tuple(range(first, first + size)) for first in _firsts(cluster, size))
+
+
+def _firsts(cluster: Cluster, size: int) -> list[int]:
+    firsts = range(0, cluster.world - size + 1, size)
+    return [
+        first for first in firsts if size >= cluster.gpus or first // cluster.gpus == (first + size - 1) // cluster.gpus
+    ]
 
 
 def heads_of(stages: tuple[Stage, ...]) -> tuple[int, ...]:
@@ -80,7 +83,7 @@ def in_family(cascade: Cascade, grids: Collection[Grid]) -> bool:
 
 def _candidates(cluster: Cluster, heads: tuple[int, ...]) -> Iterator[Grid]:
     def widest(size: int) -> int:
-        return max(u for u in _divisors(size) if any(count % u == 0 for count in heads))
+        return max(math.gcd(size, count) for count in heads)
 
     most = max(heads)
     others = [*range(2 * cluster.gpus, cluster.world, cluster.gpus), *range(3, cluster.gpus)]
@@ -111,11 +114,16 @@ def _divisors(number: int) -> list[int]:
     return [size for size in range(1, number + 1) if number % size == 0]
 
 
-def _members(cluster: Cluster, grid: Grid) -> dict[int, set[frozenset[int]]]:
-    """The groups of each rank that runs a cascade on this grid."""
-    groups: dict[int, set[frozenset[int]]] = defaultdict(set)
-    for ranks in aligned(cluster, grid[0] * grid[1]):
-        for group in map(frozenset, subgroups(ranks, *grid)):
-            for rank in group:
-                groups[rank].add(group)
-    return groups
+def _members(cluster: Cluster, grid: Grid) -> Iterator[tuple[int, set[range]]]:
+    """Each rank that runs a cascade on this grid, and its groups there: ``subgroups`` of which it is one."""
+    ulysses, ring = grid
+    size = ulysses * ring
+    for first in _firsts(cluster, size):
+        for place in range(size):
+            row, column = first + place // ulysses * ulysses, first + place % ulysses
+            groups = {
+                range(first, first + size),
+                range(row, row + ulysses),
+                range(column, column + (ring - 1) * ulysses + 1, ulysses),
+            }
+            yield first + place, {group for group in groups if len(group) > 1}

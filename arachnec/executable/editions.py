@@ -110,7 +110,7 @@ class Epochs:
 
 
 def ordered(editions: tuple[Edition, ...]) -> tuple[Edition, ...]:
-    """The editions as they are. Raises ``ValueError`` where one does not begin where an epoch of the one before ends."""
+    """The editions as they are. Raises ``ValueError`` where one begins in an epoch of the one before."""
     if editions and editions[0].begins != 0:
         raise ValueError("its first manifest does not begin with the first batch")
     for before, after in itertools.pairwise(editions):

@@ -38,7 +38,7 @@ def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int
 
         def within(node: int) -> tuple[bool, int, bool, int, int]:
             far = rack_of(cluster, nodes[node][0]) not in near_racks
-            apart = gpus % degree == 0 and not _runs(nodes[node], degree)
+            apart = degree > 1 and gpus % degree == 0 and not _runs(nodes[node], degree)
             return apart, -len(near.intersection(nodes[node])), far, len(nodes[node]), node
 
         return _within(nodes[min(whole, key=within)], degree, near)
