@@ -118,7 +118,7 @@ class ActiveDropout(Diagnostic):
 
 @dataclass(frozen=True)
 class RandomOperation(Diagnostic):
-    title: ClassVar[str] = "{block} draws random numbers in its forward (`{op}`)"
+    title: ClassVar[str] = "{block} draws random numbers of its own (`{op}`)"
     label: ClassVar[str] = "in this operation"
     help: ClassVar[str] = (
         "draw them in sample(clip, generator) and pass them in, so that the plan cannot change the gradient"

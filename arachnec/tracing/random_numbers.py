@@ -9,14 +9,12 @@ from __future__ import annotations
 import ast
 import contextlib
 import math
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -25,12 +23,12 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.span import Span
 from arachnec.models.file import line_span
+from arachnec.tracing.global_generators import NUMPY, PYTHON, TORCH, move, restored, states
 from arachnec.tracing.sample import CAPTIONS, SMALL, ModelSource, clip_of, sample_of
 
 CALLS = 4  # of sample; a coin that falls the same way in all of them is one in eight
 MOST_CALLS = 64  # where it has drawn from a global generator, and no output has differed yet
 SECONDS = 1.0  # for more than two calls
-TORCH, PYTHON, NUMPY = "torch", "random", "numpy.random"
 REMEDIES = {
     TORCH: "give every draw of torch `generator=generator`; randn_like takes none: "
     "torch.randn(x.shape, generator=generator)",
@@ -89,14 +87,14 @@ def _difference(
     source: ModelSource, clip: VideoClip, encoders: Mapping[str, nn.Module]
 ) -> tuple[list[str], str] | None:
     """The outputs that differ between calls, and which global generator was drawn from, "" where none was."""
-    with _restored():
+    with restored():
         started, drawn = time.perf_counter(), ""
         first: dict[str, Any] = {}
         for number in range(MOST_CALLS):
-            _move(number)
-            before = _states()
+            move(number)
+            before = states()
             kwargs, target = sample_of(source, clip, encoders, device="cpu")
-            drawn = drawn or next((name for name, state in _states().items() if state != before[name]), "")
+            drawn = drawn or next((name for name, state in states().items() if state != before[name]), "")
             outputs = {**kwargs, "target": target}
             first = first or outputs
             if differing := [name for name in first.keys() | outputs if not _equal(first.get(name), outputs.get(name))]:
@@ -104,29 +102,6 @@ def _difference(
             if (number and time.perf_counter() - started > SECONDS) or (number + 1 >= CALLS and not drawn):
                 return None
     return None
-
-
-def _move(number: int) -> None:
-    torch.default_generator.manual_seed(number)
-    random.seed(number)
-    np.random.seed(number)
-
-
-def _states() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()
-    numpy_state = (kind, np.asarray(keys).tobytes(), *rest)
-    return {TORCH: bytes(torch.get_rng_state().numpy()), PYTHON: random.getstate(), NUMPY: numpy_state}
-
-
-@contextlib.contextmanager
-def _restored() -> Iterator[None]:
-    of_python, of_numpy = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        finally:
-            random.setstate(of_python)
-            np.random.set_state(of_numpy)
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -7,9 +7,10 @@ zero, as an adapter or a gate may begin, so every argument reaches the predictio
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.models.batch import prediction_of
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
+from arachnec.tracing.global_generators import NUMPY, PYTHON, move, restored, states
 from arachnec.tracing.narrow_values import SEED, TILE, FactoredMatrix, fill, is_wide
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, run_once, training_mode
 from arachnec.tracing.total_flops import TotalFlops
@@ -47,7 +49,7 @@ class ModelRaised(CannotRun):
 
 @dataclass(eq=False)
 class SmallModel:
-    """``drawn``: the last random operation of a forward, where there was one."""
+    """``drawn``: the last random operation of a forward, or the generator that it drew from, where there was one."""
 
     name: str
     model: nn.Module
@@ -59,8 +61,7 @@ class SmallModel:
         """The prediction, in float32. Raises ``CannotRun`` where only this machine or precision may be why the model
         raises, else ``ModelRaised``."""
         repeats = Repeats(self.model, self.blocks, values=True)
-        with torch.random.fork_rng([]), torch.no_grad(), training_mode(self.model), repeats, _Drawn(self):
-            torch.manual_seed(seed)
+        with restored(), torch.no_grad(), training_mode(self.model), repeats, self.watching(seed):
             try:
                 prediction = prediction_of(self.model(**pytree.tree_map_only(Tensor, _in_float32, dict(arguments))))
             except Exception as error:
@@ -69,6 +70,16 @@ class SmallModel:
                     raise CannotRun(raised(error)) from error
                 raise ModelRaised(raised(error)) from error
         return prediction.float()
+
+    @contextlib.contextmanager
+    def watching(self, seed: int) -> Iterator[None]:
+        """Inside, with the global generators moved, draws are noted."""
+        move(seed)
+        before = states()
+        with _Drawn(self):
+            yield
+        after = states()
+        self.drawn = next((name for name in (PYTHON, NUMPY) if after[name] != before[name]), self.drawn)
 
 
 @dataclass

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -35,6 +37,19 @@ def centred(x: Tensor, levels: Tensor) -> Tensor:
 
 def by_chance(x: Tensor, levels: Tensor) -> Tensor:
     return per_clip(x, levels) + torch.rand(1)
+
+
+def by_coin(x: Tensor, levels: Tensor) -> Tensor:
+    return per_clip(x, levels) * (random.random() < 0.5)
+
+
+def by_numpy(x: Tensor, levels: Tensor) -> Tensor:
+    return per_clip(x, levels) + float(np.random.rand())
+
+
+def coin_unused(x: Tensor, levels: Tensor) -> Tensor:
+    random.random()
+    return per_clip(x, levels)
 
 
 def chance_unused(x: Tensor, levels: Tensor) -> Tensor:
@@ -93,6 +108,10 @@ def summed(prediction: Tensor, target: Tensor) -> Tensor:
     return (prediction - target).square().sum()
 
 
+def either(prediction: Tensor, target: Tensor) -> Tensor:
+    return (prediction - target).abs().mean() if np.random.rand() < 0.5 else mean(prediction, target)
+
+
 def apart(
     read: Read, loss: Callable[..., Tensor] | None = mean, sample: Callable[..., object] = sample,
     dtype: torch.dtype = torch.float32,
@@ -112,7 +131,7 @@ def one_clips(prediction: Tensor, target: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss", [mean, None])
-@pytest.mark.parametrize("read", [per_clip, chance_unused])
+@pytest.mark.parametrize("read", [per_clip, chance_unused, coin_unused])
 def test_a_model_that_keeps_clips_apart_passes(read: Read, loss: Callable[..., Tensor] | None) -> None:
     assert apart(read, loss) is None
 
@@ -141,10 +160,22 @@ def test_a_sample_that_reads_files_is_drawn_in_its_shapes() -> None:
         apart(by_table, sample=of_files)
 
 
-def test_a_prediction_drawn_at_random_is_refused() -> None:
+@pytest.mark.parametrize(
+    ("read", "loss", "says"),
+    [
+        (by_chance, mean, "Model draws random numbers of its own (`aten.rand.default`)"),
+        (by_coin, mean, "Model draws random numbers of its own (`random`)"),
+        (by_numpy, mean, "Model draws random numbers of its own (`numpy.random`)"),
+        (per_clip, either, "`loss` draws random numbers of its own (`numpy.random`)"),
+    ],
+)
+def test_what_is_drawn_at_random_is_refused(read: Read, loss: Callable[..., Tensor], says: str) -> None:
+    before = random.getstate(), np.random.get_state()[1].tobytes()
     with pytest.raises(UserError) as refused:
-        apart(by_chance)
+        apart(read, loss)
     assert [type(diagnostic) for diagnostic in refused.value.diagnostics] == [RandomOperation]
+    assert says in str(refused.value)
+    assert before == (random.getstate(), np.random.get_state()[1].tobytes())
 
 
 def fails(prediction: Tensor, target: Tensor) -> Tensor:
