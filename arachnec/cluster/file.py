@@ -179,7 +179,11 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
         raise UserError(ClusterNotFound(None, str(text_or_path)))
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
-    return _of_toml(path.read_text(encoding="utf-8-sig", errors="replace"), str(path), name)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError:
+        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), "it is no UTF-8 text")) from None
+    return _of_toml(text, str(path), name)
 
 
 def _of_toml(text: str, path: str, name: str) -> Cluster:

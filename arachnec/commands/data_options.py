@@ -20,9 +20,12 @@ class BatchType(click.ParamType):  # type: ignore[type-arg]
     name = "N|all"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["all"]:
-        if value == ALL:
+        if str(value).lower() == ALL:
             return ALL
-        number: int = click.IntRange(min=1).convert(value, param, ctx)
+        try:
+            number: int = click.IntRange(min=1).convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is neither a number of clips, from 1 on, nor `{ALL}`", param, ctx)
         return number
 
 

@@ -10,7 +10,10 @@ import click
 @click.command("export")
 @click.argument("executable", type=click.Path(path_type=Path))
 @click.option(
-    "--checkpoint", required=True, type=click.Path(path_type=Path), help="The folder of the run's checkpoints."
+    "--checkpoint",
+    required=True,
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="The folder of the run's checkpoints.",
 )
 @click.option(
     "-o",

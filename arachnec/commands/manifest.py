@@ -53,7 +53,7 @@ def command(folder: Path, output: Path, captions: Path | None, columns: str) -> 
         click.echo(f"... and {len(listed.skipped) - SHOWN} more", err=True)
     notes = [f"{counted(len(listed.skipped), 'file')} skipped"] if listed.skipped else []
     notes += [f"{listed.without_caption} without a caption"] if listed.without_caption else []
-    notes += [f"{listed.no_file} captions of no file"] if listed.no_file else []
+    notes += [f"{counted(listed.no_file, 'caption')} of no file"] if listed.no_file else []
     stills = sum(row["frames"] == 1 for row in listed.rows)
     of = f" ({counted(stills, 'still')})" if stills else ""
     click.echo("; ".join([f"wrote {output}: {counted(len(listed.rows), 'clip')}{of}", *notes]))

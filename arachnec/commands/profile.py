@@ -33,11 +33,13 @@ def command(model: Path, data: Path, columns: str, cluster: str, output: Path, d
 
     MODEL may be a sampler file, and the clips requests: then a step of each of its models is timed, as it is built.
     """
+    from arachnec.commands.inputs import demand_file_can_be_written
     from arachnec.commands.sampler_options import is_sampler
     from arachnec.cost.profile import only_length
     from arachnec.ir.diagnostic import counted
     from arachnec.profiling.local import profile_here
 
+    demand_file_can_be_written(output)
     samples = is_sampler(model)
     if samples and dtype != "fp32":
         raise click.UsageError("the models of a sampler file are timed as they are built: leave --dtype out")

@@ -37,7 +37,10 @@ def command(folder: Path, ranks: int | None, output: Path | None, no_equivalence
     docs/running.md.
     """
     from arachnec.executable.folder import samples
+    from arachnec.models.weights_there import demand_weights_there
 
+    if options.init is not None:
+        demand_weights_there(options.init)
     if samples(folder):
         if no_equivalence:
             raise click.UsageError(f"--no-equivalence is of training; {folder} samples")

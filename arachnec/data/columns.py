@@ -80,7 +80,7 @@ class Columns:
     @classmethod
     def of(cls, text: str) -> Columns:
         """``caption=prompt,path=video`` as columns. Raises ``UserError``."""
-        named = []
+        named: list[tuple[str, str]] = []
         for pair in filter(str.strip, text.split(",")):
             key, equals, column = (part.strip() for part in pair.partition("="))
             if not (key and equals and column):
@@ -89,6 +89,8 @@ class Columns:
                 raise UserError(BadColumns(None, text, f"there is no key `{key}`"))
             if column == EVERY and key != VALUES:
                 raise UserError(BadColumns(None, text, f"`{EVERY}` stands behind `{VALUES}=` only"))
+            if other := next((known for known, there in named if there == column), None):
+                raise UserError(BadColumns(None, text, f"the column `{column}` is both `{other}` and `{key}`"))
             named.append((key, column))
         return cls(tuple(named))
 
@@ -166,9 +168,13 @@ class RowKeys:
 
     def ordered(self, present: list[str]) -> dict[str, list[str]]:
         """Of every key that is there the columns, the first to be taken first."""
-        places = sorted((place[1], place[0], name) for name in present if (place := self.place(name)) is not None)
+        places = sorted(
+            (place[1], place[0], name != name.lower(), name)
+            for name in present
+            if (place := self.place(name)) is not None
+        )
         by_key: dict[str, list[str]] = {}
-        for _, key, name in places:
+        for _, key, _, name in places:
             by_key.setdefault(key, []).append(name)
         return by_key
 

@@ -68,10 +68,11 @@ class Manifest:
     @property
     def notes(self) -> list[str]:
         """What a person should know of how it was read."""
-        if not self.extras:
+        named = [f"`{name}`" for name in self.extras if name]  # pandas writes an index under no name
+        if not named:
             return []
-        names = ", ".join(f"`{name}`" for name in self.extras)
-        return [f"note: {names} of {self.path} are no keys of a clip: `sample` finds them in `clip.values`"]
+        are, them = ("is no key", "it") if len(named) == 1 else ("are no keys", "them")
+        return [f"note: {', '.join(named)} of {self.path} {are} of a clip: `sample` finds {them} in `clip.values`"]
 
 
 def demand_plannable(manifest: Manifest) -> Manifest:

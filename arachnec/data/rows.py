@@ -369,7 +369,7 @@ def _csv_value(name: str, field: str, keys: RowKeys) -> int | float | str | None
 def _require_commas(path: Path, header: str, names: Sequence[str]) -> None:
     """Raises ``UserError`` for a file that is separated by something else."""
     for separator, word, written in ((";", "semicolons", ";"), ("\t", "tabs", "\\t"), ("|", "bars", "|")):
-        if len(names) == 1 and separator in header:
+        if separator in header and (len(names) == 1 or separator in names[0]):
             raise UserError(
                 OtherSeparator(Span(str(path), 1, 1, 1, len(header) + 1), str(path), path.name, word, written)
             )
@@ -427,24 +427,25 @@ def parquet_row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
 
 
 def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
-    """The row by canonical keys, without what is None. Of several columns for one key the first has it; the others are
-    ``extras``. Raises ``UserError`` for an unknown key, and for a repeated one where there are no extras."""
-    given: dict[str, list[tuple[int, str]]] = {}
+    """The row by canonical keys, without what is None. Of several columns for one key the first that is no empty text
+    has it; the others are ``extras``. Raises ``UserError`` for an unknown key, and for a repeated one where there are
+    no extras."""
+    given: dict[str, list[tuple[bool, int, bool, str]]] = {}
     for name, value in row.values.items():
         key, rank = keys.require_place(name, row.span(name))
         if value is not None:
-            given.setdefault(key, []).append((rank, name))
+            given.setdefault(key, []).append((value == "", rank, name != name.lower(), name))
     extras = given.pop(VALUES, [])
-    files = {name: row.values[name] for _, name in given.pop(FILES, [])}
-    first = {key: min(names)[1] for key, names in given.items()}
-    others = [(key, name) for key, names in given.items() for _, name in names if name != first[key]]
-    files |= {name: row.values[name] for key, name in others if key == "path"}
+    files = {name: row.values[name] for *_, name in given.pop(FILES, [])}
+    first = {key: min(names)[-1] for key, names in given.items()}
+    others = [(key, name) for key, names in given.items() for *_, name in names if name != first[key]]
+    files |= {name: row.values[name] for key, name in others if key == "path" and row.values[name] != ""}
     if others and not keys.extras:
         key, name = others[-1]
         raise UserError(KeyTwice(row.span(name), key, name if name != key else first[key]))
     more = {
         name: row.values[name]
-        for name in (*(name for _, name in extras), *(name for key, name in others if key != "path"))
+        for name in (*(name for *_, name in extras), *(name for key, name in others if key != "path"))
     }
     values = {key: row.values[name] for key, name in first.items()}
     if isinstance(more.get(RESOLUTION), dict):

@@ -42,6 +42,14 @@ def places(optimizer: Optimizer) -> list[Place]:
     return dicts
 
 
+def wrapped_with_state(optimizer: Optimizer) -> tuple[str, Optimizer] | None:
+    """One that it wraps and that keeps a state beside its own, by the attribute that has it."""
+    for key, value in vars(optimizer).items():
+        if isinstance(value, Optimizer) and value.state and value.state is not optimizer.state:
+            return key, value
+    return None
+
+
 def snapshot(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What tells later which entries have changed; the host waits for no tensor."""
     return [
@@ -113,4 +121,6 @@ def _mark(value: Any) -> Any:
         return id(value), value._version, value  # which keeps the id its own
     if isinstance(value, list | tuple):
         return type(value), [_mark(item) for item in value]
+    if isinstance(value, dict):
+        return type(value), [(id(key), _mark(item)) for key, item in value.items()]
     return (type(value), value) if isinstance(value, NUMBERS) else id(value)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.users_code import users_line
-from arachnec.optimizers.entries import changed, is_entry, places, snapshot
+from arachnec.optimizers.entries import changed, is_entry, places, snapshot, wrapped_with_state
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, master_dtype
 
 AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
@@ -35,7 +35,7 @@ class CannotMeasure(Diagnostic):
 
 @dataclass(frozen=True)
 class UnkeptState(Diagnostic):
-    title: ClassVar[str] = "{name} keeps `{key}`, a {kind}, which no checkpoint holds"
+    title: ClassVar[str] = "{name} keeps `{key}`, {kind}, which no checkpoint holds"
     help: ClassVar[str] = "keep tensors and numbers in the state of a parameter, each by a key of its own"
     name: str
     key: str
@@ -57,19 +57,27 @@ def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dt
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             remedy = "correct it, or choose another optimizer, or groups"
             raise UserError(CannotMeasure(users_line(error), recipe.name, tuple(shape), reason, remedy)) from error
+        if (inner := wrapped_with_state(optimizer)) is not None:
+            kind = f"{_kind(inner[1])} with a state of its own"
+            raise UserError(UnkeptState(None, recipe.name, inner[0], kind))
         kept = dict(optimizer.state[value])
         for key, held in kept.items():
             if held is not None and not isinstance(held, Tensor | int | float):
-                raise UserError(UnkeptState(None, recipe.name, str(key), type(held).__name__))
+                raise UserError(UnkeptState(None, recipe.name, str(key), _kind(held)))
         for other in optimizer.state:
             if other is not value:
-                raise UserError(UnkeptState(None, recipe.name, str(other), "state of no parameter"))
+                raise UserError(UnkeptState(None, recipe.name, str(other), "a state of no parameter"))
         for place, keys in zip(places(optimizer), changed(before, optimizer), strict=True):
             for key in sorted(keys):
                 if not is_entry(place[key]):
-                    raise UserError(UnkeptState(None, recipe.name, key, type(place[key]).__name__))
+                    raise UserError(UnkeptState(None, recipe.name, key, _kind(place[key])))
         return kept
     raise AssertionError("the CPU answers")
+
+
+def _kind(value: object) -> str:
+    name = type(value).__name__
+    return f"an {name}" if name[0].lower() in "aeiou" else f"a {name}"
 
 
 def most_kept(parameters: Mapping[str, Tensor], recipe: Recipe) -> tuple[int, int]:

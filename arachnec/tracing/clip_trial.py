@@ -11,6 +11,7 @@ from torch import nn
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.batch import prediction_of
+from arachnec.models.clip_errors import naming
 from arachnec.tracing.errors import CannotTake
 from arachnec.tracing.record import Repeats, training_mode
 from arachnec.tracing.sample import ModelSource, arguments_of, raised_at
@@ -35,7 +36,8 @@ def run_clip(
     """
     device = str(next(model.parameters()).device)
     try:
-        arguments = arguments_of(source, clip, encoders, device=device)
+        with naming([clip]):
+            arguments = arguments_of(source, clip, encoders, device=device)
         with torch.no_grad(), training_mode(model), torch.device(device), repeats or contextlib.nullcontext():
             prediction_of(model(**arguments))
     except Reached:

@@ -47,6 +47,9 @@ CASES = [
     (["check", "none.cascade"], "none.cascade"),
     (["simulate", "none.cascade"], "none.cascade"),
     (["run", "none"], "none"),
+    (["run", "build", "--init", "none"], "none holds no weights"),
+    (["export", "build", "--checkpoint", "none", "-o", "out"], "Directory 'none' does not exist"),
+    (["profile", "model.py", "--data", "clips.jsonl", "--cluster", "2:cpu", "-o", "none/p.json"], "none: no such file"),
 ]
 
 

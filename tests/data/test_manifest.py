@@ -325,6 +325,8 @@ PUBLIC = {
     "vace.csv": 'video,vace_video,vace_video_mask,prompt\nplain.mp4,other.mp4,other.mp4,"Outpaint."\n',
     "videox.json": '[{"file_path": "plain.mp4", "text": "a cat", "type": "video", "width": 160, "height": 96}]',
     "pandas.csv": ",Path,Caption\n0,plain.mp4,a cat\n",
+    "filled.jsonl": '{"video": "", "path": "", "file_name": "plain.mp4", "text": "", "prompt": "a cat"}',
+    "cases.csv": "Path,path,caption\nother.mp4,plain.mp4,a cat\n",
 }
 
 
@@ -337,6 +339,7 @@ def test_manifests_of_public_data_sets_are_read_as_they_are(tmp_path: Path, name
     (clip,) = manifest.clips
     assert (clip.path, clip.shape[:3]) == (tmp_path / "plain.mp4", (33, 96, 160))
     assert clip.caption
+    assert not any("``" in note for note in manifest.notes)
     if name == "opensora.csv":
         assert clip.values["aes"] == 4.68 and clip.id == "scene-0" and "relpath" in manifest.extras
     if name == "openvid.csv":
@@ -364,6 +367,7 @@ def test_columns_say_which_are_read_and_what_is_unknown_is_kept_where_asked_for(
     assert "no column `lnog`" in message(path, columns="caption=lnog")
     assert "there is no key `capton`" in message(path, columns="capton=long")
     assert "is no pair" in message(path, columns="caption")
+    assert "the column `long` is both `caption` and `id`" in message(path, columns="caption=long,id=long")
 
 
 def test_captions_are_a_list_and_the_longest_is_planned_for(tmp_path: Path) -> None:

@@ -80,6 +80,16 @@ error: `build` cannot be called as build()
    | ^^^^^^^^^ it is build = 3
   help: change it to `def build()`, or give what is not meant for arachnec another name""",
     ),
+    "a function is a module": (
+        "import torch\nbuild = torch.nn.Linear(2, 2)\ndef sample(clip, generator): ...\ndef loss(a, b): ...\n",
+        """\
+error: `build` cannot be called as build()
+  --> model.py:2:1
+   |
+ 2 | build = torch.nn.Linear(2, 2)
+   | ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^ it is build = Linear(...)
+  help: change it to `def build()`, or give what is not meant for arachnec another name""",
+    ),
     "the import raises": (
         "def width():\n    return 1 / 0\nWIDTH = width()\n",
         """\

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from arachnec.ir.diagnostic import UserError
 from arachnec.models.compiled_modules import running_as_written, without_compilation
 
 
@@ -45,6 +47,14 @@ def forwards(model: nn.Module) -> object:
     for block in model.children():
         block.forward = compiled(block.forward)
     return model
+
+
+def test_a_scripted_module_is_refused_by_its_name() -> None:
+    model = nn.Sequential(nn.Linear(2, 3))
+    with pytest.warns(Warning), contextlib.suppress(RuntimeError):
+        model[0] = torch.jit.script(model[0])
+    with pytest.raises(UserError, match="`0` is compiled by TorchScript"):
+        without_compilation(model)
 
 
 @pytest.mark.parametrize("compile_model", [whole, in_place, blocks_in_place, wrapped_blocks, forwards])

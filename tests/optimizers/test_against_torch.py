@@ -278,6 +278,29 @@ class Listing(torch.optim.SGD):
             self.state[value]["norms"] = [1.0]
 
 
+class SlowWeights(torch.optim.SGD):
+    """Keeps tensors in a dict of its own."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.slow: dict[Any, Any] = {}
+
+    def step(self, closure: Any = None) -> None:
+        super().step(closure)
+        self.slow |= {value: value.detach().clone() for value in self.param_groups[0]["params"]}
+
+
+class Around(torch.optim.SGD):
+    """Has another optimizer update, which keeps a state of its own."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        self.base = torch.optim.AdamW(params, **options)
+        super().__init__(self.base.param_groups, **options)
+
+    def step(self, closure: Any = None) -> None:
+        self.base.step(closure)
+
+
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise ZeroDivisionError("of a norm")
@@ -286,6 +309,19 @@ class Broken(torch.optim.SGD):
 def test_state_that_no_checkpoint_holds_is_refused_before_launch() -> None:
     recipe = recipe_of(named(network()), Training(), lambda p: Listing(p, lr=0.1))
     with pytest.raises(UserError, match="Listing keeps `norms`, a list, which no checkpoint holds"):
+        state_bytes(named(network()), recipe)
+
+
+@pytest.mark.parametrize(
+    ("kind", "says"),
+    [
+        (SlowWeights, "SlowWeights keeps `slow`, a dict, which no checkpoint holds"),
+        (Around, "Around keeps `base`, an AdamW with a state of its own, which no checkpoint holds"),
+    ],
+)
+def test_state_beside_that_of_the_parameters_is_refused_before_launch(kind: Any, says: str) -> None:
+    recipe = recipe_of(named(network()), Training(), lambda p: kind(p, lr=0.1))
+    with pytest.raises(UserError, match=says):
         state_bytes(named(network()), recipe)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -324,9 +323,8 @@ class Engine:
 
     def _end_stopped(self) -> None:
         """Tell of the checkpoint that a signal has asked for; somebody's own script ends here."""
-        name = signal.Signals(self.stopped_by).name
-        told = f"ended by {name} after {counted(self.done, 'step')}: the checkpoint in {self._options.checkpoint} is"
-        events.emit(report.Note(f"{told} whole, and --resume goes on from it"))
+        after = f"ended by a signal after {counted(self.done, 'step')}"
+        events.emit(report.Note(f"{after}: --resume goes on from the checkpoint in {self._options.checkpoint}"))
         if self._looked_at:
             self.close()
             sys.exit(exit_code(self.stopped_by))
