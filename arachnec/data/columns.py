@@ -186,8 +186,9 @@ class RowKeys:
         others = [other for names in self.names.values() for other in names]
         near = close_to(name, self.keys) or close_to(name, others)
         suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(self.keys)}"
-        if self.extras and not near:
-            suggestion += f"; --columns {VALUES}={name} gives it to `sample`, in `clip.values`"
+        if self.extras:
+            taken = f" --columns {self._known[near[0]][0]}={name} reads it as that," if near else "; --columns"
+            suggestion += f"{taken} {VALUES}={name} gives it to `sample`, in `clip.values`"
         raise UserError(UnknownKey(span, name, suggestion))
 
 

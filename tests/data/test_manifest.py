@@ -101,7 +101,8 @@ error: unknown key `hieght`
    |
  1 | {"frames": 5, "hieght": 64, "width": 96, "text_tokens": 7}
    |               ^^^^^^^^ no such key
-  help: did you mean `height`?""",
+  help: did you mean `height`? --columns height=hieght reads it as that, values=hieght gives it to `sample`, in \
+`clip.values`""",
     ),
     "a clip has at least one frame": (
         ROW + '\n{"frames": 0, "height": 64, "width": 96, "text_tokens": 7}',
