@@ -11,7 +11,7 @@ cascade's ``per_clip``, where that was measured. More ranks than clips divide on
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from dataclasses import dataclass, field, replace
 
 from arachnec.cost.recomputation import share_recomputed
@@ -85,6 +85,16 @@ class Share:
     queries: float  # of the queries, with its heads: those of the tokens of its Ulysses group
 
 
+@dataclass(frozen=True)
+class Load:
+    """What a rank has of a clip, by default an even share, and how many times as long as the fastest device it takes:
+    for what it computes, and where a run found it ``slowed`` also to launch it."""
+
+    slowdown: float = 1.0
+    slowed: float = 1.0
+    share: Share | None = None
+
+
 def shares(cascade: Cascade, attention: Attention) -> list[Share] | None:
     """Of every rank, in their order; None where tokens are split evenly."""
     ulysses = attention.ulysses
@@ -113,25 +123,23 @@ class Compute:
 
         Launching takes as long on a slow kind of device, and ``slowed`` times as long on a rank that a run found slow.
         """
-        return math.fsum(self.halves(cascade, degree, attention, recompute, slowdown, slowed))
+        return math.fsum(self.halves(cascade, degree, attention, recompute, (Load(slowdown, slowed),)))
 
     def halves(
-        self,
-        cascade: Cascade,
-        degree: int,
-        attention: Attention,
-        recompute: int,
-        slowdown: float,
-        slowed: float = 1.0,
-        share: Share | None = None,
+        self, cascade: Cascade, degree: int, attention: Attention, recompute: int, loads: Collection[Load]
     ) -> tuple[float, float]:
-        """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes; on a rank with
-        this ``share`` of the tokens, by default an even one."""
+        """The ms of ``time`` until the forward has ended, and those of the backward, which recomputes.
+
+        ``loads`` are those of its ranks. They meet before and behind every attention, so its products with parameters
+        take as long as on the slowest of them, and its attentions as long as on the slowest at these.
+        """
         forward, backward = passes_of(cascade, self.stages[cascade.stage], recompute)
         backs = 1.0 if cascade.phase is Phase.WEIGHT else backward
 
         def passes(name: str, times: float) -> float:
-            return times * self._one_pass(cascade, name, degree, attention, slowdown, slowed, share) if times else 0.0
+            return times * self._one_pass(cascade, name, degree, attention, loads) if times else 0.0
+
+        slowdown = max(load.slowdown for load in loads)
 
         first = 0.0 if cascade.phase is Phase.BACKWARD else min(1.0, forward)
         times = forward if cascade.phase is Phase.DENOISE else first  # every step of sampling has keys of its own
@@ -146,28 +154,30 @@ class Compute:
         name: str,
         degree: int,
         attention: Attention,
-        slowdown: float,
-        slowed: float,
-        share: Share | None,
+        loads: Collection[Load],
     ) -> float:
+        slowed = max(load.slowed for load in loads)
         if cascade.phase in CODING:
             stage = self.stages[cascade.stage]
             busiest, clip = on_busiest_rank(cascade, stage, degree), clip_time(cascade)
             turns, part = clips_in_turn(cascade, stage, degree)
             if clip is not None:
-                return turns * busiest.batch * clip * part * slowdown
-            sizes = self._sizes_of(busiest, name)
+                return turns * busiest.batch * clip * part * max(load.slowdown for load in loads)
+            sizes, slowdown = self._sizes_of(busiest, name), max(load.slowdown for load in loads)
             return turns * (sizes.fixed * slowed + (sizes.caption + (sizes.linear + sizes.pairwise)) * part * slowdown)
         cascade = as_forward(cascade)
         sizes = self._backward_sizes(cascade) if name == "backward" else self._sizes_of(cascade, name)
         heads = count_in(self.stages[cascade.stage], "heads") or attention.ulysses
-        share = share or Share(uneven(cascade.tokens, degree), 1 / attention.ring)
-        pairs = uneven(heads, attention.ulysses) * share.queries
-        load = self.sparse.of(cascade, degree)
-        dense = (sizes.pairwise - sizes.square * load.pairs) * pairs
-        sparse = sizes.square * (load.backward if name == "backward" else load.forward)
-        divided = sizes.caption + sizes.linear * share.tokens + dense + sparse
-        return sizes.fixed * slowed + divided * slowdown
+        even = Share(uneven(cascade.tokens, degree), 1 / attention.ring)
+        chosen = self.sparse.of(cascade, degree)
+        sparse = sizes.square * (chosen.backward if name == "backward" else chosen.forward)
+        products = attentions = 0.0
+        for load in loads:
+            share = load.share or even
+            dense = (sizes.pairwise - sizes.square * chosen.pairs) * uneven(heads, attention.ulysses) * share.queries
+            products = max(products, (sizes.caption + sizes.linear * share.tokens) * load.slowdown)
+            attentions = max(attentions, (dense + sparse) * load.slowdown)
+        return sizes.fixed * slowed + products + attentions
 
     def _choice(self, cascade: Cascade, degree: int) -> float:
         """ms of prediction and choice of the sparse layers, each of which waits for its heaviest rank."""

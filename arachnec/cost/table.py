@@ -24,7 +24,7 @@ from itertools import accumulate
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import node_of, packed_ranks
 from arachnec.cost.communication import Communication
-from arachnec.cost.compute import Compute, shares
+from arachnec.cost.compute import Compute, Load, shares
 from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_transfers import HostTransfers
@@ -296,15 +296,12 @@ class CostTable:
     ) -> tuple[float, float]:
         own = shares(cascade, attention)
         if own is None:
-            slowdown, slowed = self.devices.slowdown(ranks), self.devices.slowed(ranks)
-            return self.compute.halves(cascade, degree, attention, recompute, slowdown, slowed)
+            whole = Load(self.devices.slowdown(ranks), self.devices.slowed(ranks))
+            return self.compute.halves(cascade, degree, attention, recompute, (whole,))
         groups = [(rank,) for rank in ranks] if ranks else [None] * degree
-        rows = {(share, self.devices.slowdown(r), self.devices.slowed(r)) for share, r in zip(own, groups, strict=True)}
-        halves = [
-            self.compute.halves(cascade, degree, attention, recompute, slowdown, slowed, share)
-            for share, slowdown, slowed in rows
-        ]
-        return max(forward for forward, _ in halves), max(backward for _, backward in halves)
+        pairs = zip(own, groups, strict=True)
+        loads = {Load(self.devices.slowdown(rank), self.devices.slowed(rank), share) for share, rank in pairs}
+        return self.compute.halves(cascade, degree, attention, recompute, loads)
 
 
 def _unnamed(stage: Stage) -> tuple[object, ...]:

@@ -17,7 +17,7 @@ from typing import ClassVar
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
-from arachnec.cost.compute import Compute
+from arachnec.cost.compute import Compute, Load
 from arachnec.cost.recomputation import share_recomputed
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import Attention
@@ -265,7 +265,7 @@ def forward_share(cascade: Cascade, stage: Stage) -> float:
     if sparse_layers(cascade):
         times = Compute({stage.name: stage}, frozenset(), SparseLoads({stage.name: stage}))
         grid, blocks = Attention(cascade.degree, 1), recomputed_blocks(cascade.attrs.get("recompute"), stage)
-        first, second = times.halves(on_one_side(cascade, cascade.side), cascade.degree, grid, blocks, 1.0)
+        first, second = times.halves(on_one_side(cascade, cascade.side), cascade.degree, grid, blocks, (Load(),))
         return first / (first + second)
     forward = evaluate(stage.attrs.get("forward"), cascade)
     again = share_recomputed(stage, recomputed_blocks(cascade.attrs.get("recompute"), stage)) * forward

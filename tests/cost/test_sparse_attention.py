@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from arachnec.analysis.uses import Values
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.communication import volumes
+from arachnec.cost.compute import Load
 from arachnec.cost.model import CostModel
 from arachnec.cost.sparse_attention import (
     SparseLoads,
@@ -83,7 +84,7 @@ def test_the_forward_of_a_sparse_cascade_ends_after_its_part_of_what_the_cost_mo
     attrs: dict[str, Value] = {} if recompute is None else {"recompute": recompute}
     cascade = clip(sparse=(0,), degree=degree, **attrs)
     compute = model(of).table.compute
-    forward, backward = compute.halves(cascade, degree, Attention(degree, 1), recompute or 0, 1.0)
+    forward, backward = compute.halves(cascade, degree, Attention(degree, 1), recompute or 0, (Load(),))
     assert forward_share(cascade, of) == pytest.approx(forward / (forward + backward))
 
 

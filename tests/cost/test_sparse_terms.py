@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from arachnec.cost.compute import Compute
+from arachnec.cost.compute import Compute, Load
 from arachnec.cost.sparse_attention import SparseLoads, faster_sparse, head_weights
 from arachnec.cost.strategy import Attention
 from arachnec.ir.head_density import LayerDensity, layer_densities
@@ -51,14 +51,14 @@ def test_lists_are_chosen_in_the_first_forward_alone_and_a_slower_device_takes_l
         Phase.TRAIN: (first, backward), Phase.FORWARD: (first, 0.0), Phase.BACKWARD: (0.0, backward),
     }  # fmt: skip
     for phase, halves in expected.items():
-        took = compute(of).halves(chosen(phase), 1, ONE, recompute, slowdown)
+        took = compute(of).halves(chosen(phase), 1, ONE, recompute, (Load(slowdown),))
         assert took == pytest.approx(halves), phase
         assert compute(of).time(chosen(phase), 1, ONE, recompute, slowdown) == pytest.approx(sum(halves))
 
 
 def test_of_a_split_backward_the_half_for_weights_takes_half_of_the_products_and_no_pairs() -> None:
     """Nothing is chosen for it, nor learned."""
-    took = compute(stage(**TERMS)).halves(chosen(Phase.WEIGHT), 1, ONE, 0, 3.0)
+    took = compute(stage(**TERMS)).halves(chosen(Phase.WEIGHT), 1, ONE, 0, (Load(3.0),))
     assert took == pytest.approx((0.0, (4.0 + 3.0 * BACKWARD) / 2))
 
 
@@ -68,7 +68,7 @@ def test_every_step_of_sampling_chooses_keys_of_its_own(branches: int) -> None:
     of = replace(stage(**TERMS), trained=False)
     cascade = chosen(Phase.DENOISE, steps=(3, 6), branches=branches)
     step = 2.0 + 3.0 * (branches * (1e-6 * SPARSE + FORWARD) + 2 * (branches * CHOICE + CHOSEN))
-    assert sum(compute(of).halves(cascade, 1, ONE, 0, 3.0)) == pytest.approx(4 * step)
+    assert sum(compute(of).halves(cascade, 1, ONE, 0, (Load(3.0),))) == pytest.approx(4 * step)
 
 
 def test_captions_are_attended_to_in_full() -> None:

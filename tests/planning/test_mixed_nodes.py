@@ -109,6 +109,15 @@ def test_shards_by_speed_let_no_device_wait() -> None:
     assert cost.time(cascade, 2, ranks=(1, 0)) > even, "the slow device has most"
 
 
+def test_ranks_wait_for_each_other_before_and_behind_attention() -> None:
+    """The fast device computes all that tokens take, the slow one half of the pairs."""
+    pairs = Formula((Term(1e-2, (("B", 1), ("S", 1))), Term(1e-6, (("B", 1), ("S", 2)))), "ms")
+    module = costed("1x1:h100-80g+1x1:a100-80g", [10_000], forward=pairs, backward=pairs)
+    cascade = module.cascades[0].with_attrs(shards=(10_000, 0))
+    cost = CostModel(replace(module, cascades=(cascade,)))
+    assert cost.time(cascade, 2, ranks=(0, 1)) == pytest.approx(2 * (100 + 100 / 2 * SLOWDOWN))
+
+
 def test_a_plan_whose_shards_fit_no_device_is_refused() -> None:
     module = costed("1x2:h100-80g", [100_000], saved=1e-3)
 
