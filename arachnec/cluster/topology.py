@@ -129,6 +129,18 @@ def with_slowdowns(cluster: Cluster, slowdowns: Mapping[int, float]) -> Cluster:
     return replace(cluster, attrs=cluster.attrs.updated(slowed=rows or None))
 
 
+def named(cluster: Cluster) -> str:
+    """For people: nodes, devices of each, and what they are, as ``2 x 8 x h100-80g + 1 x 8 x a100-80g``."""
+    mixed = cluster.attrs.get("mixed")
+    if not isinstance(mixed, tuple):
+        nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
+        return f"{nodes}{cluster.gpus} x {cluster.attrs.get('device', 'ranks')}"
+    counts: dict[str, int] = {}
+    for machine in machines(cluster):
+        counts[machine.device] = counts.get(machine.device, 0) + 1
+    return " + ".join(f"{nodes} x {cluster.gpus} x {device}" for device, nodes in counts.items())
+
+
 def mix_of(cluster: Cluster, nodes: int) -> Value | None:
     """What ``mixed`` says of the first so many nodes, further ones being like the last; None where all are alike."""
     mixed = cluster.attrs.get("mixed")

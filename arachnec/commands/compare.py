@@ -129,6 +129,7 @@ def told_of_sparse(stage: Mapping[str, Any]) -> str:
 
 def drawing(model: Path, plans: Sequence[Compared], samples: bool = False) -> str:
     """Bars and timelines of all, as SVG."""
+    from arachnec.cluster.topology import named
     from arachnec.ir.diagnostic import counted
     from arachnec.ir.latency import objective_of
     from arachnec.ir.nodes import quantity
@@ -136,7 +137,7 @@ def drawing(model: Path, plans: Sequence[Compared], samples: bool = False) -> st
 
     module = plans[0].module
     assert module.cluster is not None
-    cluster = f"{module.cluster.world} x {module.cluster.attrs['device']}"
+    cluster = named(module.cluster)
     what = f"{len(module.clips)} clips on {cluster}: one iteration"
     if samples:
         what = f"{counted(len(module.clips), 'request')} on {cluster}"

@@ -9,6 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from arachnec.cluster.topology import named
 from arachnec.commands.tables import MOST_ROWS, attention_word, bold, ms, plain_table, ranges, terminal
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
@@ -102,8 +103,7 @@ def _title(module: Module, segments: int) -> str:
         planned = sorted({forecast_of(clip) for clip in module.clips})
         forecast = f", planned for {ranges(planned)}" if any(len(k) > 1 for k in outcomes) else ""
         words += f", switch {switch} after {f'{least} to {most}' if least < most else least} steps{forecast}"
-    nodes = "" if cluster is None or cluster.nodes == 1 else f"{cluster.nodes} x "
-    place = "" if cluster is None else f" on {nodes}{cluster.gpus} x {cluster.attrs.get('device', 'ranks')}"
+    place = "" if cluster is None else f" on {named(cluster)}"
     return f"{words}: {counted(len(module.clips), 'request')}{place}, {counted(segments, 'segment')}"
 
 

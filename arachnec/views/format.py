@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from arachnec.cluster.topology import named
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.stage_sizes import formula_in
@@ -77,11 +78,7 @@ def names_of(module: Module) -> dict[int, str]:
 
 
 def _on_cluster(module: Module) -> str:
-    cluster = module.cluster
-    if cluster is None:
-        return ""
-    nodes = f"{cluster.nodes} x " if cluster.nodes > 1 else ""
-    return f" on {nodes}{cluster.gpus} x {cluster.attrs.get('device', 'ranks')}"
+    return "" if module.cluster is None else f" on {named(module.cluster)}"
 
 
 def terminal() -> Console:

@@ -14,7 +14,7 @@ from itertools import chain as concatenated
 from pathlib import Path
 from typing import Any
 
-from arachnec.cluster.topology import machines, node_of
+from arachnec.cluster.topology import machines, named, node_of
 from arachnec.data.clip import VideoClip
 from arachnec.ir.latency import judged_ms, objective_of
 from arachnec.ir.nodes import Cascade, Module, quantity
@@ -139,12 +139,10 @@ def tiles(module: Module, timelines: Sequence[Timeline], curves: Mapping[int, Cu
         key=lambda pair: pair[0] / pair[1] if pair[1] else math.inf,
         default=(0.0, module.cluster.memory),
     )
-    device = str(module.cluster.attrs.get("device", ""))
-    shape = f"{module.cluster.nodes} x {module.cluster.gpus} {device}".strip()
     figures += [
         ("memory, planned", f"{peak:.3g} of {limit:.3g} GiB"),
         *_memory_tile(module, timelines),
-        ("GPUs" if device != "cpu" else "ranks", f"{module.cluster.world} ({shape})"),
+        ("ranks" if on_cpu(module) else "GPUs", f"{module.cluster.world} ({named(module.cluster)})"),
         ("clips", str(len(module.clips))),
         ("cascades", str(len(module.cascades))),
     ]

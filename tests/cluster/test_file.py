@@ -6,6 +6,7 @@ import pytest
 
 from arachnec.cluster.device_specs import DEVICE_SPECS, find_device_specs
 from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.topology import named
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import quantity
 
@@ -126,3 +127,15 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text('gpus = 4\ndevice = "cpu"\n', encoding="utf-8-sig")
     assert parse_cluster(file).world == 4
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("8:h100-80g", "8 x h100-80g"),
+        ("2x8:h100-80g", "2 x 8 x h100-80g"),
+        ("1x8:h100-80g+2x8:a100-80g", "1 x 8 x h100-80g + 2 x 8 x a100-80g"),
+    ],
+)
+def test_a_cluster_is_named_by_its_devices(text: str, words: str) -> None:
+    assert named(parse_cluster(text)) == words

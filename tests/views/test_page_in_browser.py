@@ -101,7 +101,7 @@ def test_the_header_has_the_figures(opened: Browser) -> None:
     tiles = dict(zip(opened.texts("#tiles dt"), opened.texts("#tiles dd"), strict=True))
     assert tiles["makespan"] == "100 ms"
     assert tiles["to the bound"] == "1.000x"
-    assert tiles["GPUs"] == "4 (1 x 4 h100-80g)"
+    assert tiles["GPUs"] == "4 (4 x h100-80g)"
     assert tiles["clips"] == "3"
     assert "iteration, measured, step 3" in tiles
 
