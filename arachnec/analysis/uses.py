@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 from arachnec.ir.nodes import STAGE_OPS, Cascade, Instruction, Module, Phase, Program, integers, quantity
 
@@ -168,6 +168,7 @@ def written(instruction: Instruction) -> str:
     return f"{instruction.op} {sigil}{instruction.target}{where}{parts}"
 
 
+@lru_cache(maxsize=1024)
 def rank_list(ranks: tuple[int, ...]) -> str:
     """``[0..3, 7]``, as the IR writes it."""
     runs: list[list[int]] = []

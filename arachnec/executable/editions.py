@@ -41,6 +41,12 @@ class RowMoved(Diagnostic):
     now: str
 
 
+@dataclass(frozen=True)
+class OtherBatches(Diagnostic):
+    title: ClassVar[str] = "the manifest has the clips of the run to resume in other batches"
+    help: ClassVar[str] = "compile it with the `--batch` and the order of rows that the run goes on with"
+
+
 class Edition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """From batch ``begins`` of the run on: the ids of the clips of each global batch, as the manifest has them.
 
@@ -134,7 +140,9 @@ def continued(editions: Sequence[Edition], executable: Executable, done: int) ->
         if latest.files[row] != own.files[row]:
             raise UserError(RowMoved(None, row, latest.files[row], own.files[row]))
     if own.ids == latest.ids:
-        return kept  # in other batches it is another run, which its digest says
+        if len(kept) > 1 and own.batches != latest.batches:  # of a single edition the checkpoint's digest says it
+            raise UserError(OtherBatches(None))
+        return kept
     begins = latest.begins + -(-(done - latest.begins) // len(latest.batches)) * len(latest.batches)
     return *kept, Edition.of(executable, begins)
 

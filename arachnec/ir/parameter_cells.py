@@ -44,6 +44,7 @@ def own_cell(rank: int, cell: int) -> Ranks:
     return tuple(range(first, first + cell))
 
 
+@lru_cache(maxsize=256)
 def replicas(rank: int, cell: int, ranks: Ranks) -> Ranks:
     """Those of ``ranks``, which are whole cells, that hold the same shard as this one: one in each cell."""
     return tuple(other for other in ranks if other % cell == rank % cell)

@@ -10,6 +10,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache
 
 from arachnec.ir.nodes import (
     STAGE_OPS,
@@ -129,7 +130,13 @@ def _peers(item: Instruction) -> str:
         return ""
     word = {"send": "to", "receive": "from"}.get(item.op, "on")
     lone = word != "on" and len(item.peers) == 1
-    return f" {word} {item.peers[0] if lone else _value(item.peers)}"
+    return f" {word} {item.peers[0] if lone else _rank_list(item.peers)}"
+
+
+@lru_cache(maxsize=1024)
+def _rank_list(ranks: tuple[int, ...]) -> str:
+    """Every member of a group writes it."""
+    return _list(ranks)
 
 
 def _block(head: str, lines: Iterable[str]) -> str:

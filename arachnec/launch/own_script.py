@@ -101,6 +101,11 @@ class OwnScript:
         """From now on a signal that asks to end is noted in it; None where the script made the process group itself."""
         return None if self.watchdog is None else self.watchdog.stops_after_step()
 
+    def stops_at_once(self, *, acted: bool) -> None:
+        """From now on such a signal ends the script at once; one that was noted and not ``acted`` upon does so now."""
+        if self.watchdog is not None:
+            self.watchdog.stops_at_once(acted=acted)
+
     def folder(self) -> Path:
         """One for files of this rank, which goes with it."""
         if self._folder is None:

@@ -194,6 +194,16 @@ class Watchdog:
                 self._own_interrupts = True
         return self._stop_request
 
+    def stops_at_once(self, *, acted: bool) -> None:
+        """From now on such a signal ends this rank at once again; one that was noted does so now, unless it was
+        ``acted`` upon."""
+        request, self._stop_request = self._stop_request, None
+        if self._own_interrupts and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            self._own_interrupts = False
+        if request is not None and request.signum and not acted:
+            signal.raise_signal(request.signum)
+
     def begins(self, step: int) -> None:
         """This rank begins a step, which all ranks are to take."""
         self._step = step
@@ -241,7 +251,8 @@ class Watchdog:
         asking = ThreadPoolExecutor(1, "watchdog-store")
         while not self._closing.is_set():
             told_to_end = self._sleep()
-            if told_to_end and self._stop_request is not None and self._stop_request.take(told_to_end):
+            request = self._stop_request
+            if told_to_end and request is not None and request.take(told_to_end):
                 told_to_end = frozenset()
             try:
                 asked = asking.submit(self._look, told_to_end)
@@ -259,7 +270,8 @@ class Watchdog:
     def _sleep(self) -> frozenset[int]:
         """Wait until it is time to look again; the signals that told the process to end meanwhile."""
         ready, _, _ = select.select([self._wake_read], [], [], self._limits.poll)
-        return frozenset(os.read(self._wake_read, 4096) if ready else b"") & frozenset(SIGNALS)
+        heard = SIGNALS if self._own_interrupts else (signal.SIGTERM,)  # else Ctrl-C is the main thread's
+        return frozenset(os.read(self._wake_read, 4096) if ready else b"") & frozenset(heard)
 
     def _look(self, told_to_end: frozenset[int]) -> Failure | None:
         """One look at the others: why this rank must end, or None."""

@@ -110,13 +110,26 @@ class KeptEntries:
         for place, keys, kept in zip(places(self.optimizer), self._keys, stored, strict=True):
             keys |= kept.keys()
             for key, value in kept.items():
-                there = place.get(key)
-                on = there.device if isinstance(there, Tensor) else device
-                place[key] = value.to(on) if isinstance(value, Tensor) else value
+                place[key] = _taken(value, place.get(key), device)
+
+
+def _taken(value: Any, there: Any, device: torch.device) -> Any:
+    """An entry as it was, in the tensors that are ``there``, of which others may know; new ones on the device."""
+    if isinstance(value, list | tuple):
+        known = there if isinstance(there, list | tuple) and len(there) == len(value) else [None] * len(value)
+        return type(value)(_taken(one, before, device) for one, before in zip(value, known, strict=True))
+    if not isinstance(value, Tensor):
+        return value
+    if isinstance(there, Tensor) and (there.shape, there.dtype) == (value.shape, value.dtype):
+        with torch.no_grad():
+            return there.copy_(value)
+    return value.to(there.device if isinstance(there, Tensor) else device)
 
 
 def _mark(value: Any) -> Any:
-    """Equal for entries that nothing has changed between."""
+    """Equal for entries that nothing has changed between. A parameter is what is updated, and no entry."""
+    if isinstance(value, nn.Parameter):
+        return id(value)
     if isinstance(value, Tensor):
         return id(value), value._version, value  # which keeps the id its own
     if isinstance(value, list | tuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from itertools import groupby
 
@@ -22,6 +23,7 @@ from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.layers import layer_of_parameters
 from arachnec.tracing.memory import BlockMemory, block_memory, encoder_polynomial, fit_polynomial
 from arachnec.tracing.record import ExampleCall
+from arachnec.tracing.sample import clip_of
 from arachnec.tracing.shell import Measured, measure_encoder, measure_shell
 from arachnec.tracing.stage_figures import stage_figures
 
@@ -189,6 +191,11 @@ def encoder_stage(
     chosen = spread(clips, tokens)
     runs = [measure_encoder(encoder, clip) for clip in chosen]
     points = [{B: 1, S: tokens(clip), T: clip.text_tokens} for clip in chosen]
+    for clip in _crossed(chosen):
+        with contextlib.suppress(Exception):  # a clip that nobody has need not be one that the encoder takes
+            measured = measure_encoder(encoder, clip)
+            points.append({B: 1, S: tokens(clip), T: clip.text_tokens})
+            runs.append(measured)
 
     def formula(values: Sequence[int], unit: str, scale: int) -> Formula:
         return polynomial(sympy.expand(B * encoder_polynomial(values, points)), unit, scale)
@@ -207,6 +214,14 @@ def encoder_stage(
             output=formula([run.output for run in runs], "GiB", GIB),
         ),
     )
+
+
+def _crossed(clips: Sequence[VideoClip]) -> list[VideoClip]:
+    """The smallest and the largest clip with each other's caption: what tells S from T where they grow together."""
+    small, large = clips[0], clips[-1]
+    if small.text_tokens == large.text_tokens or small.shape[:3] == large.shape[:3]:
+        return []
+    return [clip_of(large, large.shape[:3], small.text_tokens), clip_of(small, small.shape[:3], large.text_tokens)]
 
 
 def spread(clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> list[VideoClip]:

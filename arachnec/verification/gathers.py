@@ -143,11 +143,12 @@ def check_gathers(values: Values) -> Iterator[Diagnostic]:
     if not sharded:
         return
     split = split_backwards(values.module)
+    holders = {name: _ranks_of(values, name) for name in sharded}
     first: dict[tuple[str, tuple[int, ...]], tuple[int, Steps]] = {}
     for program in values.module.programs:
         steps = [(step, sharded[name]) for step, name in _of_stages(values, program) if name in sharded]
         yield from _whole(program, steps, split)
-        yield from _groups(program, steps, values)
+        yield from _groups(program, steps, holders)
         for one in sharded.values():
             mine = [pair for pair in steps if pair[1] is one and pair[0].op in OPS]
             cell = one.stage.name, own_cell(program.rank, one.cell)
@@ -202,21 +203,22 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
             yield NotReleased(step.span, program.rank, written(step), layer, name)
 
 
-def _groups(program: Program, steps: Steps, values: Values) -> Iterator[Diagnostic]:
-    """Every instruction names the rank's cell, runs on whole cells, and all-reduces shards over their ranks."""
+def _groups(program: Program, steps: Steps, holders: Mapping[str, tuple[int, ...]]) -> Iterator[Diagnostic]:
+    """Every instruction names the rank's cell, runs on whole cells, and all-reduces shards over the ``holders`` of its
+    stage that have them."""
     for step, one in steps:
         cell = own_cell(program.rank, one.cell)
-        where = step.span, program.rank, written(step)
-        name, right = one.stage.name, rank_list(cell)
-        stated = integers(step.attrs.get("cell", ()))
+        name, stated = one.stage.name, integers(step.attrs.get("cell", ()))
         if stated != cell:
-            yield NotTheCell(*where, f"cell {rank_list(stated)}" if stated else "no cell", name, right)
+            reason = f"cell {rank_list(stated)}" if stated else "no cell"
+            yield NotTheCell(step.span, program.rank, written(step), reason, name, rank_list(cell))
         elif step.op in OPS and not set(cell) <= set(step.peers):
-            yield NotTheCell(*where, "members of its cell missing", name, right)
+            reason = "members of its cell missing"
+            yield NotTheCell(step.span, program.rank, written(step), reason, name, rank_list(cell))
         elif step.op == "reduce":
-            ranks = replicas(program.rank, one.cell, _ranks_of(values, name))
+            ranks = replicas(program.rank % one.cell, one.cell, holders[name])
             if step.peers != ranks:
-                yield WrongReplicas(*where, name, rank_list(ranks))
+                yield WrongReplicas(step.span, program.rank, written(step), name, rank_list(ranks))
 
 
 def _ranks_of(values: Values, stage: str) -> tuple[int, ...]:

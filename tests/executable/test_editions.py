@@ -32,6 +32,14 @@ def test_rows_without_an_id_are_known_by_their_number_and_file(tmp_path: Path) -
         continued(before, of_files(tmp_path / "moved", "c.mp4", "a.mp4", "b.mp4"), 1)
 
 
+def test_other_batches_of_the_same_clips_are_refused_once_a_run_has_grown(tmp_path: Path) -> None:
+    before = (Edition.of(of_files(tmp_path / "old", "a.mp4", ids=True)),)
+    grown = continued(before, of_files(tmp_path / "new", "a.mp4", "b.mp4", ids=True), 1)
+    assert continued(grown, of_files(tmp_path / "same", "a.mp4", "b.mp4", ids=True), 2) == grown
+    with pytest.raises(UserError, match="in other batches"):
+        continued(grown, of_files(tmp_path / "turned", "b.mp4", "a.mp4", ids=True), 2)
+
+
 def test_rows_with_an_id_may_stand_anywhere(tmp_path: Path) -> None:
     before = (Edition.of(of_files(tmp_path / "old", "a.mp4", "b.mp4", ids=True)),)
     grown = continued(before, of_files(tmp_path / "new", "c.mp4", "b.mp4", "a.mp4", ids=True), 1)

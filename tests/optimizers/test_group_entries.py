@@ -230,3 +230,34 @@ def test_an_optimizer_without_a_rate_finds_it_itself_and_takes_no_schedule() -> 
     assert optimizer.rate == 0.0
     with pytest.raises(UserError, match="finds its rate itself"):
         Optimizer(named(module), Training(schedule=Schedule(warmup=3)), recipe=recipe(module, Relative))
+
+
+class Listing(torch.optim.SGD):
+    """Knows its parameters, and what it keeps for them, by lists of its own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.known = [value for group in self.param_groups for value in group["params"]]
+        self.sums: list[Tensor] = []
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        if not self.sums:
+            self.sums = [torch.zeros(2) for _ in self.known]
+        for value, total in zip(self.known, self.sums, strict=True):
+            if value.grad is not None:
+                total += value.grad.abs().sum()
+                value.add_(value.grad, alpha=-0.1 / float(1 + total[0]))
+
+
+def test_lists_of_parameters_stay_those_of_the_resumed_optimizer() -> None:
+    module = network()
+    optimizer = optimizer_of(module, Listing)
+    for number in range(3):
+        update(module, optimizer, number)
+    other, own = resumed(module, optimizer, Listing)
+    assert "known" not in optimizer.entries() and "sums" in optimizer.entries()
+    for number in range(3, 6):
+        update(module, optimizer, number)
+        update(other, own, number)
+    assert equal(module, other)

@@ -397,6 +397,8 @@ class Engine:
             self._log.close()
             self._trainer.close()
             self._script.remove_folder()
+            if self._looked_at:
+                self._script.stops_at_once(acted=bool(self.stopped_by))
 
 
 def run_options(options: Mapping[str, Any]) -> RunOptions:

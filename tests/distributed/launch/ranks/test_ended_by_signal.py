@@ -66,8 +66,8 @@ def test_an_interrupted_launcher_leaves_a_checkpoint_of_a_whole_step_that_goes_o
     done = steps_kept(kept)
     assert 1 <= done < 5000
     assert "of grace" in told and "ends after the step under way" in told
-    assert f"the checkpoint in {kept} is whole" in told.replace("\n", "")
-    assert f"after {done} step" in told
+    assert f"ended by a signal after {done} step" in told
+    assert f"--resume goes on from the checkpoint in {kept}" in told.replace("\n", "")
     report = train_on(2, folder, steps=done + 2, checkpoint=kept, resume=True)
     assert [step["step"] for step in report["steps"]] == [done, done + 1]
     with started(["-m", "arachnec.cli", "run", str(folder), "--resume", "--steps", str(done), *options]) as again:
@@ -89,6 +89,39 @@ def test_a_rank_under_torchrun_that_is_told_to_end_takes_all_to_the_same_step(tm
     assert 1 <= done < 5000
     assert f"ended by a signal after {done} step" in told
     assert "was told to end" not in error
+
+
+SCRIPT = """
+import os, signal, time
+from arachnec.launch.ranks import joined_rank
+os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
+os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+with joined_rank(30) as joined:
+    try:
+        {before}
+        os.kill(os.getpid(), signal.SIGINT)
+        {between}
+        time.sleep(20)
+    except KeyboardInterrupt:
+        print("caught", flush=True)
+    time.sleep(2)
+    print("exported", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "between"),
+    [
+        ("", ""),
+        ("joined.watchdog.stops_after_step(); joined.watchdog.stops_at_once(acted=False)", ""),
+        ("joined.watchdog.stops_after_step()", "time.sleep(1); joined.watchdog.stops_at_once(acted=False)"),
+    ],
+    ids=["without a loop", "behind its loop", "when its loop ends"],
+)
+def test_a_script_of_ones_own_catches_ctrl_c_and_goes_on(before: str, between: str) -> None:
+    with started(["-c", SCRIPT.format(before=before, between=between)]) as script:
+        told, error = script.communicate(timeout=ENDS_S)
+    assert (script.returncode, told.split()) == (0, ["caught", "exported"]), told + error
 
 
 def test_a_second_signal_asks_to_end_at_once_and_one_told_twice_does_not(monkeypatch: pytest.MonkeyPatch) -> None:
