@@ -142,13 +142,17 @@ def _shapes(window: Any, keys: RowKeys) -> list[tuple[int, ...]]:
 
 
 def key_columns(window: Any, keys: RowKeys) -> dict[str, Any]:
-    """The columns of a table by key; of several for one key the first that has a value in a row."""
+    """The columns of a table by key; of several for one key the first that has a value in a row, which an empty
+    text is none if another has one."""
     import pyarrow.compute
 
     columns = {}
     for key, names in keys.ordered(window.schema.names).items():
-        given = [_gaps_as_null(window.column(name)) for name in names]
-        columns[key] = given[0] if len({column.type for column in given}) > 1 else pyarrow.compute.coalesce(*given)
+        given = [_plain(window.column(name)) for name in names]
+        if len({column.type for column in given}) > 1:
+            columns[key] = given[0]
+        else:
+            columns[key] = pyarrow.compute.coalesce(*map(_without_empty_texts, given), *given)
     return columns
 
 
@@ -158,18 +162,32 @@ def caption_lengths(captions: Any, counter: Any = None) -> Any:
     import pyarrow
     import pyarrow.compute
 
-    if counter is None and not pyarrow.types.is_list(captions.type):
+    if counter is None and pyarrow.types.is_large_string(captions.type):
         return pyarrow.compute.binary_length(captions)
     given = ([texts] if isinstance(texts, str) else texts for texts in captions.to_pylist())
     count = counter.tokens if counter is not None else lambda texts: max(len(text.encode()) for text in texts)
     return pyarrow.array([count(texts) if texts else None for texts in given], pyarrow.int32())
 
 
-def _gaps_as_null(column: Any) -> Any:
-    """A column of integers with gaps is commonly stored as floating point, with NaN in the gaps."""
+def _plain(column: Any) -> Any:
+    """Texts of one type, and no gaps but nulls: integers with gaps are commonly stored as floating point, with NaN in
+    these."""
     import pyarrow
     import pyarrow.compute
 
+    if pyarrow.types.is_dictionary(column.type):
+        column = column.cast(column.type.value_type)
+    if pyarrow.types.is_string(column.type):
+        return column.cast(pyarrow.large_string())
     if not pyarrow.types.is_floating(column.type):
         return column
     return pyarrow.compute.if_else(pyarrow.compute.is_nan(column), None, column)
+
+
+def _without_empty_texts(column: Any) -> Any:
+    import pyarrow
+    import pyarrow.compute
+
+    if not pyarrow.types.is_large_string(column.type):
+        return column
+    return pyarrow.compute.if_else(pyarrow.compute.equal(column, ""), None, column)

@@ -6,6 +6,7 @@ import codecs
 import contextlib
 import csv
 import functools
+import itertools
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**28  # bytes
 MOST_ROWS = 2**18
+FIRST = 1000  # rows, one of which must have a column that the user names
 MOST_LINES = 2**21  # blank ones, and those of quoted texts, too
 LONGEST_ROW = 2**22  # characters
 ARRAY = "a .json file is one array of objects, or one object a line"
@@ -158,10 +160,12 @@ def read_rows(path: Path, keys: RowKeys = CLIP_KEYS) -> Iterator[Row]:
 
 
 def _normalised(path: Path, rows: Iterable[Row], keys: RowKeys) -> Iterator[Row]:
-    """The rows by canonical keys. Raises ``UserError`` where the first lacks a column that the user names."""
-    for row in rows:
-        if row.number == 0:
-            keys.columns.require_present(str(path), list(row.values))
+    """The rows by canonical keys. Raises ``UserError`` where the first ones lack a column that the user names."""
+    rows = iter(rows)
+    first = list(itertools.islice(rows, FIRST)) if keys.columns.required else []
+    if first:
+        keys.columns.require_present(str(path), list(dict.fromkeys(name for row in first for name in row.values)))
+    for row in itertools.chain(first, rows):
         yield normalised(row, keys)
 
 
@@ -436,7 +440,7 @@ def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
         if value is not None:
             given.setdefault(key, []).append((value == "", rank, name != name.lower(), name))
     extras = given.pop(VALUES, [])
-    files = {name: row.values[name] for *_, name in given.pop(FILES, [])}
+    files = {name: row.values[name] for *_, name in given.pop(FILES, []) if row.values[name] != ""}
     first = {key: min(names)[-1] for key, names in given.items()}
     others = [(key, name) for key, names in given.items() for *_, name in names if name != first[key]]
     files |= {name: row.values[name] for key, name in others if key == "path" and row.values[name] != ""}

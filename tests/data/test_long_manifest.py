@@ -29,7 +29,7 @@ def written(folder: Path, **columns: list[Any]) -> Path:
         "text": ["a" * (1 + n % 2) for n in range(ROWS)],
         **columns,
     }
-    kept = {name: column for name, column in table.items() if column}
+    kept = {name: column for name, column in table.items() if len(column)}
     pyarrow.parquet.write_table(pyarrow.table(kept), folder / "clips.parquet", row_group_size=7)
     return folder / "clips.parquet"
 
@@ -44,6 +44,13 @@ def written(folder: Path, **columns: list[Any]) -> Path:
         {"text": [], "text_tokens": [float(n % 2) for n in range(ROWS)]},
         {"text": [], "cap": [["a"] * (1 + n % 2) + ["abc"] * (n % 3) for n in range(ROWS)]},
         {"caption": [None if n % 2 else "abcd" for n in range(ROWS)], "aes": [4.5] * ROWS},
+        {"caption": ["" if n % 2 else "abcd" for n in range(ROWS)]},
+        {"caption": pyarrow.array([None if n % 2 else "abcd" for n in range(ROWS)], pyarrow.large_string())},
+        {
+            "text": [],
+            "cap": pyarrow.array([["a"] * (1 + n % 2) for n in range(ROWS)], pyarrow.large_list(pyarrow.string())),
+        },
+        {"text": pyarrow.array(["a" * (1 + n % 2) for n in range(ROWS)]).dictionary_encode()},
     ],
 )
 def test_shapes_and_count_are_those_of_the_list(

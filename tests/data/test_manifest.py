@@ -356,6 +356,14 @@ def test_of_several_columns_for_one_key_the_first_with_a_value_is_taken(tmp_path
     assert [dict(clip.values) for clip in clips] == [{"text": "b"}, {}, {}]
 
 
+def test_an_empty_text_is_no_file_and_a_named_column_may_come_in_a_later_row(tmp_path: Path) -> None:
+    rows = [{**SIZE, "text_tokens": 3, "audio": ""}, {**SIZE, "prompt": "a cat"}]
+    path = written(tmp_path, "\n".join(map(json.dumps, rows)))
+    clips = read_manifest(path, columns="caption=prompt").clips
+    assert [(clip.caption, dict(clip.values)) for clip in clips] == [(None, {}), ("a cat", {})]
+    assert "no column `lnog`" in message(path, columns="caption=lnog")
+
+
 def test_columns_say_which_are_read_and_what_is_unknown_is_kept_where_asked_for(tmp_path: Path) -> None:
     (tmp_path / "d.png").touch()
     path = written(tmp_path, json.dumps({**SIZE, "long": "a cat", "caption": "cat", "lens": 35, "depth": "d.png"}))

@@ -55,7 +55,7 @@ from arachnec.backends.torch_distributed.run.step_account import Measured, StepA
 from arachnec.backends.torch_distributed.run.validation import MEASURES, Validation, ValidationLoss, undisturbed
 from arachnec.backends.torch_distributed.weights.shared_weights import META
 from arachnec.checkpoint.folder import Position
-from arachnec.checkpoint.parts import ENTRIES, IN_USE, State
+from arachnec.checkpoint.parts import ENTRIES, IN_USE, Part, State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.editions import Epochs
@@ -113,10 +113,10 @@ class Trainer:
         if batches is None:
             resumed = newest_checkpoint(options)
             done = 0 if resumed is None else resumed.position.steps * training.accumulate
-            grows = options.checkpoint if may_grow(executable, training) else None
-            editions = run_editions(grows, executable, done)
+            grows = may_grow(executable, training)
+            editions = run_editions(options.checkpoint if grows else None, executable, done)
             batches = drawn_batches(executable, training, None if resumed is None else resumed.position, editions)
-            self._epochs = Epochs.of(editions)
+            self._epochs = Epochs.of(editions) if grows else Epochs((0,), (executable.header.iterations,))
         else:
             demand_no_order(training)
             self._epochs = Epochs((0,), (STEPS_OF_A_FILE,))
@@ -519,8 +519,12 @@ class Trainer:
         optimizer = self._context.optimizer
         in_use = {f"{IN_USE}/{name}": value.view(-1) for name, value in optimizer.weights_in_use().items()}
         entries = optimizer.entries().encode()
-        text = {ENTRIES: torch.frombuffer(bytearray(entries), dtype=torch.uint8)} if entries else {}
-        return {**self._state(), **in_use, **text}
+        if not entries:
+            return {**self._state(), **in_use}
+        text = torch.frombuffer(
+            bytearray(entries), dtype=torch.uint8
+        )  # of another length where a float prints otherwise
+        return {**self._state(), **in_use, ENTRIES: Part(text, 0, len(text), writes=dist.get_rank() == 0)}
 
     def _resume(self, whole: checkpoint.Whole | None) -> None:
         """Go on from a checkpoint, where there is one."""

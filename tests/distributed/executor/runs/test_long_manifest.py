@@ -34,6 +34,8 @@ def test_it_trains_the_clips_of_the_list_and_goes_on_where_it_stood(
 
     whole = [step["loss"] for step in train_on(2, folder, steps=5)["steps"]]
     assert whole[0] == pytest.approx(plain_loop(folder, clips[:4])[0], rel=1e-5)
+    assert len(train_on(1, folder)["steps"]) == 3, "one pass"
+    assert len(train_on(1, folder, epochs=2)["steps"]) == 6
     begun = train_on(2, folder, steps=3, checkpoint=tmp_path / "ckpt")["steps"]
     resumed = train_on(2, folder, more=2, checkpoint=tmp_path / "ckpt", resume=True)["steps"]
     assert [step["loss"] for step in (*begun, *resumed)] == pytest.approx(whole, rel=1e-6)
