@@ -25,9 +25,10 @@ def progress_on_stderr() -> Iterator[Reporter]:
         yield _plain_lines()
         return
     from rich.console import Console
+    from rich.markup import escape
 
     with Console(stderr=True).status("starting") as status:
-        yield status.update
+        yield lambda doing: status.update(escape(doing))  # names may hold what rich would read as markup
 
 
 def _plain_lines() -> Reporter:
@@ -35,7 +36,7 @@ def _plain_lines() -> Reporter:
 
     def report(doing: str) -> None:
         nonlocal phase, shown
-        begins = doing.split()[0]
+        begins = doing.partition(" ")[0]
         if begins != phase or time.monotonic() - shown >= PLAIN_SECONDS:
             phase, shown = begins, time.monotonic()
             click.echo(doing, err=True)

@@ -26,6 +26,10 @@ LONGEST_ROW = 2**22  # characters
 ARRAY = "a .json file is one array of objects, or one object a line"
 ENDLESS = "a number or a nesting without end"
 _ARRAY = re.compile(r"\s*\[\s*(\{|\]|$)")  # where it begins: a row that is an array of numbers is a mistake
+# A number that no name is: 00123, 1_0 and 1e10 may be parts of one.
+_NUMBER = re.compile(
+    r"-?(0|[1-9]\d*)|[-+]?(\d+\.\d*|\.\d+)([eE][-+]?\d+)?|\d+[eE][-+]\d+|[-+]?(nan|inf)", re.IGNORECASE
+)
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
@@ -361,6 +365,8 @@ def _csv_value(name: str, field: str, keys: RowKeys) -> int | float | str | None
     key, _ = keys.place(name) or (name, 0)
     if key in keys.texts or key == FILES:
         return field
+    if key in (VALUES, "id") and not _NUMBER.fullmatch(field.strip()):
+        return field.strip()
     for number in (int, float) if key in (*keys.fractions, VALUES) else (int,):
         with contextlib.suppress(ValueError):
             return number(field)

@@ -227,7 +227,7 @@ def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
         )
         place = Span(str(path), 1, 1, 1, 1)
         raise UserError(MissingFunction(place, name, arguments, defined or "no functions", form.kind, form.page))
-    if _is_module(function):  # callable with anything
+    if name in MAKE_MODULES and _is_module(function):  # callable with anything
         raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {type(function).__name__}(...)"))
     if not callable(function):
         raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {function!r}"))

@@ -104,25 +104,31 @@ class KeptEntries:
         """Put back what ``text`` gave. Raises ``UserError`` where that was an optimizer of other groups."""
         groups = self.optimizer.param_groups
         device = next((value.device for group in groups for value in group["params"]), torch.device("cpu"))
+        filled = {id(value) for value in self.optimizer.defaults.values()}  # each group has these very tensors
         stored = from_text(text)
         if len(stored) != len(self._keys):
             raise UserError(OtherGroups(None, type(self.optimizer).__name__))
         for place, keys, kept in zip(places(self.optimizer), self._keys, stored, strict=True):
             keys |= kept.keys()
             for key, value in kept.items():
-                place[key] = _taken(value, place.get(key), device)
+                place[key] = _taken(value, place.get(key), device, filled)
 
 
-def _taken(value: Any, there: Any, device: torch.device) -> Any:
-    """An entry as it was, in the tensors that are ``there``, of which others may know; new ones on the device."""
+def _taken(value: Any, there: Any, device: torch.device, filled: set[int]) -> Any:
+    """An entry as it was, in the tensors that are ``there``, of which others may know, unless they are ``filled`` with
+    another; new ones on the device."""
     if isinstance(value, list | tuple):
         known = there if isinstance(there, list | tuple) and len(there) == len(value) else [None] * len(value)
-        return type(value)(_taken(one, before, device) for one, before in zip(value, known, strict=True))
+        return type(value)(_taken(one, before, device, filled) for one, before in zip(value, known, strict=True))
     if not isinstance(value, Tensor):
         return value
     if isinstance(there, Tensor) and (there.shape, there.dtype) == (value.shape, value.dtype):
-        with torch.no_grad():
-            return there.copy_(value)
+        if id(there) not in filled:
+            filled.add(id(there))
+            with torch.no_grad():
+                return there.copy_(value)
+        if torch.equal(there.cpu(), value):
+            return there
     return value.to(there.device if isinstance(there, Tensor) else device)
 
 

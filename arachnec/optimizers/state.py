@@ -60,6 +60,8 @@ def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dt
         if (inner := wrapped_with_state(optimizer)) is not None:
             kind = f"{_kind(inner[1])} with a state of its own"
             raise UserError(UnkeptState(None, recipe.name, inner[0], kind))
+        if len(places(optimizer)) != len(before):
+            raise UserError(UnkeptState(None, recipe.name, "param_groups", "a group or an optimizer made in an update"))
         kept = dict(optimizer.state[value])
         for key, held in kept.items():
             if held is not None and not isinstance(held, Tensor | int | float):

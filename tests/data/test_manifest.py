@@ -364,6 +364,18 @@ def test_an_empty_text_is_no_file_and_a_named_column_may_come_in_a_later_row(tmp
     assert "no column `lnog`" in message(path, columns="caption=lnog")
 
 
+def test_what_may_be_part_of_a_name_stays_a_text(tmp_path: Path) -> None:
+    path = tmp_path / "clips.csv"
+    path.write_text(
+        "frames,height,width,text_tokens,id,videoid,hash,score,flow\n"
+        "5,64,96,3,001,00123,1e10,4.50,1e-05\n5,64,96,3,1,17,1_0,0.5,2.5e-05\n"
+    )
+    first, second = read_manifest(path).clips
+    assert (first.id, second.id) == ("001", 1)
+    assert dict(first.values) == {"videoid": "00123", "hash": "1e10", "score": 4.5, "flow": 1e-05}
+    assert dict(second.values) == {"videoid": 17, "hash": "1_0", "score": 0.5, "flow": 2.5e-05}
+
+
 def test_columns_say_which_are_read_and_what_is_unknown_is_kept_where_asked_for(tmp_path: Path) -> None:
     (tmp_path / "d.png").touch()
     path = written(tmp_path, json.dumps({**SIZE, "long": "a cat", "caption": "cat", "lens": 35, "depth": "d.png"}))

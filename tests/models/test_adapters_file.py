@@ -40,6 +40,12 @@ def test_a_model_file_gives_its_functions_and_the_digest_of_its_source(tmp_path:
     assert load_model_file(written(tmp_path, GOOD + "\n")).digest != model.digest
 
 
+def test_a_module_may_be_the_loss(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text("import torch\ndef build(): ...\ndef sample(clip, generator): ...\nloss = torch.nn.MSELoss()\n")
+    assert load_model_file(path).loss(torch.ones(2), torch.zeros(2)) == 1
+
+
 def test_two_model_files_of_one_name_are_two_modules(tmp_path: Path) -> None:
     paths = []
     for name, width in (("a", 2), ("b", 3)):

@@ -301,6 +301,15 @@ class Around(torch.optim.SGD):
         self.base.step(closure)
 
 
+class Lazy(torch.optim.SGD):
+    """Makes what it wraps in its first update."""
+
+    def step(self, closure: Any = None) -> None:
+        if not hasattr(self, "inner"):
+            self.inner = torch.optim.SGD(self.param_groups[0]["params"], lr=0.1)
+        self.inner.step()
+
+
 class Broken(torch.optim.SGD):
     def step(self, closure: Any = None) -> None:
         raise ZeroDivisionError("of a norm")
@@ -316,6 +325,7 @@ def test_state_that_no_checkpoint_holds_is_refused_before_launch() -> None:
     ("kind", "says"),
     [
         (SlowWeights, "SlowWeights keeps `slow`, a dict, which no checkpoint holds"),
+        (Lazy, "Lazy keeps `param_groups`, a group or an optimizer made in an update, which no checkpoint holds"),
         (Around, "Around keeps `base`, an AdamW with a state of its own, which no checkpoint holds"),
     ],
 )

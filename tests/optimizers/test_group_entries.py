@@ -12,6 +12,7 @@ from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import Schedule, Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.model_state.optimizer import Optimizer
+from arachnec.optimizers.entries import KeptEntries
 from arachnec.optimizers.recipe import Recipe, recipe_of
 from arachnec.optimizers.state import kept_state, state_bytes
 
@@ -261,3 +262,28 @@ def test_lists_of_parameters_stay_those_of_the_resumed_optimizer() -> None:
         update(module, optimizer, number)
         update(other, own, number)
     assert equal(module, other)
+
+
+class Estimating(torch.optim.Optimizer):
+    """Its groups begin with one tensor, torch's default, and go on with their own."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "d": torch.tensor(1.0)})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for number, group in enumerate(self.param_groups, 2):
+            group["d"] = group["d"] * number
+
+
+def test_groups_that_begin_with_one_tensor_resume_with_their_own() -> None:
+    def fresh() -> Estimating:
+        return Estimating([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)])
+
+    optimizer, other = fresh(), fresh()
+    entries = KeptEntries(optimizer)
+    with entries.watched():
+        optimizer.step()
+    KeptEntries(other).take(entries.text())
+    assert [float(group["d"]) for group in other.param_groups] == [2.0, 3.0]
+    assert float(other.defaults["d"]) == 1.0

@@ -26,7 +26,7 @@ class DamagedEditions(Diagnostic):
 
 
 def run_editions(folder: Path | None, executable: Executable, done: int) -> tuple[Edition, ...]:
-    """Those of a run that goes on behind ``done`` batches, on all ranks alike; noted where there are checkpoints.
+    """Those of a run that goes on behind ``done`` batches, on all ranks alike.
 
     Raises ``UserError``, on every rank, where the manifest has fewer clips than the run. Collective.
     """
@@ -34,16 +34,20 @@ def run_editions(folder: Path | None, executable: Executable, done: int) -> tupl
         return (Edition.of(executable),)
     file = folder / FILE
     before: tuple[Edition, ...] = ()
-    if text := share_text(file.read_text() if dist.get_rank() == 0 and file.is_file() else None):
+    mine = file.read_text(errors="replace") if dist.get_rank() == 0 and file.is_file() else None
+    if text := share_text(mine):
         try:
             before = ordered(msgspec.json.decode(text, type=tuple[Edition, ...]))
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
             raise UserError(DamagedEditions(None, str(file), str(error))) from None
-    editions = continued(before, executable, done)
-    if dist.get_rank() == 0 and editions != before:
-        draft = file.with_suffix(".draft")
-        with writing(draft):
-            folder.mkdir(parents=True, exist_ok=True)
-            draft.write_bytes(msgspec.json.encode(editions))
-        draft.rename(file)
-    return editions
+    return continued(before, executable, done)
+
+
+def note_editions(folder: Path, editions: tuple[Edition, ...]) -> None:
+    """Write them beside the checkpoints; on rank 0, once the checkpoint of a resumed run has been taken."""
+    file, text = folder / FILE, msgspec.json.encode(editions)
+    draft = file.with_suffix(".draft")
+    with writing(draft):
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(text)
+    draft.rename(file)

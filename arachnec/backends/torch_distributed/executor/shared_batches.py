@@ -7,6 +7,7 @@ step anyway.
 
 from __future__ import annotations
 
+import platform
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -27,7 +28,7 @@ from arachnec.runtime.agreement import gather_text
 
 BITS = 0xFFFFFF  # of a digest: a sum over all ranks and clips is exact in fp64
 Makers = Mapping[tuple[int, ...], tuple[int, ...]]  # by clips the ranks that make a batch of them
-Digest = tuple[int, int]  # of what encoders gave, and of the batch
+Digest = tuple[int, int]  # of the processor and of what encoders gave, and of the batch
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,9 @@ class BatchesDiffer(Diagnostic):
 
 def digest_of(encoded: Mapping[str, Tensor], batch: Any) -> Digest:
     """Of what a batch on the host was made from, and of itself."""
-    return _sum(encoded[name] for name in sorted(encoded)), _sum(pytree.tree_leaves(batch))
+    processor = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"  # others round otherwise
+    made_from = (processor, *(encoded[name] for name in sorted(encoded)))
+    return _sum(made_from), _sum(pytree.tree_leaves(batch))
 
 
 def _sum(leaves: Iterable[object]) -> int:
@@ -94,7 +97,8 @@ def demand_equal_batches(
 ) -> None:
     """Raises ``UserError``, on every rank, for a batch that its ranks have made otherwise of equal inputs. Collective.
 
-    Encoders that several kinds of device share may differ by rounding, which is no mistake.
+    Encoders that several kinds of device share, and processors of several kinds, may differ by rounding, which is no
+    mistake.
     """
     rows = gather_text(msgspec.json.encode([(list(key), digest) for key, digest in digests.items()]).decode())
     by_rank = [
@@ -102,8 +106,9 @@ def demand_equal_batches(
         for row in rows
     ]
     for key, ranks in sorted(makers.items()):
-        first, *others = ranks
-        for other in others:
-            own, given = by_rank[first].get(key), by_rank[other].get(key)
-            if own is not None and given is not None and own[0] == given[0] and own != given:
-                raise UserError(BatchesDiffer(None, shown_clips([clips[clip] for clip in key]), step, first, other))
+        firsts: dict[int, int] = {}  # of those that made it from the same
+        for rank in ranks:
+            digest = by_rank[rank].get(key)
+            first = rank if digest is None else firsts.setdefault(digest[0], rank)
+            if digest != by_rank[first].get(key):
+                raise UserError(BatchesDiffer(None, shown_clips([clips[clip] for clip in key]), step, first, rank))

@@ -19,7 +19,7 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed.batches.drawn_batches import demand_no_order, drawn_batches, may_grow
 from arachnec.backends.torch_distributed.batches.load_ahead import encoded_here
-from arachnec.backends.torch_distributed.batches.run_editions import run_editions
+from arachnec.backends.torch_distributed.batches.run_editions import note_editions, run_editions
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.checkpoints.initial_run import (
     demand_average_goes_on,
@@ -58,7 +58,7 @@ from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import ENTRIES, IN_USE, Part, State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
-from arachnec.executable.editions import Epochs
+from arachnec.executable.editions import Edition, Epochs
 from arachnec.executable.folder import MODEL, Executable, planning_ms
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
@@ -110,12 +110,14 @@ class Trainer:
         fits = executable.program.cluster is not None and executable.program.cluster.world == world
         self._planning_ms = planning_ms(executable.folder) if fits else None
         more_state = state_beyond_plan(executable, model_file, training)
+        noted: tuple[Edition, ...] = ()
         if batches is None:
             resumed = newest_checkpoint(options)
             done = 0 if resumed is None else resumed.position.steps * training.accumulate
             grows = may_grow(executable, training)
             editions = run_editions(options.checkpoint if grows else None, executable, done)
             batches = drawn_batches(executable, training, None if resumed is None else resumed.position, editions)
+            noted = editions if grows else ()
             self._epochs = Epochs.of(editions) if grows else Epochs((0,), (executable.header.iterations,))
         else:
             demand_no_order(training)
@@ -172,6 +174,8 @@ class Trainer:
             demand_average_goes_on(resumed, training, options)
             demand_same_optimizer(resumed, self._context.optimizer.recipe.name)
         self._resume(resumed)
+        if folder is not None and noted and rank == 0:
+            note_editions(folder, noted)
         self.clock.done("weights")
         log = options.checkpoint or executable.folder
         audit = AuditLog(log, self._epochs.epoch, self.done * self._each) if rank == 0 else None
