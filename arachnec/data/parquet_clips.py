@@ -148,7 +148,7 @@ def key_columns(window: Any, keys: RowKeys) -> dict[str, Any]:
 
     columns = {}
     for key, names in keys.ordered(window.schema.names).items():
-        given = [_plain(window.column(name)) for name in names]
+        given = _of_one_type([_plain(window.column(name)) for name in names])
         if len({column.type for column in given}) > 1:
             columns[key] = given[0]
         else:
@@ -164,9 +164,26 @@ def caption_lengths(captions: Any, counter: Any = None) -> Any:
 
     if counter is None and pyarrow.types.is_large_string(captions.type):
         return pyarrow.compute.binary_length(captions)
+    types = pyarrow.types
+    if not any(
+        is_one(captions.type) for is_one in (types.is_large_string, types.is_list, types.is_large_list, types.is_null)
+    ):
+        raise pyarrow.ArrowTypeError(f"its captions are {captions.type}, and no texts or lists of texts")
     given = ([texts] if isinstance(texts, str) else texts for texts in captions.to_pylist())
     count = counter.tokens if counter is not None else lambda texts: max(len(text.encode()) for text in texts)
     return pyarrow.array([count(texts) if texts else None for texts in given], pyarrow.int32())
+
+
+def _of_one_type(columns: list[Any]) -> list[Any]:
+    """Without those of nulls alone, where another is there; numbers of several types as fractions."""
+    import pyarrow
+
+    types = pyarrow.types
+    given = [column for column in columns if not types.is_null(column.type)] or columns[:1]
+    numbers = all(types.is_integer(column.type) or types.is_floating(column.type) for column in given)
+    if not numbers or len({column.type for column in given}) == 1:
+        return given
+    return [column.cast(pyarrow.float64()) for column in given]
 
 
 def _plain(column: Any) -> Any:

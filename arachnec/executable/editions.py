@@ -136,9 +136,11 @@ def continued(editions: Sequence[Edition], executable: Executable, done: int) ->
     latest = kept[-1]
     if missing := latest.ids - own.ids:
         raise _missing(sorted(missing, key=str))
+    before, now = set(latest.files.values()), set(own.files.values())
     for row in sorted(latest.files.keys() & own.files.keys()):
-        if latest.files[row] != own.files[row]:
-            raise UserError(RowMoved(None, row, latest.files[row], own.files[row]))
+        file, other = latest.files[row], own.files[row]
+        if file != other and (file in now or other in before):  # else it has another name
+            raise UserError(RowMoved(None, row, file, other))
     if own.ids == latest.ids:
         if len(kept) > 1 and own.batches != latest.batches:  # of a single edition the checkpoint's digest says it
             raise UserError(OtherBatches(None))
@@ -179,9 +181,9 @@ class GrownBatches:
 
 
 def _file_name(clip: VideoClip) -> str:
-    """Without its folder, which may move; empty for a clip that is a size alone."""
+    """With the folder that it is in, whose own place may be another; empty for a clip that is a size alone."""
     files = [clip.path] if clip.path else [clip.cached[name] for name in sorted(clip.cached)]
-    return f"{files[0].name}{f' from frame {clip.start}' if clip.start else ''}" if files else ""
+    return "/".join(files[0].parts[-2:]) + (f" from frame {clip.start}" if clip.start else "") if files else ""
 
 
 def _missing(ids: Sequence[str | int]) -> UserError:

@@ -23,6 +23,7 @@ NUMBERS = (bool, int, float, str, type(None))
 # What torch itself has in every optimizer, and what its schedulers add.
 TORCHS = {*vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)), "_step_count", "_opt_called", "found_inf"}
 Place = dict[str, Any]
+Filled = dict[int, list[Tensor]]  # by the id of a tensor those that stand in its places, itself or others
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class KeptEntries:
         """Put back what ``text`` gave. Raises ``UserError`` where that was an optimizer of other groups."""
         groups = self.optimizer.param_groups
         device = next((value.device for group in groups for value in group["params"]), torch.device("cpu"))
-        filled = {id(value) for value in self.optimizer.defaults.values()}  # each group has these very tensors
+        filled: Filled = {id(value): [] for value in self.optimizer.defaults.values()}  # each group has these very ones
         stored = from_text(text)
         if len(stored) != len(self._keys):
             raise UserError(OtherGroups(None, type(self.optimizer).__name__))
@@ -114,7 +115,7 @@ class KeptEntries:
                 place[key] = _taken(value, place.get(key), device, filled)
 
 
-def _taken(value: Any, there: Any, device: torch.device, filled: set[int]) -> Any:
+def _taken(value: Any, there: Any, device: torch.device, filled: Filled) -> Any:
     """An entry as it was, in the tensors that are ``there``, of which others may know, unless they are ``filled`` with
     another; new ones on the device."""
     if isinstance(value, list | tuple):
@@ -124,11 +125,15 @@ def _taken(value: Any, there: Any, device: torch.device, filled: set[int]) -> An
         return value
     if isinstance(there, Tensor) and (there.shape, there.dtype) == (value.shape, value.dtype):
         if id(there) not in filled:
-            filled.add(id(there))
+            filled[id(there)] = [there]
             with torch.no_grad():
                 return there.copy_(value)
-        if torch.equal(there.cpu(), value):
-            return there
+        instead = filled[id(there)]
+        equal = next((tensor for tensor in instead if torch.equal(tensor.cpu(), value)), None)
+        if equal is None:
+            equal = value.to(there.device)
+            instead.append(equal)
+        return equal
     return value.to(there.device if isinstance(there, Tensor) else device)
 
 

@@ -51,6 +51,8 @@ def written(folder: Path, **columns: list[Any]) -> Path:
             "cap": pyarrow.array([["a"] * (1 + n % 2) for n in range(ROWS)], pyarrow.large_list(pyarrow.string())),
         },
         {"text": pyarrow.array(["a" * (1 + n % 2) for n in range(ROWS)]).dictionary_encode()},
+        {"caption": pyarrow.nulls(ROWS)},
+        {"frames": pyarrow.array([9 if n % 2 else None for n in range(ROWS)], pyarrow.int32())},
     ],
 )
 def test_shapes_and_count_are_those_of_the_list(
@@ -63,6 +65,12 @@ def test_shapes_and_count_are_those_of_the_list(
     assert (long.rows, long.clips, long.batch) == (ROWS, len(listed), 8)
     assert [clip.shape for clip in clips] == sorted({clip.shape for clip in listed})
     assert all(clip in listed for clip in clips)
+
+
+@pytest.mark.parametrize("captions", [list(range(ROWS)), [b"abc"] * ROWS])
+def test_captions_that_are_no_texts_are_told(captions: list[Any], tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="and no texts or lists of texts"):
+        read_long_manifest(written(tmp_path, text=captions), 8)
 
 
 def test_only_a_long_parquet_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

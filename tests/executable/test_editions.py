@@ -28,8 +28,11 @@ def test_rows_without_an_id_are_known_by_their_number_and_file(tmp_path: Path) -
     before = (Edition.of(of_files(tmp_path / "old", "a.mp4", "b.mp4")),)
     grown = continued(before, of_files(tmp_path / "new", "a.mp4", "b.mp4", "c.mp4"), 1)
     assert [sorted(edition.ids) for edition in grown] == [[0, 1], [0, 1, 2]]
-    with pytest.raises(UserError, match=r"row 0 of the manifest was `a.mp4` when the run began, and is `c.mp4`"):
+    with pytest.raises(
+        UserError, match=r"row 0 of the manifest was `videos/a.mp4` when the run began, and is `videos/c.mp4`"
+    ):
         continued(before, of_files(tmp_path / "moved", "c.mp4", "a.mp4", "b.mp4"), 1)
+    assert continued(before, of_files(tmp_path / "renamed", "a.mkv", "b.mp4"), 1) == before
 
 
 def test_other_batches_of_the_same_clips_are_refused_once_a_run_has_grown(tmp_path: Path) -> None:

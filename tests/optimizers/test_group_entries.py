@@ -287,3 +287,26 @@ def test_groups_that_begin_with_one_tensor_resume_with_their_own() -> None:
     KeptEntries(other).take(entries.text())
     assert [float(group["d"]) for group in other.param_groups] == [2.0, 3.0]
     assert float(other.defaults["d"]) == 1.0
+
+
+class Doubling(torch.optim.Optimizer):
+    """Knows one tensor in every group and in an attribute, and changes it in place."""
+
+    def __init__(self, params: Any) -> None:
+        self.d = torch.tensor(1.0)
+        super().__init__(params, {"lr": 0.1, "d": self.d})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.d.mul_(2)
+
+
+def test_a_tensor_that_groups_and_the_optimizer_share_stays_one() -> None:
+    optimizer, other = (Doubling([{"params": [nn.Parameter(torch.ones(2))]} for _ in range(2)]) for _ in range(2))
+    entries = KeptEntries(optimizer)
+    with entries.watched():
+        optimizer.step()
+    KeptEntries(other).take(entries.text())
+    other.step()
+    assert [float(group["d"]) for group in other.param_groups] == [4.0, 4.0]
+    assert float(other.d) == 4.0
