@@ -171,7 +171,7 @@ class Compute:
         even = Share(uneven(cascade.tokens, degree), 1 / attention.ring)
         chosen = self.sparse.of(cascade, degree)
         sparse = sizes.square * (chosen.backward if name == "backward" else chosen.forward)
-        products = attentions = 0.0
+        products = attentions = -math.inf
         for load in loads:
             share = load.share or even
             dense = (sizes.pairwise - sizes.square * chosen.pairs) * uneven(heads, attention.ulysses) * share.queries

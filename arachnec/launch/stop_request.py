@@ -21,12 +21,15 @@ class StopRequest:
     signum: int = 0
     _since: float = 0.0
 
+    def note(self, signum: int) -> None:
+        """The first signal, where nobody asks whether it is one more."""
+        if not self.signum:
+            self.signum, self._since = signum, time.monotonic()
+
     def take(self, signals: Collection[int]) -> bool:
         """Note the first signal. False where it is one more, which asks to end at once."""
-        now = time.monotonic()
-        if not self.signum:
-            self.signum, self._since = next(number for number in SIGNALS if number in signals), now
-        return now - self._since < AGAIN_S
+        self.note(next(number for number in SIGNALS if number in signals))
+        return time.monotonic() - self._since < AGAIN_S
 
 
 def exit_code(signum: int) -> int:

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 POLL_S = 0.5
+AFTER_LOOP_S = 0.1  # a signal that was noted in a loop comes again
 LEAVE_POLL_S = 0.05  # between two looks whether all ranks are done
 BEAT_S = 2.0
 LAPSE_S = 20.0  # without a beat a rank counts as dead
@@ -190,19 +191,25 @@ class Watchdog:
             if threading.current_thread() is threading.main_thread() and (
                 signal.getsignal(signal.SIGINT) is signal.default_int_handler
             ):
-                signal.signal(signal.SIGINT, lambda signum, frame: None)
+                request = self._stop_request
+                signal.signal(signal.SIGINT, lambda signum, frame: request.note(signum))
                 self._own_interrupts = True
         return self._stop_request
 
     def stops_at_once(self, *, acted: bool) -> None:
-        """From now on such a signal ends this rank at once again; one that was noted does so now, unless it was
-        ``acted`` upon."""
+        """From now on such a signal ends this rank at once again, and one that was noted does so now; unless that was
+        ``acted`` upon, and this rank is on its way out."""
+        if acted:
+            return
         request, self._stop_request = self._stop_request, None
         if self._own_interrupts and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGINT, signal.default_int_handler)
             self._own_interrupts = False
-        if request is not None and request.signum and not acted:
-            signal.raise_signal(request.signum)
+        if request is not None and request.signum and self._watched is not None:
+            # a generator that is closed would drop a KeyboardInterrupt
+            again = threading.Timer(AFTER_LOOP_S, signal.pthread_kill, (self._watched, request.signum))
+            again.daemon = True
+            again.start()
 
     def begins(self, step: int) -> None:
         """This rank begins a step, which all ranks are to take."""

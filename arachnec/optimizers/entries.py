@@ -7,7 +7,7 @@ elementwise updates whole tensors, on every rank alike.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -36,26 +36,32 @@ class OtherGroups(Diagnostic):
 def places(optimizer: Optimizer) -> list[Place]:
     """The dicts in use: of every group, then of the optimizer itself, and of one that it wraps."""
     dicts: list[Place] = [*optimizer.param_groups, vars(optimizer)]
-    for value in vars(optimizer).values():
-        if isinstance(value, Optimizer):
-            known = set(map(id, dicts))
-            dicts += [place for place in places(value) if id(place) not in known]
+    for _, inner in _wrapped(optimizer):
+        known = set(map(id, dicts))
+        dicts += [place for place in places(inner) if id(place) not in known]
     return dicts
+
+
+def _wrapped(optimizer: Optimizer) -> Iterator[tuple[str, Optimizer]]:
+    """The optimizers among its attributes, or in lists and dicts there, by the attribute."""
+    for key, value in vars(optimizer).items():
+        several = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        yield from ((key, one) for one in several if isinstance(one, Optimizer))
 
 
 def wrapped_with_state(optimizer: Optimizer) -> tuple[str, Optimizer] | None:
     """One that it wraps and that keeps a state beside its own, by the attribute that has it."""
-    for key, value in vars(optimizer).items():
-        if isinstance(value, Optimizer) and value.state and value.state is not optimizer.state:
-            return key, value
-    return None
+    apart = ((key, one) for key, one in _wrapped(optimizer) if one.state and one.state is not optimizer.state)
+    return next(apart, None)
 
 
 def snapshot(optimizer: Optimizer) -> list[dict[str, Any]]:
     """What tells later which entries have changed; the host waits for no tensor."""
+    dicts = places(optimizer)
+    updated = {id(value) for place in dicts for value in place.get("params", ())}
     return [
-        {key: _mark(value) for key, value in place.items() if key != "params" and key not in TORCHS}
-        for place in places(optimizer)
+        {key: _mark(value, updated) for key, value in place.items() if key != "params" and key not in TORCHS}
+        for place in dicts
     ]
 
 
@@ -68,7 +74,9 @@ def changed(before: list[dict[str, Any]], optimizer: Optimizer) -> list[set[str]
 
 
 def is_entry(value: object) -> bool:
-    """Whether a checkpoint can hold it: a number, a text, a tensor, or a list of such."""
+    """Whether a checkpoint can hold it: a number, a text, a tensor, or a list or dict of such."""
+    if isinstance(value, dict):
+        return all(isinstance(key, NUMBERS) for key in value) and all(map(is_entry, value.values()))
     return isinstance(value, (*NUMBERS, Tensor)) or (isinstance(value, list | tuple) and all(map(is_entry, value)))
 
 
@@ -121,6 +129,9 @@ def _taken(value: Any, there: Any, device: torch.device, filled: Filled) -> Any:
     if isinstance(value, list | tuple):
         known = there if isinstance(there, list | tuple) and len(there) == len(value) else [None] * len(value)
         return type(value)(_taken(one, before, device, filled) for one, before in zip(value, known, strict=True))
+    if isinstance(value, dict):
+        before = there if isinstance(there, dict) else {}
+        return {key: _taken(one, before.get(key), device, filled) for key, one in value.items()}
     if not isinstance(value, Tensor):
         return value
     if isinstance(there, Tensor) and (there.shape, there.dtype) == (value.shape, value.dtype):
@@ -137,14 +148,14 @@ def _taken(value: Any, there: Any, device: torch.device, filled: Filled) -> Any:
     return value.to(there.device if isinstance(there, Tensor) else device)
 
 
-def _mark(value: Any) -> Any:
-    """Equal for entries that nothing has changed between. A parameter is what is updated, and no entry."""
-    if isinstance(value, nn.Parameter):
+def _mark(value: Any, updated: Set[int]) -> Any:
+    """Equal for entries that nothing has changed between; the parameters that are ``updated`` are none."""
+    if id(value) in updated:
         return id(value)
     if isinstance(value, Tensor):
         return id(value), value._version, value  # which keeps the id its own
     if isinstance(value, list | tuple):
-        return type(value), [_mark(item) for item in value]
+        return type(value), [_mark(item, updated) for item in value]
     if isinstance(value, dict):
-        return type(value), [(id(key), _mark(item)) for key, item in value.items()]
+        return type(value), [(_mark(key, updated), _mark(item, updated)) for key, item in value.items()]
     return (type(value), value) if isinstance(value, NUMBERS) else id(value)

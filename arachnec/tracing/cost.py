@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 
 import sympy
@@ -21,9 +22,14 @@ from arachnec.tracing.flops import AttentionCost, block_flops, token_attentions
 from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.layers import layer_of_parameters
-from arachnec.tracing.memory import BlockMemory, block_memory, encoder_polynomial, fit_polynomial
+from arachnec.tracing.memory import (
+    BlockMemory,
+    block_memory,
+    encoder_polynomial,
+    exact_encoder_polynomial,
+    fit_polynomial,
+)
 from arachnec.tracing.record import ExampleCall
-from arachnec.tracing.sample import clip_of
 from arachnec.tracing.shell import Measured, measure_encoder, measure_shell
 from arachnec.tracing.stage_figures import stage_figures
 
@@ -198,7 +204,9 @@ def encoder_stage(
             runs.append(measured)
 
     def formula(values: Sequence[int], unit: str, scale: int) -> Formula:
-        return polynomial(sympy.expand(B * encoder_polynomial(values, points)), unit, scale)
+        own = len(chosen)
+        fitted = exact_encoder_polynomial(values, points) or encoder_polynomial(values[:own], points[:own])
+        return polynomial(sympy.expand(B * fitted), unit, scale)
 
     parameters = [*encoder.parameters(), *encoder.buffers()]
     return Stage(
@@ -221,7 +229,15 @@ def _crossed(clips: Sequence[VideoClip]) -> list[VideoClip]:
     small, large = clips[0], clips[-1]
     if small.text_tokens == large.text_tokens or small.shape[:3] == large.shape[:3]:
         return []
-    return [clip_of(large, large.shape[:3], small.text_tokens), clip_of(small, small.shape[:3], large.text_tokens)]
+    return [_captioned(large, small), _captioned(small, large)]
+
+
+def _captioned(clip: VideoClip, other: VideoClip) -> VideoClip:
+    """The clip with what another has of a text."""
+    return replace(
+        clip, text_tokens=other.text_tokens, caption=other.caption, captions=other.captions, cached=other.cached,
+        encoded=other.encoded,
+    )  # fmt: skip
 
 
 def spread(clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> list[VideoClip]:

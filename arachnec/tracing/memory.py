@@ -83,11 +83,16 @@ def fit_polynomial(values: Sequence[float], points: Sequence[Point]) -> sympy.Ex
 
 def encoder_polynomial(values: Sequence[float], points: Sequence[Point]) -> sympy.Expr:
     """What an encoder costs: in S alone or in T alone where that explains every value, else the closest of both."""
+    return exact_encoder_polynomial(values, points) or closest((S, T, ONE), values, points)
+
+
+def exact_encoder_polynomial(values: Sequence[float], points: Sequence[Point]) -> sympy.Expr | None:
+    """In S alone or in T alone; None where neither explains every value."""
     for basis in ((ONE,), (S,), (T,), (S, ONE), (T, ONE), (T, T**2), (S, S**2)):
         fitted = _exact(basis, values, points)
         if fitted is not None:
             return fitted
-    return closest((S, T, ONE), values, points)
+    return None
 
 
 def closest(terms: Sequence[sympy.Expr], values: Sequence[float], points: Sequence[Point]) -> sympy.Expr:

@@ -50,7 +50,7 @@ def test_captions_stand_in_a_table(videos: Path, capfd: pytest.CaptureFixture[st
     table.write_text("file_name,long\nvideos/b/fox.mp4,a fox\ndog,a dog\nnone.mp4,nothing\n")
     words = ["manifest", str(videos), "-o", str(output), "--captions", str(table)]
     assert run([*words, "--columns", "caption=long"]) == 0
-    assert "1 captions of no file" in capfd.readouterr().out
+    assert "1 caption of no file" in capfd.readouterr().out
     assert [row["caption"] for row in rows_of(output)] == ["a cat", "a fox", "a dog"]
     assert run(words) == 2
     assert "unknown key `long`" in capfd.readouterr().err

@@ -301,6 +301,18 @@ class Around(torch.optim.SGD):
         self.base.step(closure)
 
 
+class Several(torch.optim.SGD):
+    """Has a list of others."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.all = [torch.optim.AdamW(self.param_groups[0]["params"], **options)]
+
+    def step(self, closure: Any = None) -> None:
+        for one in self.all:
+            one.step()
+
+
 class Lazy(torch.optim.SGD):
     """Makes what it wraps in its first update."""
 
@@ -325,6 +337,7 @@ def test_state_that_no_checkpoint_holds_is_refused_before_launch() -> None:
     ("kind", "says"),
     [
         (SlowWeights, "SlowWeights keeps `slow`, a dict, which no checkpoint holds"),
+        (Several, "Several keeps `all`, an AdamW with a state of its own, which no checkpoint holds"),
         (Lazy, "Lazy keeps `param_groups`, a group or an optimizer made in an update, which no checkpoint holds"),
         (Around, "Around keeps `base`, an AdamW with a state of its own, which no checkpoint holds"),
     ],

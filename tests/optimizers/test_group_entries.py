@@ -171,7 +171,7 @@ class Remembering(torch.optim.SGD):
 
     def step(self, closure: Any = None) -> None:
         super().step(closure)
-        self.param_groups[0]["history"] = {"norm": 1.0}
+        self.param_groups[0]["history"] = {1.0}
 
 
 class Global(torch.optim.SGD):
@@ -180,7 +180,7 @@ class Global(torch.optim.SGD):
         self.state["all"] = {"norm": 1.0}  # type: ignore[index]
 
 
-@pytest.mark.parametrize(("kind", "told"), [(Remembering, "keeps `history`, a dict"), (Global, "keeps `all`")])
+@pytest.mark.parametrize(("kind", "told"), [(Remembering, "keeps `history`, a set"), (Global, "keeps `all`")])
 def test_what_no_checkpoint_holds_is_refused_before_launch(kind: Any, told: str) -> None:
     with pytest.raises(UserError, match=told):
         state_bytes(named(network()), recipe(network(), kind))
@@ -258,6 +258,35 @@ def test_lists_of_parameters_stay_those_of_the_resumed_optimizer() -> None:
         update(module, optimizer, number)
     other, own = resumed(module, optimizer, Listing)
     assert "known" not in optimizer.entries() and "sums" in optimizer.entries()
+    for number in range(3, 6):
+        update(module, optimizer, number)
+        update(other, own, number)
+    assert equal(module, other)
+
+
+class Measuring(torch.optim.SGD):
+    """Has a rate of its own that it learns, and figures about its updates."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1)
+        self.rate = nn.Parameter(torch.ones(()))
+        self.figures: dict[str, float] = {}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self.rate.mul_(0.9)
+        for value in self.param_groups[0]["params"]:
+            value.add_(value.grad, alpha=-0.1 * float(self.rate))
+            self.figures["norm"] = float(value.grad.norm())
+
+
+def test_a_parameter_of_its_own_and_a_dict_of_figures_are_kept() -> None:
+    module = network()
+    optimizer = optimizer_of(module, Measuring)
+    for number in range(3):
+        update(module, optimizer, number)
+    other, own = resumed(module, optimizer, Measuring)
+    assert own.torch.figures == optimizer.torch.figures
     for number in range(3, 6):
         update(module, optimizer, number)
         update(other, own, number)
