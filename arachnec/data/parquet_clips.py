@@ -127,7 +127,9 @@ class ParquetClips:
         if self._stratified is None:
             rng.shuffle(order)
             return order
-        batches = stratified(_shapes(window, self._keys), max(1, len(window) // self._stratified), rng)
+        with unpacking(self.path):
+            shapes = _shapes(window, self._keys)
+        batches = stratified(shapes, max(1, len(window) // self._stratified), rng)
         return [place for batch in batches for place in batch]
 
 
