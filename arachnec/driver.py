@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NoClipsGiven(Diagnostic):
-    title: ClassVar[str] = "nothing says which clips to train on"
-    help: ClassVar[str] = "give --data with a manifest, or several as `mix` of the training options"
+    title = "nothing says which clips to train on"
+    help = "give --data with a manifest, or several as `mix` of the training options"
 
 
 @dataclass(frozen=True)

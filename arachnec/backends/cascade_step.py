@@ -23,8 +23,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class NoGradient(Diagnostic):
-    title: ClassVar[str] = "no gradient can follow from `loss`: {found}"
-    help: ClassVar[str] = "loss(prediction, target) returns one scalar tensor that depends on the prediction"
+    title = "no gradient can follow from `loss`: {found}"
+    help = "loss(prediction, target) returns one scalar tensor that depends on the prediction"
     found: str
 
 

@@ -29,16 +29,16 @@ from arachnec.models.file import ModelFile
 
 @dataclass(frozen=True)
 class NotTraining(Diagnostic):
-    title: ClassVar[str] = "%{cascade} is a `{phase}` cascade, which the reference does not run"
-    help: ClassVar[str] = "the reference runs `encode` and `train` cascades, and those of the stages that `stages` made"
+    title = "%{cascade} is a `{phase}` cascade, which the reference does not run"
+    help = "the reference runs `encode` and `train` cascades, and those of the stages that `stages` made"
     cascade: str
     phase: str
 
 
 @dataclass(frozen=True)
 class NoCascades(Diagnostic):
-    title: ClassVar[str] = "@{module} is {level}: it has no cascades to run"
-    help: ClassVar[str] = "run the pass `partition` first"
+    title = "@{module} is {level}: it has no cascades to run"
+    help = "run the pass `partition` first"
     module: str
     level: str
 

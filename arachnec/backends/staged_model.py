@@ -43,23 +43,23 @@ TRY_S = 30.0  # of compiling, for cutting the model at the clips' shapes
 
 @dataclass(frozen=True)
 class OtherForward(Diagnostic):
-    title: ClassVar[str] = "the model's forward called `{found}` where it called `{expected}` when it was cut"
-    help: ClassVar[str] = "its calls must follow from the shapes of its arguments; or train it as one stage"
+    title = "the model's forward called `{found}` where it called `{expected}` when it was cut"
+    help = "its calls must follow from the shapes of its arguments; or train it as one stage"
     found: str
     expected: str
 
 
 @dataclass(frozen=True)
 class ChangedInPlace(Diagnostic):
-    title: ClassVar[str] = "the model changes what `{path}` returned in place, and a later stage needs it as it was"
-    help: ClassVar[str] = "write `x = x + y` for `x += y` there, or cut the model elsewhere"
+    title = "the model changes what `{path}` returned in place, and a later stage needs it as it was"
+    help = "write `x = x + y` for `x += y` there, or cut the model elsewhere"
     path: str
 
 
 @dataclass(frozen=True)
 class OtherParameters(Diagnostic):
-    title: ClassVar[str] = "for some clips stage {stage} reads `{name}`, which it does not have"
-    help: ClassVar[str] = (
+    title = "for some clips stage {stage} reads `{name}`, which it does not have"
+    help = (
         "a stage has the parameters that it reads for the first clip: make `{name}` part of a block, "
         "read it for every clip, or train the model as one stage"
     )

@@ -36,8 +36,8 @@ KEYS: Mapping[str, Callable[[VideoClip], bool]] = {
 
 @dataclass(frozen=True)
 class HeldBackLacks(Diagnostic):
-    title: ClassVar[str] = "held-back clip `{clip}` of {path} has no {key}, and the clips of training have"
-    help: ClassVar[str] = "its loss would be another thing: give held-back clips what those of training have"
+    title = "held-back clip `{clip}` of {path} has no {key}, and the clips of training have"
+    help = "its loss would be another thing: give held-back clips what those of training have"
     clip: str | int
     path: str
     key: str

@@ -44,8 +44,8 @@ CLIPS_OF_A_RANK = 16  # in a batch
 
 @dataclass(frozen=True)
 class NothingToEncode(Diagnostic):
-    title: ClassVar[str] = "{path} has nothing to encode with: {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "{path} has nothing to encode with: {reason}"
+    help = "{remedy}"
     path: str
     reason: str
     remedy: str
@@ -53,8 +53,8 @@ class NothingToEncode(Diagnostic):
 
 @dataclass(frozen=True)
 class NoneEncoded(Diagnostic):
-    title: ClassVar[str] = "none of the clips could be encoded: clip {clip}: {reason}"
-    help: ClassVar[str] = "check the paths of the manifest, and that this host can read them"
+    title = "none of the clips could be encoded: clip {clip}: {reason}"
+    help = "check the paths of the manifest, and that this host can read them"
     clip: str | int
     reason: str
 

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class NotShared(Diagnostic):
-    title: ClassVar[str] = "rank {rank} does not see in {folder} what rank 0 wrote there"
-    help: ClassVar[str] = "give -o a folder on a file system that all hosts share, where training can read it, too"
+    title = "rank {rank} does not see in {folder} what rank 0 wrote there"
+    help = "give -o a folder on a file system that all hosts share, where training can read it, too"
     rank: int
     folder: str
 

@@ -52,15 +52,15 @@ class _OldCommit(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class NothingToConvert(Diagnostic):
-    title: ClassVar[str] = "{folder} holds no checkpoint of the earlier format"
-    help: ClassVar[str] = "give the folder that was --checkpoint of the run"
+    title = "{folder} holds no checkpoint of the earlier format"
+    help = "give the folder that was --checkpoint of the run"
     folder: str
 
 
 @dataclass(frozen=True)
 class CannotConvert(Diagnostic):
-    title: ClassVar[str] = "{path} cannot be converted: {reason}"
-    help: ClassVar[str] = "move it away and convert the one before it, or begin anew"
+    title = "{path} cannot be converted: {reason}"
+    help = "move it away and convert the one before it, or begin anew"
     path: str
     reason: str
 

@@ -33,8 +33,8 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ForeignCheckpoint(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} does not fit this run: {difference}"
-    help: ClassVar[str] = "give another --checkpoint folder, or what this checkpoint was made with"
+    title = "the checkpoint {folder} does not fit this run: {difference}"
+    help = "give another --checkpoint folder, or what this checkpoint was made with"
     folder: str
     difference: str
 

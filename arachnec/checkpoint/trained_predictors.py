@@ -31,8 +31,8 @@ Layer = tuple[str, int]  # the path of a block, and the number of an attention i
 
 @dataclass(frozen=True)
 class NoPredictors(Diagnostic):
-    title: ClassVar[str] = "{place} holds no trained predictors of sparse attention: {reason}"
-    help: ClassVar[str] = (
+    title = "{place} holds no trained predictors of sparse attention: {reason}"
+    help = (
         "give the folder of checkpoints of a run that was compiled with `sparsify`, or of its export; or sample "
         "without them"
     )

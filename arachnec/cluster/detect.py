@@ -23,15 +23,15 @@ LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 @dataclass(frozen=True)
 class UnlikeDevices(Diagnostic):
-    title: ClassVar[str] = "the node has different devices: {names}"
-    help: ClassVar[str] = "a cluster file describes nodes whose devices are alike; hide some with CUDA_VISIBLE_DEVICES"
+    title = "the node has different devices: {names}"
+    help = "a cluster file describes nodes whose devices are alike; hide some with CUDA_VISIBLE_DEVICES"
     names: str
 
 
 @dataclass(frozen=True)
 class CountsDiffer(Diagnostic):
-    title: ClassVar[str] = "the link matrix has {matrix} GPUs, the list of devices {devices}"
-    help: ClassVar[str] = "save both on the same machine"
+    title = "the link matrix has {matrix} GPUs, the list of devices {devices}"
+    help = "save both on the same machine"
     matrix: int
     devices: int
 

@@ -24,8 +24,8 @@ MEMORY_SLACK = 1.0  # GiB that a driver may report less than the specs say
 
 @dataclass(frozen=True)
 class NoDevice(Diagnostic):
-    title: ClassVar[str] = "{ranks} on host {host} {have} no GPU: {visible}"
-    help: ClassVar[str] = (
+    title = "{ranks} on host {host} {have} no GPU: {visible}"
+    help = (
         "start as many ranks on a node as it has GPUs, or give every task one GPU of its own (--gpus-per-task=1). "
         "A GPU that nvidia-smi does not list has failed: leave the node out (--exclude={host})"
     )
@@ -37,8 +37,8 @@ class NoDevice(Diagnostic):
 
 @dataclass(frozen=True)
 class SharedDevice(Diagnostic):
-    title: ClassVar[str] = "{ranks} on host {host} would share one GPU ({name}, {visible})"
-    help: ClassVar[str] = (
+    title = "{ranks} on host {host} would share one GPU ({name}, {visible})"
+    help = (
         "give every rank a GPU of its own: all GPUs of the node visible to all its ranks, or another one to each. "
         "If the node has lost a GPU, leave it out (--exclude={host})"
     )
@@ -50,8 +50,8 @@ class SharedDevice(Diagnostic):
 
 @dataclass(frozen=True)
 class MixedKinds(Diagnostic):
-    title: ClassVar[str] = "{cpu} would run on the CPU, {gpu} on GPUs"
-    help: ClassVar[str] = "make the GPUs of {hosts} visible ({mask}, and a torch built for CUDA), or leave it out"
+    title = "{cpu} would run on the CPU, {gpu} on GPUs"
+    help = "make the GPUs of {hosts} visible ({mask}, and a torch built for CUDA), or leave it out"
     cpu: str
     gpu: str
     hosts: str
@@ -60,8 +60,8 @@ class MixedKinds(Diagnostic):
 
 @dataclass(frozen=True)
 class DevicesDiffer(Diagnostic):
-    title: ClassVar[str] = "{ranks} have {found}, {others} {common}, and the plan takes them for alike"
-    help: ClassVar[str] = "leave these nodes out, or compile for a cluster file that says which nodes differ (`mixed`)"
+    title = "{ranks} have {found}, {others} {common}, and the plan takes them for alike"
+    help = "leave these nodes out, or compile for a cluster file that says which nodes differ (`mixed`)"
     ranks: str
     found: str
     others: str
@@ -70,8 +70,8 @@ class DevicesDiffer(Diagnostic):
 
 @dataclass(frozen=True)
 class SmallerDevice(Diagnostic):
-    title: ClassVar[str] = "{ranks} have {found} with {memory:.0f} GiB, the plan is for {planned} with {needed:.0f} GiB"
-    help: ClassVar[str] = "compile again with --cluster for this machine; `arachnec cluster detect` writes its file"
+    title = "{ranks} have {found} with {memory:.0f} GiB, the plan is for {planned} with {needed:.0f} GiB"
+    help = "compile again with --cluster for this machine; `arachnec cluster detect` writes its file"
     ranks: str
     found: str
     memory: float
@@ -81,8 +81,8 @@ class SmallerDevice(Diagnostic):
 
 @dataclass(frozen=True)
 class VersionsDiffer(Diagnostic):
-    title: ClassVar[str] = "{ranks} have {part} {found}, {others} {common}"
-    help: ClassVar[str] = "install the same versions on every node, or run all ranks from one environment"
+    title = "{ranks} have {part} {found}, {others} {common}"
+    help = "install the same versions on every node, or run all ranks from one environment"
     ranks: str
     part: str
     found: str

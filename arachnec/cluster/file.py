@@ -37,16 +37,16 @@ AUTO = "auto"  # this machine, as `arachnec cluster detect` describes it
 
 @dataclass(frozen=True)
 class ClusterNotFound(Diagnostic):
-    title: ClassVar[str] = "`{given}` is neither a cluster file nor a short form"
-    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`"
+    title = "`{given}` is neither a cluster file nor a short form"
+    help = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`"
     given: str
 
 
 @dataclass(frozen=True)
 class UnknownDevice(Diagnostic):
-    title: ClassVar[str] = "unknown device `{device}`"
-    label: ClassVar[str] = "no device of that name is known"
-    help: ClassVar[str] = (
+    title = "unknown device `{device}`"
+    label = "no device of that name is known"
+    help = (
         "did you mean `{suggestion}`? Known are {known}; "
         "a file may describe any other device by memory, flops, intra, inter, latency and inter_latency"
     )
@@ -57,18 +57,18 @@ class UnknownDevice(Diagnostic):
 
 @dataclass(frozen=True)
 class NoGpus(Diagnostic):
-    title: ClassVar[str] = "the cluster has no GPUs: {nodes} nodes of {gpus}"
-    label: ClassVar[str] = "must be at least 1"
-    help: ClassVar[str] = "give at least one node with at least one device"
+    title = "the cluster has no GPUs: {nodes} nodes of {gpus}"
+    label = "must be at least 1"
+    help = "give at least one node with at least one device"
     nodes: int
     gpus: int
 
 
 @dataclass(frozen=True)
 class TooManyGpus(Diagnostic):
-    title: ClassVar[str] = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
-    label: ClassVar[str] = "more than is planned for"
-    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g`"
+    title = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
+    label = "more than is planned for"
+    help = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g`"
     nodes: int
     gpus: int
     most: int = MOST_GPUS
@@ -76,15 +76,15 @@ class TooManyGpus(Diagnostic):
 
 @dataclass(frozen=True)
 class UnequalNodes(Diagnostic):
-    title: ClassVar[str] = "the nodes of the cluster have different numbers of GPUs"
-    help: ClassVar[str] = "give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`"
+    title = "the nodes of the cluster have different numbers of GPUs"
+    help = "give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`"
 
 
 @dataclass(frozen=True)
 class UnknownClusterKey(Diagnostic):
-    title: ClassVar[str] = "unknown key `{key}` in the cluster file"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "did you mean `{suggestion}`? A cluster file has {known}"
+    title = "unknown key `{key}` in the cluster file"
+    label = "no such key"
+    help = "did you mean `{suggestion}`? A cluster file has {known}"
     key: str
     suggestion: str
     known: str
@@ -92,17 +92,17 @@ class UnknownClusterKey(Diagnostic):
 
 @dataclass(frozen=True)
 class MissingClusterKey(Diagnostic):
-    title: ClassVar[str] = "the cluster file has no `{key}`"
-    help: ClassVar[str] = "add `{example}`"
+    title = "the cluster file has no `{key}`"
+    help = "add `{example}`"
     key: str
     example: str
 
 
 @dataclass(frozen=True)
 class BadClusterValue(Diagnostic):
-    title: ClassVar[str] = "`{key}` of the cluster is {found}, expected {expected}"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "write for example `{example}`"
+    title = "`{key}` of the cluster is {found}, expected {expected}"
+    label = "expected {expected}"
+    help = "write for example `{example}`"
     key: str
     found: str
     expected: str
@@ -111,8 +111,8 @@ class BadClusterValue(Diagnostic):
 
 @dataclass(frozen=True)
 class BadToml(Diagnostic):
-    title: ClassVar[str] = "the cluster file is not TOML: {reason}"
-    help: ClassVar[str] = "text values stand in quotes, one `key = value` a line"
+    title = "the cluster file is not TOML: {reason}"
+    help = "text values stand in quotes, one `key = value` a line"
     reason: str
 
 

@@ -27,9 +27,9 @@ _MEMORY = re.compile(r"(\d+) MiB")
 
 @dataclass(frozen=True)
 class NoMatrix(Diagnostic):
-    title: ClassVar[str] = "this is neither a link matrix nor a list of devices"
-    label: ClassVar[str] = "expected `GPU0 ...`, or `index, name, memory.total [MiB]`"
-    help: ClassVar[str] = (
+    title = "this is neither a link matrix nor a list of devices"
+    label = "expected `GPU0 ...`, or `index, name, memory.total [MiB]`"
+    help = (
         "save what `nvidia-smi topo -m` or "
         "`nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints, all of it"
     )
@@ -37,17 +37,17 @@ class NoMatrix(Diagnostic):
 
 @dataclass(frozen=True)
 class BadMatrix(Diagnostic):
-    title: ClassVar[str] = "the link matrix is damaged: {problem}"
-    label: ClassVar[str] = "{problem}"
-    help: ClassVar[str] = "save what `nvidia-smi topo -m` prints again, all of it"
+    title = "the link matrix is damaged: {problem}"
+    label = "{problem}"
+    help = "save what `nvidia-smi topo -m` prints again, all of it"
     problem: str
 
 
 @dataclass(frozen=True)
 class BadDevices(Diagnostic):
-    title: ClassVar[str] = "the list of devices is damaged: {problem}"
-    label: ClassVar[str] = "{problem}"
-    help: ClassVar[str] = "save what `nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints again"
+    title = "the list of devices is damaged: {problem}"
+    label = "{problem}"
+    help = "save what `nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints again"
     problem: str
 
 

@@ -12,8 +12,8 @@ from arachnec.ir.nodes import Cluster
 
 @dataclass(frozen=True)
 class CannotReplan(Diagnostic):
-    title: ClassVar[str] = "the plan is for {planned} and cannot be made again for {world}"
-    help: ClassVar[str] = "give at most {most}, or a multiple of {gpus}, or compile for another cluster"
+    title = "the plan is for {planned} and cannot be made again for {world}"
+    help = "give at most {most}, or a multiple of {gpus}, or compile for another cluster"
     planned: str
     world: int
     most: str

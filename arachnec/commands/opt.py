@@ -20,15 +20,15 @@ from arachnec.passes.infra.instruments import pipeline_of
 
 @dataclass(frozen=True)
 class NoPipeline(Diagnostic):
-    title: ClassVar[str] = "no pipeline for {file}"
-    help: ClassVar[str] = "give --passes, or write `// arachnec opt --passes ...` in the file's first line"
+    title = "no pipeline for {file}"
+    help = "give --passes, or write `// arachnec opt --passes ...` in the file's first line"
     file: str
 
 
 @dataclass(frozen=True)
 class UnreadableFile(Diagnostic):
-    title: ClassVar[str] = "{file} cannot be read: {reason}"
-    help: ClassVar[str] = "give a .cascade file"
+    title = "{file} cannot be read: {reason}"
+    help = "give a .cascade file"
     file: str
     reason: str
 

@@ -22,8 +22,8 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 @dataclass(frozen=True)
 class NothingTakesProfile(Diagnostic):
-    title: ClassVar[str] = "no pass of `{pipeline}` takes a profile"
-    help: ClassVar[str] = "leave --profile out, or put `annotate` into the pipeline"
+    title = "no pass of `{pipeline}` takes a profile"
+    help = "leave --profile out, or put `annotate` into the pipeline"
     pipeline: str
 
 

@@ -17,23 +17,23 @@ PROGRAM = "program.cascade"
 
 @dataclass(frozen=True)
 class NoProgramFile(Diagnostic):
-    title: ClassVar[str] = "there is no {path}"
-    help: ClassVar[str] = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
+    title = "there is no {path}"
+    help = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
     path: str
 
 
 @dataclass(frozen=True)
 class NotAProgram(Diagnostic):
-    title: ClassVar[str] = "{path} has no {program}"
-    help: ClassVar[str] = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
+    title = "{path} has no {program}"
+    help = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
     path: str
     program: str
 
 
 @dataclass(frozen=True)
 class NotLowered(Diagnostic):
-    title: ClassVar[str] = "{path} is at level {level}, and only a lowered module has programs"
-    help: ClassVar[str] = "run `arachnec opt {path} --passes {passes} -o lowered.cascade` first"
+    title = "{path} is at level {level}, and only a lowered module has programs"
+    help = "run `arachnec opt {path} --passes {passes} -o lowered.cascade` first"
     path: str
     level: str
     passes: str

@@ -20,9 +20,9 @@ OF_TRAINING = "of training; a sampler file has none of it"
 
 @dataclass(frozen=True)
 class TwoKinds(Diagnostic):
-    title: ClassVar[str] = "this is a model file and a sampler file in one"
-    label: ClassVar[str] = "it names build, sample and loss, and {names} too"
-    help: ClassVar[str] = (
+    title = "this is a model file and a sampler file in one"
+    label = "it names build, sample and loss, and {names} too"
+    help = (
         "move what samples into a file of its own, which imports this one; or give `models` another name"
     )
     names: str

@@ -133,24 +133,24 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class ProfileNotFound(Diagnostic):
-    title: ClassVar[str] = "`{profile}` is neither a profile file nor a known device"
-    help: ClassVar[str] = "make a profile with `arachnec profile`, or name one of {known}"
+    title = "`{profile}` is neither a profile file nor a known device"
+    help = "make a profile with `arachnec profile`, or name one of {known}"
     profile: str
     known: str
 
 
 @dataclass(frozen=True)
 class BadProfile(Diagnostic):
-    title: ClassVar[str] = "`{profile}` is not a profile: {reason}"
-    help: ClassVar[str] = "make a new one with `arachnec profile`"
+    title = "`{profile}` is not a profile: {reason}"
+    help = "make a new one with `arachnec profile`"
     profile: str
     reason: str
 
 
 @dataclass(frozen=True)
 class StageNotProfiled(Diagnostic):
-    title: ClassVar[str] = "the profile has no stage `{stage}`"
-    help: ClassVar[str] = "it has {known}; profile this model, or leave `profile` out to use the device's specs"
+    title = "the profile has no stage `{stage}`"
+    help = "it has {known}; profile this model, or leave `profile` out to use the device's specs"
     stage: str
     known: str
 

@@ -29,37 +29,37 @@ END: Final = object()  # of a dataset: None may be an item of it, which is a mis
 
 @dataclass(frozen=True)
 class NotIterable(Diagnostic):
-    title: ClassVar[str] = "`batches` is a {kind}, which cannot be drawn from"
-    help: ClassVar[str] = "{remedy}"
+    title = "`batches` is a {kind}, which cannot be drawn from"
+    help = "{remedy}"
     kind: str
     remedy: str
 
 
 @dataclass(frozen=True)
 class DatasetEnded(Diagnostic):
-    title: ClassVar[str] = "the dataset announced {announced} and ended after {drawn}"
-    help: ClassVar[str] = "correct its __len__, or find what it leaves out; a checkpoint has what was trained so far"
+    title = "the dataset announced {announced} and ended after {drawn}"
+    help = "correct its __len__, or find what it leaves out; a checkpoint has what was trained so far"
     announced: str
     drawn: str
 
 
 @dataclass(frozen=True)
 class NothingDrawn(Diagnostic):
-    title: ClassVar[str] = "the dataset gives no clips"
-    help: ClassVar[str] = "an iterator can be used up once only: give a new one, or the dataset itself"
+    title = "the dataset gives no clips"
+    help = "an iterator can be used up once only: give a new one, or the dataset itself"
 
 
 @dataclass(frozen=True)
 class SameId(Diagnostic):
-    title: ClassVar[str] = "two clips of one batch have the id `{id}`"
-    help: ClassVar[str] = "ids seed a clip's noise and must differ; leave `id` out to have the clips counted"
+    title = "two clips of one batch have the id `{id}`"
+    help = "ids seed a clip's noise and must differ; leave `id` out to have the clips counted"
     id: str | int
 
 
 @dataclass(frozen=True)
 class UnlikeBefore(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` announces {announced} and its `{name}` is {found}"
-    help: ClassVar[str] = "`{name}` of clip `{other}`, of the same size, is {before}: one of them is of another size"
+    title = "clip `{clip}` announces {announced} and its `{name}` is {found}"
+    help = "`{name}` of clip `{other}`, of the same size, is {before}: one of them is of another size"
     clip: str | int
     announced: str
     name: str
@@ -70,8 +70,8 @@ class UnlikeBefore(Diagnostic):
 
 @dataclass(frozen=True)
 class WithoutTensors(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has no tensors, and clip `{other}` has {names}"
-    help: ClassVar[str] = "give every clip the same ones: without any, `sample` makes zeros to plan with"
+    title = "clip `{clip}` has no tensors, and clip `{other}` has {names}"
+    help = "give every clip the same ones: without any, `sample` makes zeros to plan with"
     clip: str | int
     other: str | int
     names: str

@@ -46,17 +46,17 @@ _JOINED = re.compile(r"(.+)_[xy]")  # a column that both tables had, as pandas' 
 
 @dataclass(frozen=True)
 class UnknownKey(Diagnostic):
-    title: ClassVar[str] = "unknown key `{key}`"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "{suggestion}"
+    title = "unknown key `{key}`"
+    label = "no such key"
+    help = "{suggestion}"
     key: str
     suggestion: str
 
 
 @dataclass(frozen=True)
 class BadColumns(Diagnostic):
-    title: ClassVar[str] = "`{given}` does not say which columns are read: {reason}"
-    help: ClassVar[str] = "write KEY=COLUMN, as in caption=prompt,path=video,values=*; the keys are {keys}"
+    title = "`{given}` does not say which columns are read: {reason}"
+    help = "write KEY=COLUMN, as in caption=prompt,path=video,values=*; the keys are {keys}"
     given: str
     reason: str
     keys: str = ", ".join((*KEYS, VALUES, FILES))
@@ -64,8 +64,8 @@ class BadColumns(Diagnostic):
 
 @dataclass(frozen=True)
 class NoColumn(Diagnostic):
-    title: ClassVar[str] = "`{path}` has no column `{column}`, which --columns names"
-    help: ClassVar[str] = "its columns are {columns}"
+    title = "`{path}` has no column `{column}`, which --columns names"
+    help = "its columns are {columns}"
     path: str
     column: str
     columns: str

@@ -21,8 +21,8 @@ ITEM_KEYS = replace(CLIP_KEYS, extras=False)  # more is given as tensors
 
 @dataclass(frozen=True)
 class BadItem(Diagnostic):
-    title: ClassVar[str] = "item {number} of the dataset is {found}"
-    help: ClassVar[str] = "{remedy}"
+    title = "item {number} of the dataset is {found}"
+    help = "{remedy}"
     number: int
     found: str
     remedy: str
@@ -30,8 +30,8 @@ class BadItem(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherShape(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` announces {announced} and its `video` is {found}"
-    help: ClassVar[str] = "`video` is channels x frames x height x width; frames, height and width may be left out then"
+    title = "clip `{clip}` announces {announced} and its `video` is {found}"
+    help = "`video` is channels x frames x height x width; frames, height and width may be left out then"
     clip: str | int
     announced: str
     found: str

@@ -25,9 +25,9 @@ LONGEST = 400  # letters of an exception
 
 @dataclass(frozen=True)
 class DatasetRaised(Diagnostic):
-    title: ClassVar[str] = "the dataset raised {exception} after {drawn}"
-    label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = "{remedy}"
+    title = "the dataset raised {exception} after {drawn}"
+    label = "raised here"
+    help = "{remedy}"
     exception: str
     drawn: str
     remedy: str

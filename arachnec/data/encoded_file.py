@@ -18,8 +18,8 @@ TENSOR = "encoded"
 
 @dataclass(frozen=True)
 class UnreadableEncoded(Diagnostic):
-    title: ClassVar[str] = "what `{encoder}` made of clip `{clip}` cannot be read from {path}: {reason}"
-    help: ClassVar[str] = (
+    title = "what `{encoder}` made of clip `{clip}` cannot be read from {path}: {reason}"
+    help = (
         "run `arachnec cache` again: it encodes what is missing or cut off. Remove a file that is damaged otherwise"
     )
     encoder: str
@@ -30,8 +30,8 @@ class UnreadableEncoded(Diagnostic):
 
 @dataclass(frozen=True)
 class PartlyEncoded(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has {found} encoded beforehand, and clip `{other}` {before}"
-    help: ClassVar[str] = "an encoder runs for all clips or for none: give manifests that `arachnec cache` wrote alike"
+    title = "clip `{clip}` has {found} encoded beforehand, and clip `{other}` {before}"
+    help = "an encoder runs for all clips or for none: give manifests that `arachnec cache` wrote alike"
     clip: str | int
     found: str
     other: str | int

@@ -29,15 +29,15 @@ SUFFIXES = frozenset(
 
 @dataclass(frozen=True)
 class NoFolder(Diagnostic):
-    title: ClassVar[str] = "there is no folder `{folder}`"
-    help: ClassVar[str] = "give the folder of the videos; those of the folders in it are listed, too"
+    title = "there is no folder `{folder}`"
+    help = "give the folder of the videos; those of the folders in it are listed, too"
     folder: str
 
 
 @dataclass(frozen=True)
 class NoVideos(Diagnostic):
-    title: ClassVar[str] = "`{folder}` has no video or picture that can be read{reason}"
-    help: ClassVar[str] = "files of these kinds are looked at: {suffixes}"
+    title = "`{folder}` has no video or picture that can be read{reason}"
+    help = "files of these kinds are looked at: {suffixes}"
     folder: str
     reason: str
     suffixes: str = ", ".join(sorted(SUFFIXES))
@@ -45,9 +45,9 @@ class NoVideos(Diagnostic):
 
 @dataclass(frozen=True)
 class NoFile(Diagnostic):
-    title: ClassVar[str] = "this row of captions names no file"
-    label: ClassVar[str] = "no `path`"
-    help: ClassVar[str] = "add a column `path`, `video` or `file_name`, or name the one with --columns path=COLUMN"
+    title = "this row of captions names no file"
+    label = "no `path`"
+    help = "add a column `path`, `video` or `file_name`, or name the one with --columns path=COLUMN"
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def list_folder(
             caption = _text_beside(path) if entry is None else entry.caption
             str(path).encode()
         except UserError as error:
-            skipped[path] = error.diagnostics[0].text(error.diagnostics[0].title)
+            skipped[path] = error.diagnostics[0].message
             continue
         except UnicodeError:
             skipped[path] = "its name or its caption is not UTF-8"

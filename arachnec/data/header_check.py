@@ -20,8 +20,8 @@ LARGEST_MULTIPLE = 64  # pixels: sizes may be rounded up to a multiple that only
 
 @dataclass(frozen=True)
 class OtherThanVideos(Diagnostic):
-    title: ClassVar[str] = "{named} not as the manifest says ({videos} videos were looked at):\n{clips}"
-    help: ClassVar[str] = "{remedy}"
+    title = "{named} not as the manifest says ({videos} videos were looked at):\n{clips}"
+    help = "{remedy}"
     named: str
     videos: int
     clips: str

@@ -26,8 +26,8 @@ SIZES = ("frames", "height", "width")
 
 @dataclass(frozen=True)
 class LongManifestLacks(Diagnostic):
-    title: ClassVar[str] = "`{path}` has {rows} rows, too many to list, and {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "`{path}` has {rows} rows, too many to list, and {reason}"
+    help = "{remedy}"
     path: str
     rows: int
     reason: str
@@ -36,8 +36,8 @@ class LongManifestLacks(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherManifest(Diagnostic):
-    title: ClassVar[str] = "`{path}` is not the manifest that was compiled: {reason}"
-    help: ClassVar[str] = "compile again, or put the file back"
+    title = "`{path}` is not the manifest that was compiled: {reason}"
+    help = "compile again, or put the file back"
     path: str
     reason: str
 

@@ -35,15 +35,15 @@ SEEDS = "ids seed a clip's noise and must differ"
 
 @dataclass(frozen=True)
 class EmptyManifest(Diagnostic):
-    title: ClassVar[str] = "the manifest `{path}` lists no clips"
-    help: ClassVar[str] = 'add a line such as {{"frames": 81, "height": 480, "width": 832, "text_tokens": 226}}'
+    title = "the manifest `{path}` lists no clips"
+    help = 'add a line such as {{"frames": 81, "height": 480, "width": 832, "text_tokens": 226}}'
     path: str
 
 
 @dataclass(frozen=True)
 class BatchTooLarge(Diagnostic):
-    title: ClassVar[str] = "global batch {number} of `{path}` has {clips} clips, and at most {most} are planned at once"
-    help: ClassVar[str] = (
+    title = "global batch {number} of `{path}` has {clips} clips, and at most {most} are planned at once"
+    help = (
         "give a smaller `--batch` (without one all clips make one); `accumulate` makes an optimizer step of several"
     )
     path: str

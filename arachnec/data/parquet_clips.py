@@ -21,8 +21,8 @@ WINDOW = 2**16  # rows that are shuffled with each other
 
 @dataclass(frozen=True)
 class OtherOrder(Diagnostic):
-    title: ClassVar[str] = "the clips of `{path}` come in another order: {now}; the checkpoint's was {before}"
-    help: ClassVar[str] = "resume with the same seed, `shuffle` and `stratified`, or begin a new run"
+    title = "the clips of `{path}` come in another order: {now}; the checkpoint's was {before}"
+    help = "resume with the same seed, `shuffle` and `stratified`, or begin a new run"
     path: str
     now: str
     before: str

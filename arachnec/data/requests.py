@@ -39,8 +39,8 @@ REQUEST_KEYS = RowKeys(
 
 @dataclass(frozen=True)
 class NoRequests(Diagnostic):
-    title: ClassVar[str] = "`{path}` lists no requests"
-    help: ClassVar[str] = 'add a line such as {{"caption": "a fox", "frames": 81, "height": 480, "width": 832}}'
+    title = "`{path}` lists no requests"
+    help = 'add a line such as {{"caption": "a fox", "frames": 81, "height": 480, "width": 832}}'
     path: str
 
 

@@ -23,9 +23,9 @@ LOWEST_RATE, HIGHEST_RATE = 0.001, 1000  # frames a second
 
 @dataclass(frozen=True)
 class MissingKey(Diagnostic):
-    title: ClassVar[str] = "the {what} has no `{key}`"
-    label: ClassVar[str] = "missing here"
-    help: ClassVar[str] = "{remedy}"
+    title = "the {what} has no `{key}`"
+    label = "missing here"
+    help = "{remedy}"
     what: str
     key: str
     remedy: str
@@ -33,9 +33,9 @@ class MissingKey(Diagnostic):
 
 @dataclass(frozen=True)
 class BadValue(Diagnostic):
-    title: ClassVar[str] = "`{key}` is {found}, expected {expected}"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "{remedy}"
+    title = "`{key}` is {found}, expected {expected}"
+    label = "expected {expected}"
+    help = "{remedy}"
     key: str
     found: str
     expected: str
@@ -44,9 +44,9 @@ class BadValue(Diagnostic):
 
 @dataclass(frozen=True)
 class SameId(Diagnostic):
-    title: ClassVar[str] = "two {what}s have the id `{id}`"
-    label: ClassVar[str] = "the other is in row {row}, counted from 1"
-    help: ClassVar[str] = "{reason}; leave `id` out to use the row's number"
+    title = "two {what}s have the id `{id}`"
+    label = "the other is in row {row}, counted from 1"
+    help = "{reason}; leave `id` out to use the row's number"
     what: str
     id: str | int
     row: int

@@ -35,23 +35,23 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 @dataclass(frozen=True)
 class NoManifest(Diagnostic):
-    title: ClassVar[str] = "there is no manifest `{path}`"
-    help: ClassVar[str] = "give a .jsonl, .json, .csv or .parquet file, with a row for each clip or request"
+    title = "there is no manifest `{path}`"
+    help = "give a .jsonl, .json, .csv or .parquet file, with a row for each clip or request"
     path: str
 
 
 @dataclass(frozen=True)
 class FolderGiven(Diagnostic):
-    title: ClassVar[str] = "`{path}` is a folder, and clips are listed by a manifest"
-    help: ClassVar[str] = "`arachnec manifest {path} -o clips.jsonl` writes one of the videos in it"
+    title = "`{path}` is a folder, and clips are listed by a manifest"
+    help = "`arachnec manifest {path} -o clips.jsonl` writes one of the videos in it"
     path: str
 
 
 @dataclass(frozen=True)
 class OtherSeparator(Diagnostic):
-    title: ClassVar[str] = "`{path}` is separated by {separator}, and a .csv file is by commas"
-    label: ClassVar[str] = "no comma in the names of its columns"
-    help: ClassVar[str] = (
+    title = "`{path}` is separated by {separator}, and a .csv file is by commas"
+    label = "no comma in the names of its columns"
+    help = (
         "write it again with commas: pandas.read_csv({name!r}, sep={written!r}).to_csv({name!r}, index=False)"
     )
     path: str
@@ -62,31 +62,31 @@ class OtherSeparator(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownFormat(Diagnostic):
-    title: ClassVar[str] = "`{path}` is not a manifest: its extension is `{suffix}`"
-    help: ClassVar[str] = "manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows"
+    title = "`{path}` is not a manifest: its extension is `{suffix}`"
+    help = "manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows"
     path: str
     suffix: str
 
 
 @dataclass(frozen=True)
 class NoPyArrow(Diagnostic):
-    title: ClassVar[str] = "reading `{path}` needs pyarrow, which is not installed"
-    help: ClassVar[str] = "pip install 'pyarrow>=15', or write the manifest as .jsonl"
+    title = "reading `{path}` needs pyarrow, which is not installed"
+    help = "pip install 'pyarrow>=15', or write the manifest as .jsonl"
     path: str
 
 
 @dataclass(frozen=True)
 class UnreadableManifest(Diagnostic):
-    title: ClassVar[str] = "`{path}` cannot be read: {reason}"
-    help: ClassVar[str] = "write the manifest again as UTF-8 .jsonl, .csv or .parquet"
+    title = "`{path}` cannot be read: {reason}"
+    help = "write the manifest again as UTF-8 .jsonl, .csv or .parquet"
     path: str
     reason: str
 
 
 @dataclass(frozen=True)
 class ManifestTooLarge(Diagnostic):
-    title: ClassVar[str] = "`{path}` is too large to list: it has more than {most} {what}"
-    help: ClassVar[str] = "give fewer rows, or write clips as .parquet, of which a run reads the rows that it draws"
+    title = "`{path}` is too large to list: it has more than {most} {what}"
+    help = "give fewer rows, or write clips as .parquet, of which a run reads the rows that it draws"
     path: str
     most: int
     what: str
@@ -94,9 +94,9 @@ class ManifestTooLarge(Diagnostic):
 
 @dataclass(frozen=True)
 class BadRow(Diagnostic):
-    title: ClassVar[str] = "this row is not {expected}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "this row is not {expected}"
+    label = "{reason}"
+    help = "{remedy}"
     expected: str
     reason: str
     remedy: str
@@ -104,18 +104,18 @@ class BadRow(Diagnostic):
 
 @dataclass(frozen=True)
 class KeyTwice(Diagnostic):
-    title: ClassVar[str] = "`{key}` and `{other}` are two names of one thing"
-    label: ClassVar[str] = "given twice"
-    help: ClassVar[str] = "keep `{key}`"
+    title = "`{key}` and `{other}` are two names of one thing"
+    label = "given twice"
+    help = "keep `{key}`"
     key: str
     other: str
 
 
 @dataclass(frozen=True)
 class RepeatedKey(Diagnostic):
-    title: ClassVar[str] = "`{key}` is given twice"
-    label: ClassVar[str] = "the second one"
-    help: ClassVar[str] = "keep one of them; to list another clip, write another row"
+    title = "`{key}` is given twice"
+    label = "the second one"
+    help = "keep one of them; to list another clip, write another row"
     key: str
 
 

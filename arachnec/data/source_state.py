@@ -15,8 +15,8 @@ TAG = "__kind__"
 
 @dataclass(frozen=True)
 class BadState(Diagnostic):
-    title: ClassVar[str] = "the dataset's state_dict() has {found} at `{place}`, which no checkpoint holds"
-    help: ClassVar[str] = "return numbers, text, bytes, lists, dicts and tensors"
+    title = "the dataset's state_dict() has {found} at `{place}`, which no checkpoint holds"
+    help = "return numbers, text, bytes, lists, dicts and tensors"
     found: str
     place: str
 

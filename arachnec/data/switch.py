@@ -23,8 +23,8 @@ EXAMPLES = "fixed=10, boundary=0.875, or adaptive=0.1 with least=4 and most=20 b
 
 @dataclass(frozen=True)
 class BadSwitch(Diagnostic):
-    title: ClassVar[str] = "`{rule}` is no switch rule: {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "`{rule}` is no switch rule: {reason}"
+    help = "{remedy}"
     rule: str
     reason: str
     remedy: str

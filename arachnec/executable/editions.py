@@ -26,16 +26,16 @@ SHOWN = 5  # ids in a message
 
 @dataclass(frozen=True)
 class ClipsMissing(Diagnostic):
-    title: ClassVar[str] = "the manifest lacks {lacking} that the run to resume trains: {ids}"
-    help: ClassVar[str] = "a run may go on with more clips, not with fewer: put them back, or begin another run"
+    title = "the manifest lacks {lacking} that the run to resume trains: {ids}"
+    help = "a run may go on with more clips, not with fewer: put them back, or begin another run"
     lacking: str
     ids: str
 
 
 @dataclass(frozen=True)
 class RowMoved(Diagnostic):
-    title: ClassVar[str] = "row {row} of the manifest was `{before}` when the run began, and is `{now}`"
-    help: ClassVar[str] = "rows without an `id` are known by their number: append new ones at the end, or give rows ids"
+    title = "row {row} of the manifest was `{before}` when the run began, and is `{now}`"
+    help = "rows without an `id` are known by their number: append new ones at the end, or give rows ids"
     row: int
     before: str
     now: str
@@ -43,8 +43,8 @@ class RowMoved(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherBatches(Diagnostic):
-    title: ClassVar[str] = "the manifest has the clips of the run to resume in other batches"
-    help: ClassVar[str] = "compile it with the `--batch` and the order of rows that the run goes on with"
+    title = "the manifest has the clips of the run to resume in other batches"
+    help = "compile it with the `--batch` and the order of rows that the run goes on with"
 
 
 class Edition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -75,22 +75,22 @@ LIBRARIES = ("torch", "diffusers", "transformers")
 
 @dataclass(frozen=True)
 class OfRequests(Diagnostic):
-    title: ClassVar[str] = "{folder} is an executable that samples, and trains nothing"
-    help: ClassVar[str] = "give one that was compiled from a model file; `arachnec run` samples with this one"
+    title = "{folder} is an executable that samples, and trains nothing"
+    help = "give one that was compiled from a model file; `arachnec run` samples with this one"
     folder: str
 
 
 @dataclass(frozen=True)
 class NameTaken(Diagnostic):
-    title: ClassVar[str] = "the model file imports `{name}` from its folder, and the executable has a file of that name"
-    help: ClassVar[str] = "give that module another name"
+    title = "the model file imports `{name}` from its folder, and the executable has a file of that name"
+    help = "give that module another name"
     name: str
 
 
 @dataclass(frozen=True)
 class Changed(Diagnostic):
-    title: ClassVar[str] = "{file} in {folder} is not the one this executable was compiled with"
-    help: ClassVar[str] = "compile again: the plan was proved for the file as it was"
+    title = "{file} in {folder} is not the one this executable was compiled with"
+    help = "compile again: the plan was proved for the file as it was"
     folder: str
     file: str
 

@@ -20,16 +20,16 @@ Read = TypeVar("Read")
 
 @dataclass(frozen=True)
 class NotExecutable(Diagnostic):
-    title: ClassVar[str] = "{folder} is not an executable: {reason}"
-    help: ClassVar[str] = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
+    title = "{folder} is not an executable: {reason}"
+    help = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
     folder: str
     reason: str
 
 
 @dataclass(frozen=True)
 class CutShort(Diagnostic):
-    title: ClassVar[str] = "{folder}/{name} is cut short or damaged: {reason}"
-    help: ClassVar[str] = "copy the folder again, or compile it again"
+    title = "{folder}/{name} is cut short or damaged: {reason}"
+    help = "copy the folder again, or compile it again"
     folder: str
     name: str
     reason: str

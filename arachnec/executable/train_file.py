@@ -65,31 +65,31 @@ OWN_KEYS = {"optimizer": ("name",), "schedule": ("name", "warmup"), "groups": OF
 
 @dataclass(frozen=True)
 class UnknownTrainKey(Diagnostic):
-    title: ClassVar[str] = "unknown training option `{key}`"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "{suggestion}"
+    title = "unknown training option `{key}`"
+    label = "no such key"
+    help = "{suggestion}"
     key: str
     suggestion: str
 
 
 @dataclass(frozen=True)
 class BadTrainFile(Diagnostic):
-    title: ClassVar[str] = "the training file is not TOML: {reason}"
-    help: ClassVar[str] = "text values stand in quotes, one `key = value` a line; docs/training_options.md has examples"
+    title = "the training file is not TOML: {reason}"
+    help = "text values stand in quotes, one `key = value` a line; docs/training_options.md has examples"
     reason: str
 
 
 @dataclass(frozen=True)
 class NoTrainFile(Diagnostic):
-    title: ClassVar[str] = "there is no training file `{path}`"
-    help: ClassVar[str] = "give the path of a TOML file; docs/training_options.md lists its keys"
+    title = "there is no training file `{path}`"
+    help = "give the path of a TOML file; docs/training_options.md lists its keys"
     path: str
 
 
 @dataclass(frozen=True)
 class BadSetting(Diagnostic):
-    title: ClassVar[str] = "`--set {given}` sets nothing"
-    help: ClassVar[str] = "write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1"
+    title = "`--set {given}` sets nothing"
+    help = "write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1"
     given: str
 
 

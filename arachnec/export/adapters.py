@@ -26,29 +26,29 @@ METADATA = "lora_adapter_metadata"
 
 @dataclass(frozen=True)
 class CannotMerge(Diagnostic):
-    title: ClassVar[str] = "the adapter at {layer} cannot be added into the layer below it: {kind} has no merge()"
-    help: ClassVar[str] = "use peft's adapters, or give the class `merge()`, which adds itself to `base_layer`"
+    title = "the adapter at {layer} cannot be added into the layer below it: {kind} has no merge()"
+    help = "use peft's adapters, or give the class `merge()`, which adds itself to `base_layer`"
     layer: str
     kind: str
 
 
 @dataclass(frozen=True)
 class NoAdapter(Diagnostic):
-    title: ClassVar[str] = "the model has no adapter of peft"
-    help: ClassVar[str] = "leave --lora out to write the whole model, or add one: model.add_adapter(LoraConfig(...))"
+    title = "the model has no adapter of peft"
+    help = "leave --lora out to write the whole model, or add one: model.add_adapter(LoraConfig(...))"
 
 
 @dataclass(frozen=True)
 class MoreThanAdapter(Diagnostic):
-    title: ClassVar[str] = "more than the adapter has trained, which no LoRA file holds: {names}"
-    help: ClassVar[str] = "leave --lora out: the whole model is written, with the adapter added in"
+    title = "more than the adapter has trained, which no LoRA file holds: {names}"
+    help = "leave --lora out: the whole model is written, with the adapter added in"
     names: str
 
 
 @dataclass(frozen=True)
 class SeveralAdapters(Diagnostic):
-    title: ClassVar[str] = "the model computes with the adapters {names}, and a LoRA file holds one"
-    help: ClassVar[str] = (
+    title = "the model computes with the adapters {names}, and a LoRA file holds one"
+    help = (
         "leave --lora out: the whole model is written, with all of them added in; or have build() use one alone: "
         'model.set_adapter("{last}")'
     )

@@ -31,8 +31,8 @@ PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as pef
 
 @dataclass(frozen=True)
 class OtherNames(Diagnostic):
-    title: ClassVar[str] = "the model of build() has other tensors than {kind} makes of the same config:{more}{less}"
-    help: ClassVar[str] = (
+    title = "the model of build() has other tensors than {kind} makes of the same config:{more}{less}"
+    help = (
         "wrap layers with peft's adapters, which are added in; other changes need a class of their own, whose "
         "from_pretrained knows these names"
     )
@@ -43,8 +43,8 @@ class OtherNames(Diagnostic):
 
 @dataclass(frozen=True)
 class DoesNotFit(Diagnostic):
-    title: ClassVar[str] = "{name} has values up to {largest:.3g}, which {dtype} does not hold"
-    help: ClassVar[str] = "export with --dtype bf16 or fp32"
+    title = "{name} has values up to {largest:.3g}, which {dtype} does not hold"
+    help = "export with --dtype bf16 or fp32"
     name: str
     largest: float
     dtype: str
@@ -52,8 +52,8 @@ class DoesNotFit(Diagnostic):
 
 @dataclass(frozen=True)
 class IsRead(Diagnostic):
-    title: ClassVar[str] = "`{output}` holds {what}, which an export reads and does not overwrite"
-    help: ClassVar[str] = "give another folder with -o"
+    title = "`{output}` holds {what}, which an export reads and does not overwrite"
+    help = "give another folder with -o"
     output: str
     what: str
 

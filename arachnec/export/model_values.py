@@ -28,15 +28,15 @@ META = torch.device("meta")
 
 @dataclass(frozen=True)
 class NeedsInit(Diagnostic):
-    title: ClassVar[str] = "the frozen weights of the checkpoint {path} are in the folder that its run began with"
-    help: ClassVar[str] = "give it as --init FOLDER, or write what has trained alone: --lora"
+    title = "the frozen weights of the checkpoint {path} are in the folder that its run began with"
+    help = "give it as --init FOLDER, or write what has trained alone: --lora"
     path: str
 
 
 @dataclass(frozen=True)
 class OtherInit(Diagnostic):
-    title: ClassVar[str] = "the run of the checkpoint {path} did not begin with the weights in {init}"
-    help: ClassVar[str] = "give the folder that was --init of the run"
+    title = "the run of the checkpoint {path} did not begin with the weights in {init}"
+    help = "give the folder that was --init of the run"
     path: str
     init: str
 

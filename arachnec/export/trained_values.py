@@ -20,23 +20,23 @@ BUFFER = "buffer"
 
 @dataclass(frozen=True)
 class NoCheckpoint(Diagnostic):
-    title: ClassVar[str] = "{folder} holds no whole checkpoint"
-    help: ClassVar[str] = "give the folder that was --checkpoint of the run, or one step's folder in it"
+    title = "{folder} holds no whole checkpoint"
+    help = "give the folder that was --checkpoint of the run, or one step's folder in it"
     folder: str
 
 
 @dataclass(frozen=True)
 class OtherModelFile(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {path} was not made with the model file of {executable}"
-    help: ClassVar[str] = "give the executable that its run was started with, or of your own loop the model file"
+    title = "the checkpoint {path} was not made with the model file of {executable}"
+    help = "give the executable that its run was started with, or of your own loop the model file"
     path: str
     executable: str
 
 
 @dataclass(frozen=True)
 class NoAverages(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {path} has no averages of the weights"
-    help: ClassVar[str] = "leave --ema out, or train with an average: arachnec run ... --ema 0.999"
+    title = "the checkpoint {path} has no averages of the weights"
+    help = "leave --ema out, or train with an average: arachnec run ... --ema 0.999"
     path: str
 
 

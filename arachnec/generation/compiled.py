@@ -30,9 +30,9 @@ SWITCH = "boundary=0.9"  # of two models where neither the file nor the person s
 
 @dataclass(frozen=True)
 class OneModel(Diagnostic):
-    title: ClassVar[str] = "`{option}` says when a second model takes over, and the sampler file has `{name}` alone"
-    label: ClassVar[str] = "one model"
-    help: ClassVar[str] = "leave the option out, or name a second model in `models`"
+    title = "`{option}` says when a second model takes over, and the sampler file has `{name}` alone"
+    label = "one model"
+    help = "leave the option out, or name a second model in `models`"
     option: str
     name: str
 

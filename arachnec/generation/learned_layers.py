@@ -30,8 +30,8 @@ SITE = 0  # a block that can be sparse has one attention over the clip's tokens
 
 @dataclass(frozen=True)
 class OtherPredictors(Diagnostic):
-    title: ClassVar[str] = "the predictors in {place} are not of `{model}`: {what}"
-    help: ClassVar[str] = "name the run that trained this model's; or take the model out of `predictors()`"
+    title = "the predictors in {place} are not of `{model}`: {what}"
+    help = "name the run that trained this model's; or take the model out of `predictors()`"
     place: str
     model: str
     what: str
@@ -39,10 +39,10 @@ class OtherPredictors(Diagnostic):
 
 @dataclass(frozen=True)
 class NoOneGraph(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "`{model}` has predictors, and its blocks have a graph for each clip shape: none can be sparse"
     )
-    help: ClassVar[str] = "take the model out of `predictors()`"
+    help = "take the model out of `predictors()`"
     model: str
 
 

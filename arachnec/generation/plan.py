@@ -40,16 +40,16 @@ LATENT_BYTES = 4  # of a number of the latents, which are kept in fp32
 
 @dataclass(frozen=True)
 class UnknownModel(Diagnostic):
-    title: ClassVar[str] = "the sampler file has no model `{name}`"
-    help: ClassVar[str] = "its models are {names}"
+    title = "the sampler file has no model `{name}`"
+    help = "its models are {names}"
     name: str
     names: str
 
 
 @dataclass(frozen=True)
 class FewerSteps(Diagnostic):
-    title: ClassVar[str] = "request `{request}` has {steps}, and `{rule}` switches after {least} at the earliest"
-    help: ClassVar[str] = (
+    title = "request `{request}` has {steps}, and `{rule}` switches after {least} at the earliest"
+    help = (
         "give it at least {least} steps, or switch earlier: after all of a request's steps is the latest"
     )
     request: str | int

@@ -30,8 +30,8 @@ PATIENCE = 0.2  # of a round, for which a rank that comes to its end waits for t
 
 @dataclass(frozen=True)
 class NoNextRound(Diagnostic):
-    title: ClassVar[str] = "rank {rank} waits in vain for the program of round {round}"
-    help: ClassVar[str] = "rank 0, which plans it, has ended or hangs; its own output says more"
+    title = "rank {rank} waits in vain for the program of round {round}"
+    help = "rank 0, which plans it, has ended or hangs; its own output says more"
     rank: int
     round: int
 

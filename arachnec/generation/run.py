@@ -45,8 +45,8 @@ WORKER = "arachnec.generation.worker"
 
 @dataclass(frozen=True)
 class NotFinite(Diagnostic):
-    title: ClassVar[str] = "request `{request}` has no result: {reason}"
-    help: ClassVar[str] = (
+    title = "request `{request}` has no result: {reason}"
+    help = (
         "all other requests are finished; check its guidance, and the weights and their precision, and run again"
     )
     request: str

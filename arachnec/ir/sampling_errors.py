@@ -10,9 +10,9 @@ from arachnec.ir.diagnostic import Diagnostic
 
 @dataclass(frozen=True)
 class WrongSteps(Diagnostic):
-    title: ClassVar[str] = "{node} has steps {steps}, {reason}"
-    label: ClassVar[str] = "steps {steps}"
-    help: ClassVar[str] = "`steps = [first, last]`, counted from 0: the last of a request of 50 is 49"
+    title = "{node} has steps {steps}, {reason}"
+    label = "steps {steps}"
+    help = "`steps = [first, last]`, counted from 0: the last of a request of 50 is 49"
     node: str
     steps: str
     reason: str
@@ -20,9 +20,9 @@ class WrongSteps(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongPlanned(Diagnostic):
-    title: ClassVar[str] = "{node} is planned to take {planned} steps, and it has {count}"
-    label: ClassVar[str] = "more than it has"
-    help: ClassVar[str] = "write at most `planned = {count}`, or leave it out"
+    title = "{node} is planned to take {planned} steps, and it has {count}"
+    label = "more than it has"
+    help = "write at most `planned = {count}`, or leave it out"
     node: str
     planned: int
     count: int
@@ -30,9 +30,9 @@ class WrongPlanned(Diagnostic):
 
 @dataclass(frozen=True)
 class UnlikeRequest(Diagnostic):
-    title: ClassVar[str] = "{node} has {what} = {value}, and its request {request} has {right}"
-    label: ClassVar[str] = "not its request's"
-    help: ClassVar[str] = "a batch holds requests of equal steps, branches and window, and says the same"
+    title = "{node} has {what} = {value}, and its request {request} has {right}"
+    label = "not its request's"
+    help = "a batch holds requests of equal steps, branches and window, and says the same"
     node: str
     what: str
     value: str
@@ -42,9 +42,9 @@ class UnlikeRequest(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongWindow(Diagnostic):
-    title: ClassVar[str] = "clip {clip} has {what} {value}, {reason}"
-    label: ClassVar[str] = "{what} {value}"
-    help: ClassVar[str] = "`window = [least, most]`, 0 <= least <= forecast <= most <= steps"
+    title = "clip {clip} has {what} {value}, {reason}"
+    label = "{what} {value}"
+    help = "`window = [least, most]`, 0 <= least <= forecast <= most <= steps"
     clip: int
     what: str
     value: str
@@ -53,9 +53,9 @@ class WrongWindow(Diagnostic):
 
 @dataclass(frozen=True)
 class UncertainBatch(Diagnostic):
-    title: ClassVar[str] = "{node} holds {count} requests whose switches come when they come"
-    label: ClassVar[str] = "{count} requests, outcomes {outcomes}"
-    help: ClassVar[str] = "requests of one batch take each step together: batch them where the switch is fixed"
+    title = "{node} holds {count} requests whose switches come when they come"
+    label = "{count} requests, outcomes {outcomes}"
+    help = "requests of one batch take each step together: batch them where the switch is fixed"
     node: str
     count: int
     outcomes: str
@@ -63,9 +63,9 @@ class UncertainBatch(Diagnostic):
 
 @dataclass(frozen=True)
 class NotAModel(Diagnostic):
-    title: ClassVar[str] = "{node} denoises with `@{stage}`, which is none of the module's models"
-    label: ClassVar[str] = "models are {models}"
-    help: ClassVar[str] = "list the stages that denoise as `models` of the module, one or two, the first one first"
+    title = "{node} denoises with `@{stage}`, which is none of the module's models"
+    label = "models are {models}"
+    help = "list the stages that denoise as `models` of the module, one or two, the first one first"
     node: str
     stage: str
     models: str
@@ -73,18 +73,18 @@ class NotAModel(Diagnostic):
 
 @dataclass(frozen=True)
 class NotTwoModels(Diagnostic):
-    title: ClassVar[str] = "{node} has `models` {models}"
-    label: ClassVar[str] = "expected one model, or two different ones"
-    help: ClassVar[str] = "list the stages that denoise, the first one first"
+    title = "{node} has `models` {models}"
+    label = "expected one model, or two different ones"
+    help = "list the stages that denoise, the first one first"
     node: str
     models: str
 
 
 @dataclass(frozen=True)
 class NoObjective(Diagnostic):
-    title: ClassVar[str] = "{node} has `objective` {objective}"
-    label: ClassVar[str] = "expected {known}"
-    help: ClassVar[str] = "leave `objective` out where the bound is of the makespan"
+    title = "{node} has `objective` {objective}"
+    label = "expected {known}"
+    help = "leave `objective` out where the bound is of the makespan"
     node: str
     objective: str
     known: str
@@ -92,9 +92,9 @@ class NoObjective(Diagnostic):
 
 @dataclass(frozen=True)
 class SwitchUnsaid(Diagnostic):
-    title: ClassVar[str] = "{node} {reason}"
-    label: ClassVar[str] = "{remedy}"
-    help: ClassVar[str] = (
+    title = "{node} {reason}"
+    label = "{remedy}"
+    help = (
         "a segment says `switch` where an outcome changes which of its steps it takes, the same rule as the module's"
     )
     node: str

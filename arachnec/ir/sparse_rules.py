@@ -31,9 +31,9 @@ DIVISIONS = ("groups", "heads")
 
 @dataclass(frozen=True)
 class WrongDensity(Diagnostic):
-    title: ClassVar[str] = "{node} has {what} in `{attribute}`"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = (
+    title = "{node} has {what} in `{attribute}`"
+    label = "expected {expected}"
+    help = (
         "a row is `[layers, share of the stage's pairs of tokens, density of each head]`, and of one class of length "
         "alone `[..., fewest tokens of the class]`"
     )
@@ -45,8 +45,8 @@ class WrongDensity(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongSparsity(Diagnostic):
-    title: ClassVar[str] = "{node} says `{name} = {value}`"
-    label: ClassVar[str] = "expected {expected}"
+    title = "{node} says `{name} = {value}`"
+    label = "expected {expected}"
     node: str
     name: str
     value: str
@@ -55,9 +55,9 @@ class WrongSparsity(Diagnostic):
 
 @dataclass(frozen=True)
 class NotSparse(Diagnostic):
-    title: ClassVar[str] = "{node} runs layer {layer} of `{stage}` sparse, which has no density there"
-    label: ClassVar[str] = "layer {layer}"
-    help: ClassVar[str] = "leave the layer out of `sparse`, or give `{stage}` its `density`"
+    title = "{node} runs layer {layer} of `{stage}` sparse, which has no density there"
+    label = "layer {layer}"
+    help = "leave the layer out of `sparse`, or give `{stage}` its `density`"
     node: str
     layer: int
     stage: str
@@ -65,9 +65,9 @@ class NotSparse(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongHeads(Diagnostic):
-    title: ClassVar[str] = "{node} has {what} in `heads`"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "leave `heads` and `groups` out, and `lower` divides the heads"
+    title = "{node} has {what} in `heads`"
+    label = "expected {expected}"
+    help = "leave `heads` and `groups` out, and `lower` divides the heads"
     node: str
     what: str
     expected: str
@@ -75,9 +75,9 @@ class WrongHeads(Diagnostic):
 
 @dataclass(frozen=True)
 class GroupsOutside(Diagnostic):
-    title: ClassVar[str] = "{cascade} gives groups {start} to {stop} of head {head} in layer {layer} to place {place}"
-    label: ClassVar[str] = "has heads 0 to {heads} of {groups} groups"
-    help: ClassVar[str] = "a part is head, place, first group, and the end behind the last"
+    title = "{cascade} gives groups {start} to {stop} of head {head} in layer {layer} to place {place}"
+    label = "has heads 0 to {heads} of {groups} groups"
+    help = "a part is head, place, first group, and the end behind the last"
     cascade: str
     start: int
     stop: int

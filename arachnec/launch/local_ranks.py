@@ -48,8 +48,8 @@ LEAVE_S = 60.0  # that a process may take to end after the first: ranks end when
 
 @dataclass(frozen=True)
 class RankDied(Diagnostic):
-    title: ClassVar[str] = "rank {rank} of {world} {what}; the others were stopped; {last}"
-    help: ClassVar[str] = "{remedy}"
+    title = "rank {rank} of {world} {what}; the others were stopped; {last}"
+    help = "{remedy}"
     rank: int
     world: int
     what: str
@@ -59,8 +59,8 @@ class RankDied(Diagnostic):
 
 @dataclass(frozen=True)
 class RankStayed(Diagnostic):
-    title: ClassVar[str] = "rank {rank} of {world} has done its work and does not end, {seconds:.0f} s after the others"
-    help: ClassVar[str] = "it was stopped; what the run was to write is whole, and nothing needs to be done again"
+    title = "rank {rank} of {world} has done its work and does not end, {seconds:.0f} s after the others"
+    help = "it was stopped; what the run was to write is whole, and nothing needs to be done again"
     rank: int
     world: int
     seconds: float
@@ -68,8 +68,8 @@ class RankStayed(Diagnostic):
 
 @dataclass(frozen=True)
 class RanksStopped(Diagnostic):
-    title: ClassVar[str] = "all {world} ranks, or the process that they are forks of, were stopped for {seconds:.0f} s"
-    help: ClassVar[str] = "only a signal such as SIGSTOP does that; they were ended, run again with `--resume`"
+    title = "all {world} ranks, or the process that they are forks of, were stopped for {seconds:.0f} s"
+    help = "only a signal such as SIGSTOP does that; they were ended, run again with `--resume`"
     world: int
     seconds: float
 
@@ -78,7 +78,7 @@ class RanksStopped(Diagnostic):
 class RankTold(Diagnostic):
     """A mistake that a rank has found and rendered."""
 
-    title: ClassVar[str] = "{message}"
+    title = "{message}"
     message: str
 
 

@@ -32,8 +32,8 @@ ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": 
 
 @dataclass(frozen=True)
 class NoHostGroup(Diagnostic):
-    title: ClassVar[str] = "the default process group has the backend {backend}, and none for tensors of the host"
-    help: ClassVar[str] = (
+    title = "the default process group has the backend {backend}, and none for tensors of the host"
+    help = (
         'make it with init_process_group("cpu:gloo,cuda:nccl"), or leave it to Engine: it makes one under torchrun'
     )
     backend: str

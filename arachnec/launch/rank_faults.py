@@ -10,8 +10,8 @@ from arachnec.ir.diagnostic import Diagnostic
 
 @dataclass(frozen=True)
 class RankGone(Diagnostic):
-    title: ClassVar[str] = "rank {rank} of {world} on host {host} {what}; the others were stopped{last}"
-    help: ClassVar[str] = (
+    title = "rank {rank} of {world} on host {host} {what}; the others were stopped{last}"
+    help = (
         "the output of that host says more; if the system was out of memory, use fewer ranks or smaller clips"
     )
     rank: int
@@ -23,10 +23,10 @@ class RankGone(Diagnostic):
 
 @dataclass(frozen=True)
 class TookTooLong(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "rank {rank} on host {host} has been in {phase} for {seconds:.1f} s; its limit is {limit:g} s{cause}"
     )
-    help: ClassVar[str] = "if it was only slow, raise the limit with {option}; ranks stood at:\n{places}"
+    help = "if it was only slow, raise the limit with {option}; ranks stood at:\n{places}"
     rank: int
     host: str
     phase: str
@@ -39,10 +39,10 @@ class TookTooLong(Diagnostic):
 
 @dataclass(frozen=True)
 class Stalled(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "rank {rank} on host {host} is silent: in {phase} it has been in {doing} for {seconds:.0f} s{others}"
     )
-    help: ClassVar[str] = (
+    help = (
         "its limit is {limit:g} s; if it was only slow, raise that with --stall-timeout; ranks stood at:\n{places}"
     )
     rank: int
@@ -57,8 +57,8 @@ class Stalled(Diagnostic):
 
 @dataclass(frozen=True)
 class StoreLost(Diagnostic):
-    title: ClassVar[str] = "rank {rank} on host {host} cannot reach the rendezvous store any more ({reason})"
-    help: ClassVar[str] = (
+    title = "rank {rank} on host {host} cannot reach the rendezvous store any more ({reason})"
+    help = (
         "the first node keeps it: it has ended or the network between it and {host} is cut; its own output says more"
     )
     rank: int
@@ -68,8 +68,8 @@ class StoreLost(Diagnostic):
 
 @dataclass(frozen=True)
 class LoopLeft(Diagnostic):
-    title: ClassVar[str] = "rank {rank} left its loop after {done}, and rank {other} is in step {step}"
-    help: ClassVar[str] = (
+    title = "rank {rank} left its loop after {done}, and rank {other} is in step {step}"
+    help = (
         "a step needs all ranks: leave the loop on every rank behind the same step, by break, return, sys.exit or an "
         "exception that you catch"
     )

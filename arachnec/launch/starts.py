@@ -25,8 +25,8 @@ POLL_S = 0.05
 
 @dataclass(frozen=True)
 class RanksMissing(Diagnostic):
-    title: ClassVar[str] = "{ranks} of {world} did not come within {seconds:.0f} s"
-    help: ClassVar[str] = "look at the output of their hosts; --start-timeout gives them longer"
+    title = "{ranks} of {world} did not come within {seconds:.0f} s"
+    help = "look at the output of their hosts; --start-timeout gives them longer"
     ranks: str
     world: int
     seconds: float

@@ -14,8 +14,8 @@ from arachnec.kernels.attention.attention_backend import PREFERENCE, Capability,
 
 @dataclass(frozen=True)
 class UnknownBackend(Diagnostic):
-    title: ClassVar[str] = "there is no attention back end `{name}`"
-    help: ClassVar[str] = "write one of {known}, or leave `attention` out"
+    title = "there is no attention back end `{name}`"
+    help = "write one of {known}, or leave `attention` out"
     name: str
     known: str
 

@@ -40,9 +40,9 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class InputNotReady(Diagnostic):
-    title: ClassVar[str] = "%{cascade} starts at {start:g} ms, before its input %{input} does at {ready:g} ms"
-    label: ClassVar[str] = "starts too early"
-    help: ClassVar[str] = "a cascade starts after the end of every cascade it reads"
+    title = "%{cascade} starts at {start:g} ms, before its input %{input} does at {ready:g} ms"
+    label = "starts too early"
+    help = "a cascade starts after the end of every cascade it reads"
     cascade: str
     input: str
     start: float
@@ -51,26 +51,26 @@ class InputNotReady(Diagnostic):
 
 @dataclass(frozen=True)
 class CyclicInputs(Diagnostic):
-    title: ClassVar[str] = "%{cascade} waits for itself"
-    label: ClassVar[str] = "reads a value that depends on its own"
-    help: ClassVar[str] = "the inputs of cascades must not form a cycle"
+    title = "%{cascade} waits for itself"
+    label = "reads a value that depends on its own"
+    help = "the inputs of cascades must not form a cycle"
     cascade: str
 
 
 @dataclass(frozen=True)
 class UnknownInput(Diagnostic):
-    title: ClassVar[str] = "%{cascade} reads %{input}, and there is no such cascade"
-    label: ClassVar[str] = "unknown input"
-    help: ClassVar[str] = "name a cascade of this module"
+    title = "%{cascade} reads %{input}, and there is no such cascade"
+    label = "unknown input"
+    help = "name a cascade of this module"
     cascade: str
     input: str
 
 
 @dataclass(frozen=True)
 class SavedElsewhere(Diagnostic):
-    title: ClassVar[str] = "%{cascade} runs on ranks {ranks}, but what %{forward} saved for it lies on ranks {holders}"
-    label: ClassVar[str] = "must run where its forward ran"
-    help: ClassVar[str] = "place both on the same ranks, in the same order"
+    title = "%{cascade} runs on ranks {ranks}, but what %{forward} saved for it lies on ranks {holders}"
+    label = "must run where its forward ran"
+    help = "place both on the same ranks, in the same order"
     cascade: str
     forward: str
     ranks: str

@@ -63,8 +63,8 @@ SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "
 
 @dataclass(frozen=True)
 class NoCluster(Diagnostic):
-    title: ClassVar[str] = "module @{module} has no cluster"
-    help: ClassVar[str] = "say where it runs: `cluster @pod {{ nodes = 2, gpus = 8, ... }}`"
+    title = "module @{module} has no cluster"
+    help = "say where it runs: `cluster @pod {{ nodes = 2, gpus = 8, ... }}`"
     module: str
 
 

@@ -44,10 +44,10 @@ from arachnec.tracing.layers import layer_of_parameters
 
 @dataclass(frozen=True)
 class LateGradient(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "the gradient of `{parameter}` came twice in one backward, the second time after its all-reduce began"
     )
-    help: ClassVar[str] = (
+    help = (
         "a backward inside the model's own backward does this, as reentrant checkpointing does: let arachnec recompute "
         "instead, or compile without the pass `bucket`"
     )

@@ -19,8 +19,8 @@ from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
 
 @dataclass(frozen=True)
 class DamagedLayers(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} is damaged: {what} {reason}"
-    help: ClassVar[str] = (
+    title = "the checkpoint {folder} is damaged: {what} {reason}"
+    help = (
         "delete this folder, and --resume goes on from the checkpoint before it; or begin anew in another --checkpoint "
         "folder"
     )

@@ -64,16 +64,16 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class ScoresNotFinite(Diagnostic):
-    title: ClassVar[str] = "the attention scores of layer {layer} are not finite in step {step}, though the loss is"
-    help: ClassVar[str] = "no keys can be chosen by them: train in fp32 or bf16, or leave this layer out of `sparsify`"
+    title = "the attention scores of layer {layer} are not finite in step {step}, though the loss is"
+    help = "no keys can be chosen by them: train in fp32 or bf16, or leave this layer out of `sparsify`"
     layer: int
     step: int
 
 
 @dataclass(frozen=True)
 class CannotBeSparse(Diagnostic):
-    title: ClassVar[str] = "layer {layer}, `{path}`, is planned sparse, and its block as it runs cannot be"
-    help: ClassVar[str] = "compile without `sparsify`, or give it a file of densities without this layer"
+    title = "layer {layer}, `{path}`, is planned sparse, and its block as it runs cannot be"
+    help = "compile without `sparsify`, or give it a file of densities without this layer"
     layer: int
     path: str
 

@@ -23,9 +23,9 @@ from arachnec.models.file import ModelFile, check_sample
 
 @dataclass(frozen=True)
 class UnequalArgument(Diagnostic):
-    title: ClassVar[str] = "`{name}` has no batch dimension and differs between the equal clips {first} and {second}"
-    label: ClassVar[str] = "{found}"
-    help: ClassVar[str] = "give it a first dimension of 1, or make it depend on the clip's size alone"
+    title = "`{name}` has no batch dimension and differs between the equal clips {first} and {second}"
+    label = "{found}"
+    help = "give it a first dimension of 1, or make it depend on the clip's size alone"
     name: str
     first: str | int
     second: str | int
@@ -34,8 +34,8 @@ class UnequalArgument(Diagnostic):
 
 @dataclass(frozen=True)
 class NoPrediction(Diagnostic):
-    title: ClassVar[str] = "the model's forward returned {found} in place of a prediction"
-    help: ClassVar[str] = "return a tensor, or a tuple or mapping whose first element is one"
+    title = "the model's forward returned {found} in place of a prediction"
+    help = "return a tensor, or a tuple or mapping whose first element is one"
     found: str
 
 

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CaptionTooLong(Diagnostic):
-    title: ClassVar[str] = "the caption of clip `{clip}` has {tokens} text tokens, and the model takes {most}"
-    help: ClassVar[str] = "shorten the caption, or leave out `long_captions`: it is cut then, as the pipeline does it"
+    title = "the caption of clip `{clip}` has {tokens} text tokens, and the model takes {most}"
+    help = "shorten the caption, or leave out `long_captions`: it is cut then, as the pipeline does it"
     clip: str
     tokens: int
     most: int

@@ -18,8 +18,8 @@ MOST = 3  # clips of a message
 
 @dataclass(frozen=True)
 class CannotRun(Diagnostic):
-    title: ClassVar[str] = "the model cannot run on {clips}: {reason}"
-    help: ClassVar[str] = (
+    title = "the model cannot run on {clips}: {reason}"
+    help = (
         "what sample() gave for it has other shapes or types than for the clips the model was traced with: compare them"
     )
     clips: str

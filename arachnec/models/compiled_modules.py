@@ -23,8 +23,8 @@ ORIGINAL = "_torchdynamo_orig_callable"  # torch keeps what it compiled there
 
 @dataclass(frozen=True)
 class Scripted(Diagnostic):
-    title: ClassVar[str] = "`{module}` is compiled by TorchScript"
-    help: ClassVar[str] = "build the module itself, without torch.jit.script and torch.jit.trace"
+    title = "`{module}` is compiled by TorchScript"
+    help = "build the module itself, without torch.jit.script and torch.jit.trace"
     module: str
 
 

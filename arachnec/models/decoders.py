@@ -57,9 +57,9 @@ class FromLatents(nn.Module):
 
 @dataclass(frozen=True)
 class OtherPixels(Diagnostic):
-    title: ClassVar[str] = "the decoder gives {pixels} for latents {latents}"
-    label: ClassVar[str] = "must return a module that gives pixels"
-    help: ClassVar[str] = "give a floating-point tensor [1, 3, frames, height, width] on [-1, 1]"
+    title = "the decoder gives {pixels} for latents {latents}"
+    label = "must return a module that gives pixels"
+    help = "give a floating-point tensor [1, 3, frames, height, width] on [-1, 1]"
     pixels: str
     latents: str
 

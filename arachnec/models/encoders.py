@@ -27,15 +27,15 @@ from arachnec.models.latents import encode
 
 @dataclass(frozen=True)
 class NoVideo(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has no video, and the model file has a video encoder"
-    help: ClassVar[str] = "give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents"
+    title = "clip `{clip}` has no video, and the model file has a video encoder"
+    help = "give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents"
     clip: str | int
 
 
 @dataclass(frozen=True)
 class NoCaption(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has no caption, and the model file has a text encoder"
-    help: ClassVar[str] = (
+    title = "clip `{clip}` has no caption, and the model file has a text encoder"
+    help = (
         "give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings"
     )
     clip: str | int
@@ -43,8 +43,8 @@ class NoCaption(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongClip(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}`: {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "clip `{clip}`: {reason}"
+    help = "{remedy}"
     clip: str | int
     reason: str
     remedy: str
@@ -73,7 +73,7 @@ def _named(clip: VideoClip) -> Iterator[None]:
     except UserError as error:
         file = all(isinstance(d, UnreadableVideo | TooFewFrames) for d in error.diagnostics)
         kind = UnreadableClip if file else WrongClip
-        raise UserError(*(kind(None, clip.name, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
+        raise UserError(*(kind(None, clip.name, d.message, d.text(d.help)) for d in error.diagnostics)) from None
 
 
 def running_encoders(model_file: ModelFile, names: Collection[str]) -> ModelFile:

@@ -57,8 +57,8 @@ class FileForm:
 
 @dataclass(frozen=True)
 class NoModelFile(Diagnostic):
-    title: ClassVar[str] = "there is no {kind} `{path}`"
-    help: ClassVar[str] = "give a Python file with {functions}"
+    title = "there is no {kind} `{path}`"
+    help = "give a Python file with {functions}"
     path: str
     kind: str
     functions: str
@@ -66,9 +66,9 @@ class NoModelFile(Diagnostic):
 
 @dataclass(frozen=True)
 class MissingFunction(Diagnostic):
-    title: ClassVar[str] = "the {kind} has no `{name}`"
-    label: ClassVar[str] = "found here: {found}"
-    help: ClassVar[str] = "add `def {name}({arguments})`; {page} says what it returns"
+    title = "the {kind} has no `{name}`"
+    label = "found here: {found}"
+    help = "add `def {name}({arguments})`; {page} says what it returns"
     name: str
     arguments: str
     found: str
@@ -78,9 +78,9 @@ class MissingFunction(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongSignature(Diagnostic):
-    title: ClassVar[str] = "`{name}` cannot be called as {name}({arguments})"
-    label: ClassVar[str] = "it is {name}{signature}"
-    help: ClassVar[str] = "change it to `def {name}({arguments})`, or give what is not meant for arachnec another name"
+    title = "`{name}` cannot be called as {name}({arguments})"
+    label = "it is {name}{signature}"
+    help = "change it to `def {name}({arguments})`, or give what is not meant for arachnec another name"
     name: str
     arguments: str
     signature: str
@@ -88,9 +88,9 @@ class WrongSignature(Diagnostic):
 
 @dataclass(frozen=True)
 class ModelFileRaised(Diagnostic):
-    title: ClassVar[str] = "the {kind} raised {exception} in {where}{clips}"
-    label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = "{remedy}"
+    title = "the {kind} raised {exception} in {where}{clips}"
+    label = "raised here"
+    help = "{remedy}"
     exception: str
     where: str
     remedy: str
@@ -100,9 +100,9 @@ class ModelFileRaised(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongResult(Diagnostic):
-    title: ClassVar[str] = "`{name}` returned {found}"
-    label: ClassVar[str] = "must return {expected}"
-    help: ClassVar[str] = "return {expected}; {page} has an example"
+    title = "`{name}` returned {found}"
+    label = "must return {expected}"
+    help = "return {expected}; {page} has an example"
     name: str
     found: str
     expected: str
@@ -111,9 +111,9 @@ class WrongResult(Diagnostic):
 
 @dataclass(frozen=True)
 class BadSample(Diagnostic):
-    title: ClassVar[str] = "`sample` returned {found}"
-    label: ClassVar[str] = "for clip {clip}"
-    help: ClassVar[str] = "return (dict of forward's keyword arguments for one clip, target tensor)"
+    title = "`sample` returned {found}"
+    label = "for clip {clip}"
+    help = "return (dict of forward's keyword arguments for one clip, target tensor)"
     clip: str | int
     found: str
 

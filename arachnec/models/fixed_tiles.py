@@ -17,11 +17,11 @@ Size = tuple[int, int, int]  # frames, height, width
 
 @dataclass(frozen=True)
 class NotInTiles(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "clip `{clip}`: {vae} encodes in tiles of {tile} (frames x height x width), a new one every {stride}, and "
         "{size} is not covered by whole tiles"
     )
-    help: ClassVar[str] = "give the clip {fitting} in the manifest; what no tile covers would be latents of zeros"
+    help = "give the clip {fitting} in the manifest; what no tile covers would be latents of zeros"
     clip: str | int
     vae: str
     tile: str

@@ -24,8 +24,8 @@ SCRIPT = replace(MODEL_FILE, kind="script")
 
 @dataclass(frozen=True)
 class NothingGiven(Diagnostic):
-    title: ClassVar[str] = "Engine was given a {kind} without `{name}`"
-    help: ClassVar[str] = "{remedy}"
+    title = "Engine was given a {kind} without `{name}`"
+    help = "{remedy}"
     kind: str
     name: str
     remedy: str
@@ -33,8 +33,8 @@ class NothingGiven(Diagnostic):
 
 @dataclass(frozen=True)
 class NoFunction(Diagnostic):
-    title: ClassVar[str] = "`optimizer` is a {kind}, not a function of the parameters"
-    help: ClassVar[str] = "give one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
+    title = "`optimizer` is a {kind}, not a function of the parameters"
+    help = "give one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
     kind: str
 
 

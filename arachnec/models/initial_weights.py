@@ -33,10 +33,10 @@ MOST_NAMED = 8  # names, or patterns of them, in a list of a message
 
 @dataclass(frozen=True)
 class OtherWeights(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}"
     )
-    help: ClassVar[str] = "{remedy}"
+    help = "{remedy}"
     folder: str
     model: str
     other_class: str
@@ -49,11 +49,11 @@ class OtherWeights(Diagnostic):
 
 @dataclass(frozen=True)
 class MadeOfOtherWeights(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "an adapter with {setting} is made of the weights that are there when it is added, and those in {folder} are "
         "read after that"
     )
-    help: ClassVar[str] = (
+    help = (
         "have build() load the model from a folder and then add the adapter, encoders() load theirs, and leave --init "
         "out; or take an adapter that is drawn alone, as LoRA's is without {setting}"
     )
@@ -63,8 +63,8 @@ class MadeOfOtherWeights(Diagnostic):
 
 @dataclass(frozen=True)
 class BadConfig(Diagnostic):
-    title: ClassVar[str] = "{path} {reason}"
-    help: ClassVar[str] = "copy or download it again; `save_pretrained` writes it beside the weights"
+    title = "{path} {reason}"
+    help = "copy or download it again; `save_pretrained` writes it beside the weights"
     path: str
     reason: str
 

@@ -19,8 +19,8 @@ STATS = ("latents_mean", "latents_std")
 
 @dataclass(frozen=True)
 class UnknownScale(Diagnostic):
-    title: ClassVar[str] = "how latents of {vae} are scaled is not known here: {reason}"
-    help: ClassVar[str] = (
+    title = "how latents of {vae} are scaled is not known here: {reason}"
+    help = (
         "write an encoder of your own: a module with load(clip, device) and forward(loaded), which scales latents as "
         "the model's pipeline does: docs/your_model.md"
     )
@@ -30,8 +30,8 @@ class UnknownScale(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownEncoding(Diagnostic):
-    title: ClassVar[str] = "{vae}.encode() gives {found}, which has no `latent_dist` and no `latent`"
-    help: ClassVar[str] = (
+    title = "{vae}.encode() gives {found}, which has no `latent_dist` and no `latent`"
+    help = (
         "write an encoder of your own: a module with load(clip, device) and forward(loaded): docs/your_model.md"
     )
     vae: str

@@ -25,8 +25,8 @@ MOST = 256
 
 @dataclass(frozen=True)
 class TooManyNeighbours(Diagnostic):
-    title: ClassVar[str] = "the model file imports {count} modules from its own folder"
-    help: ClassVar[str] = "install them as a package: an executable carries at most {most}"
+    title = "the model file imports {count} modules from its own folder"
+    help = "install them as a package: an executable carries at most {most}"
     count: int
     most: int
 

@@ -39,9 +39,9 @@ PAGE = "docs/sampling.md"
 
 @dataclass(frozen=True)
 class NoNegativePrompt(Diagnostic):
-    title: ClassVar[str] = "request `{request}` has guidance {guidance}, and `arguments` has no unconditional branch"
-    label: ClassVar[str] = "returned {found} for conditional=False"
-    help: ClassVar[str] = (
+    title = "request `{request}` has guidance {guidance}, and `arguments` has no unconditional branch"
+    label = "returned {found} for conditional=False"
+    help = (
         "return the arguments of the negative prompt (`request.clip(conditional=False)`), or give the request "
         "`guidance` 1"
     )
@@ -52,28 +52,28 @@ class NoNegativePrompt(Diagnostic):
 
 @dataclass(frozen=True)
 class BadArguments(Diagnostic):
-    title: ClassVar[str] = "`arguments` returned {found} for request `{request}`"
-    label: ClassVar[str] = "must return a dict"
-    help: ClassVar[str] = "return forward's keyword arguments by name; docs/sampling.md has an example"
+    title = "`arguments` returned {found} for request `{request}`"
+    label = "must return a dict"
+    help = "return forward's keyword arguments by name; docs/sampling.md has an example"
     request: str | int
     found: str
 
 
 @dataclass(frozen=True)
 class BadStart(Diagnostic):
-    title: ClassVar[str] = "`start` returned {found} for request `{request}`"
-    label: ClassVar[str] = "must return latents"
-    help: ClassVar[str] = "return a floating-point tensor [1, ...]: the noise that the first step is given"
+    title = "`start` returned {found} for request `{request}`"
+    label = "must return latents"
+    help = "return a floating-point tensor [1, ...]: the noise that the first step is given"
     request: str | int
     found: str
 
 
 @dataclass(frozen=True)
 class TooLarge(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "this machine's memory does not hold the noise of request `{request}`, of {frames} x {height} x {width}"
     )
-    help: ClassVar[str] = "give the request fewer frames, or a smaller height and width"
+    help = "give the request fewer frames, or a smaller height and width"
     request: str | int
     frames: int
     height: int
@@ -217,16 +217,16 @@ class SamplerFile:
 
 @dataclass(frozen=True)
 class BadModel(Diagnostic):
-    title: ClassVar[str] = "the model `{name}` is built as {found}, not as a module"
-    help: ClassVar[str] = "have its function in models() return a torch.nn.Module"
+    title = "the model `{name}` is built as {found}, not as a module"
+    help = "have its function in models() return a torch.nn.Module"
     name: str
     found: str
 
 
 @dataclass(frozen=True)
 class NotAModel(Diagnostic):
-    title: ClassVar[str] = "`predictors` names `{name}`, which is no model of the file"
-    help: ClassVar[str] = "its models are {names}"
+    title = "`predictors` names `{name}`, which is no model of the file"
+    help = "its models are {names}"
     name: str
     names: str
 

@@ -35,15 +35,15 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class OnlyPickles(Diagnostic):
-    title: ClassVar[str] = "{path} is a pickle, which may run code, and is not read"
-    help: ClassVar[str] = "convert it once: load the model where you trust it, and save_pretrained(FOLDER)"
+    title = "{path} is a pickle, which may run code, and is not read"
+    help = "convert it once: load the model where you trust it, and save_pretrained(FOLDER)"
     path: str
 
 
 @dataclass(frozen=True)
 class UnreadableWeights(Diagnostic):
-    title: ClassVar[str] = "{path} cannot be read: {reason}"
-    help: ClassVar[str] = "copy or download it again"
+    title = "{path} cannot be read: {reason}"
+    help = "copy or download it again"
     path: str
     reason: str
 

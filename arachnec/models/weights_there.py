@@ -11,8 +11,8 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 
 @dataclass(frozen=True)
 class NoWeights(Diagnostic):
-    title: ClassVar[str] = "{folder} holds no weights: {reason}"
-    help: ClassVar[str] = "give a folder that `save_pretrained` wrote, or one of .safetensors files"
+    title = "{folder} holds no weights: {reason}"
+    help = "give a folder that `save_pretrained` wrote, or one of .safetensors files"
     folder: str
     reason: str
 

@@ -28,8 +28,8 @@ Filled = dict[int, list[Tensor]]  # by the id of a tensor those that stand in it
 
 @dataclass(frozen=True)
 class OtherGroups(Diagnostic):
-    title: ClassVar[str] = "the checkpoint has entries of {optimizer} for another number of groups"
-    help: ClassVar[str] = "make the groups that it was made with: what is estimated in them goes on with each"
+    title = "the checkpoint has entries of {optimizer} for another number of groups"
+    help = "make the groups that it was made with: what is estimated in them goes on with each"
     optimizer: str
 
 

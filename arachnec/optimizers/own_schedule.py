@@ -17,8 +17,8 @@ from arachnec.optimizers.schedules import is_rate
 
 @dataclass(frozen=True)
 class WrongSchedule(Diagnostic):
-    title: ClassVar[str] = "`scheduler` {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "`scheduler` {reason}"
+    help = "{remedy}"
     reason: str
     remedy: str
 

@@ -16,9 +16,9 @@ from arachnec.optimizers.recipe import Recipe
 
 @dataclass(frozen=True)
 class FailedUpdate(Diagnostic):
-    title: ClassVar[str] = "`optimizer`, a {kind}, raised {error} in its update of step {step}"
-    label: ClassVar[str] = "{place}"
-    help: ClassVar[str] = (
+    title = "`optimizer`, a {kind}, raised {error} in its update of step {step}"
+    label = "{place}"
+    help = (
         "correct it, and resume from the last whole checkpoint: this step may have updated some parameters and is kept "
         "nowhere"
     )

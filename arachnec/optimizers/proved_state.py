@@ -34,8 +34,8 @@ PARTS = {
 
 @dataclass(frozen=True)
 class NeedsWholeTensors(Diagnostic):
-    title: ClassVar[str] = "{optimizer} updates whole tensors, and {reason}"
-    help: ClassVar[str] = (
+    title = "{optimizer} updates whole tensors, and {reason}"
+    help = (
         "an update of a part is not that part of its update; take an elementwise optimizer such as AdamW, devices that "
         "hold the whole state, or `--passes` without what deals it out"
     )

@@ -26,8 +26,8 @@ UserOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 @dataclass(frozen=True)
 class WrongOptimizer(Diagnostic):
-    title: ClassVar[str] = "`optimizer` {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "`optimizer` {reason}"
+    help = "{remedy}"
     reason: str
     remedy: str
 

@@ -24,9 +24,9 @@ AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
 
 @dataclass(frozen=True)
 class CannotMeasure(Diagnostic):
-    title: ClassVar[str] = "{name} cannot update a tensor of shape {shape}: {reason}"
-    label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = "what it keeps is counted before launch by one update with a drawn gradient; {remedy}"
+    title = "{name} cannot update a tensor of shape {shape}: {reason}"
+    label = "raised here"
+    help = "what it keeps is counted before launch by one update with a drawn gradient; {remedy}"
     name: str
     shape: tuple[int, ...]
     reason: str
@@ -35,8 +35,8 @@ class CannotMeasure(Diagnostic):
 
 @dataclass(frozen=True)
 class UnkeptState(Diagnostic):
-    title: ClassVar[str] = "{name} keeps `{key}`, {kind}, which no checkpoint holds"
-    help: ClassVar[str] = "keep tensors and numbers in the state of a parameter, each by a key of its own"
+    title = "{name} keeps `{key}`, {kind}, which no checkpoint holds"
+    help = "keep tensors and numbers in the state of a parameter, each by a key of its own"
     name: str
     key: str
     kind: str

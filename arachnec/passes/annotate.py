@@ -49,22 +49,22 @@ _OPTIONS = {"f32": "fp32", "bf16": "bf16"}  # precisions, as users write them
 
 @dataclass(frozen=True)
 class NoCluster(Diagnostic):
-    title: ClassVar[str] = "the module has no cluster, so nothing can be costed"
-    help: ClassVar[str] = "add a `cluster` to the module, or compile with `--cluster`"
+    title = "the module has no cluster, so nothing can be costed"
+    help = "add a `cluster` to the module, or compile with `--cluster`"
 
 
 @dataclass(frozen=True)
 class NoFlops(Diagnostic):
-    title: ClassVar[str] = "stage `@{stage}` has neither `flops` nor an entry in a profile"
-    label: ClassVar[str] = "what it takes is unknown"
-    help: ClassVar[str] = "give the stage a `flops` formula, or profile it"
+    title = "stage `@{stage}` has neither `flops` nor an entry in a profile"
+    label = "what it takes is unknown"
+    help = "give the stage a `flops` formula, or profile it"
     stage: str
 
 
 @dataclass(frozen=True)
 class OtherPrecision(Diagnostic):
-    title: ClassVar[str] = "the profile was measured in {measured}, and stage `@{stage}` computes in {computed}"
-    help: ClassVar[str] = (
+    title = "the profile was measured in {measured}, and stage `@{stage}` computes in {computed}"
+    help = (
         "make one with `arachnec profile --dtype {option}`, or leave `profile` out to use the device's specs"
     )
     measured: str

@@ -57,8 +57,8 @@ DEFAULTS: tuple[Pass, ...] = (Partition(policy="dual"), Annotate(), ScheduleZ3()
 
 @dataclass(frozen=True)
 class NoSuchLayout(Diagnostic):
-    title: ClassVar[str] = "this model has no layout `{layout}` on this cluster"
-    help: ClassVar[str] = "its layouts are {known}"
+    title = "this model has no layout `{layout}` on this cluster"
+    help = "its layouts are {known}"
     layout: str
     known: str
 

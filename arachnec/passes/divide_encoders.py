@@ -21,8 +21,8 @@ from arachnec.planning.formulate import problem_of
 
 @dataclass(frozen=True)
 class NothingToDivide(Diagnostic):
-    title: ClassVar[str] = "`divide-encoders{{ranks={ranks}}}` divides no encoder on {nodes} x {gpus} ranks{reasons}"
-    help: ClassVar[str] = (
+    title = "`divide-encoders{{ranks={ranks}}}` divides no encoder on {nodes} x {gpus} ranks{reasons}"
+    help = (
         "`ranks` divide those of a machine, or are whole machines and divide all, and are at most the encoder's heads, "
         "or groups of heads; a pipeline's encoders run on a rank each"
     )

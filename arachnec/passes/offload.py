@@ -31,16 +31,16 @@ CHOICES = ("auto", "none", *PLACED)
 
 @dataclass(frozen=True)
 class NotOffloadable(Diagnostic):
-    title: ClassVar[str] = "`offload{{what={what}}}` puts nothing into host memory"
-    help: ClassVar[str] = "`what` is one of {choices}; each comes with those before it"
+    title = "`offload{{what={what}}}` puts nothing into host memory"
+    help = "`what` is one of {choices}; each comes with those before it"
     what: str
     choices: str
 
 
 @dataclass(frozen=True)
 class HostTooSmall(Diagnostic):
-    title: ClassVar[str] = "`offload{{what={what}}}` takes {needed:.4g} GiB of a node's host, there are {usable:.4g}"
-    help: ClassVar[str] = 'give it `host_memory = "{stated:.0f} GiB"`, of which a tenth stays free, or put less there'
+    title = "`offload{{what={what}}}` takes {needed:.4g} GiB of a node's host, there are {usable:.4g}"
+    help = 'give it `host_memory = "{stated:.0f} GiB"`, of which a tenth stays free, or put less there'
     what: str
     needed: float
     usable: float

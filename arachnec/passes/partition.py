@@ -39,40 +39,40 @@ MICRO_BATCHES_PER_RANK = 4
 
 @dataclass(frozen=True)
 class NoClips(Diagnostic):
-    title: ClassVar[str] = "there are no clips to train on"
-    help: ClassVar[str] = "the manifest needs at least one clip"
+    title = "there are no clips to train on"
+    help = "the manifest needs at least one clip"
 
 
 @dataclass(frozen=True)
 class NothingToTrain(Diagnostic):
-    title: ClassVar[str] = "no stage of the module is trained"
-    help: ClassVar[str] = "at least one parameter must require a gradient"
+    title = "no stage of the module is trained"
+    help = "at least one parameter must require a gradient"
 
 
 @dataclass(frozen=True)
 class NothingToEncode(Diagnostic):
-    title: ClassVar[str] = "no stage of the module is an encoder"
-    help: ClassVar[str] = "`partition{{policy=encode}}` is for models whose file has encoders()"
+    title = "no stage of the module is an encoder"
+    help = "`partition{{policy=encode}}` is for models whose file has encoders()"
 
 
 @dataclass(frozen=True)
 class NoProfile(Diagnostic):
-    title: ClassVar[str] = "`partition{{p=profile}}` needs a profile"
-    help: ClassVar[str] = "write `partition{{p=profile,profile=FILE}}`; `arachnec profile` makes such a file"
+    title = "`partition{{p=profile}}` needs a profile"
+    help = "write `partition{{p=profile,profile=FILE}}`; `arachnec profile` makes such a file"
 
 
 @dataclass(frozen=True)
 class OneLengthProfiled(Diagnostic):
-    title: ClassVar[str] = "`{profile}` has `@{stage}` at one length only, which says no exponent p"
-    help: ClassVar[str] = "profile clips of several lengths, or leave `p` out: it then follows from the stage's FLOPs"
+    title = "`{profile}` has `@{stage}` at one length only, which says no exponent p"
+    help = "profile clips of several lengths, or leave `p` out: it then follows from the stage's FLOPs"
     profile: str
     stage: str
 
 
 @dataclass(frozen=True)
 class ExponentOutOfRange(Diagnostic):
-    title: ClassVar[str] = "the exponent p = {p} of `partition` is not between 1 and 3"
-    help: ClassVar[str] = "time grows at least with the tokens and at most with a little more than their square"
+    title = "the exponent p = {p} of `partition` is not between 1 and 3"
+    help = "time grows at least with the tokens and at most with a little more than their square"
     p: str
 
 

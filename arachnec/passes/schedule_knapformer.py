@@ -15,16 +15,16 @@ from arachnec.planning.formulate import problem_of, with_schedule
 
 @dataclass(frozen=True)
 class BadBags(Diagnostic):
-    title: ClassVar[str] = "bags of {bags} GPUs on a cluster of {world}"
-    help: ClassVar[str] = "give sizes of at least 1 that sum to at most {world}"
+    title = "bags of {bags} GPUs on a cluster of {world}"
+    help = "give sizes of at least 1 that sum to at most {world}"
     bags: str
     world: int
 
 
 @dataclass(frozen=True)
 class BagsTooSmall(Diagnostic):
-    title: ClassVar[str] = "no bag of {bags} GPUs holds the longest clip"
-    help: ClassVar[str] = "one bag must have at least {least} GPUs"
+    title = "no bag of {bags} GPUs holds the longest clip"
+    help = "one bag must have at least {least} GPUs"
     bags: str
     least: int
 

@@ -18,8 +18,8 @@ from arachnec.planning.formulate import problem_of, with_schedule
 
 @dataclass(frozen=True)
 class BadBucketDegree(Diagnostic):
-    title: ClassVar[str] = "`schedule-same-bucket{{degree={degree}}}` on a cluster of {gpus}"
-    help: ClassVar[str] = "give a degree from 1 to {world}"
+    title = "`schedule-same-bucket{{degree={degree}}}` on a cluster of {gpus}"
+    help = "give a degree from 1 to {world}"
     degree: int
     gpus: str
     world: int

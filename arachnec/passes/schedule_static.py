@@ -23,8 +23,8 @@ from arachnec.solver.static_layouts import at_least, best_one_degree, deal
 
 @dataclass(frozen=True)
 class BadDegree(Diagnostic):
-    title: ClassVar[str] = "`schedule-static{{degree={degree}}}` on a cluster of {gpus}"
-    help: ClassVar[str] = "give a degree from 1 to {world}"
+    title = "`schedule-static{{degree={degree}}}` on a cluster of {gpus}"
+    help = "give a degree from 1 to {world}"
     degree: int
     gpus: str
     world: int

@@ -23,8 +23,8 @@ from arachnec.planning.pipeline_places import RanksDoNotDivide
 
 @dataclass(frozen=True)
 class NoSuchCell(Diagnostic):
-    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks{stages}"
-    help: ClassVar[str] = (
+    title = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks{stages}"
+    help = (
         "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; `node` is a "
         "machine, `world` all"
     )

@@ -31,8 +31,8 @@ RANK = 16  # features of a predictor, of heads that have as many
 
 @dataclass(frozen=True)
 class OutOfRange(Diagnostic):
-    title: ClassVar[str] = "`sparsify{{{option}={value}}}`: expected {expected}"
-    help: ClassVar[str] = "{option}: {meaning}"
+    title = "`sparsify{{{option}={value}}}`: expected {expected}"
+    help = "{option}: {meaning}"
     option: str
     value: str
     expected: str
@@ -41,8 +41,8 @@ class OutOfRange(Diagnostic):
 
 @dataclass(frozen=True)
 class NotTrained(Diagnostic):
-    title: ClassVar[str] = "`sparsify` cannot choose keys for {models}: {reason}"
-    help: ClassVar[str] = (
+    title = "`sparsify` cannot choose keys for {models}: {reason}"
+    help = (
         "have the sampler file's `predictors()` return {{{example}: FOLDER}}, the checkpoints of a run with `sparsify` "
         "in which layers have turned sparse (see its run.json); or leave `sparsify` out"
     )
@@ -53,8 +53,8 @@ class NotTrained(Diagnostic):
 
 @dataclass(frozen=True)
 class Measured(Diagnostic):
-    title: ClassVar[str] = "`sparsify{{file={file}}}` is for training"
-    help: ClassVar[str] = (
+    title = "`sparsify{{file={file}}}` is for training"
+    help = (
         "leave `file` out: models that sample have the densities that were measured as their predictors were trained; "
         "`density` sets one for all heads"
     )

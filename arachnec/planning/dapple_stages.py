@@ -28,16 +28,16 @@ Groups = tuple[tuple[tuple[int, ...], ...], ...]  # of every machine, its device
 
 @dataclass(frozen=True)
 class LayerNotProfiled(Diagnostic):
-    title: ClassVar[str] = "the profile has no layer named `{layer}`, and @{stage} has such a block"
-    help: ClassVar[str] = "name a block's line by its path in the model; lines before the first block are the embedding"
+    title = "the profile has no layer named `{layer}`, and @{stage} has such a block"
+    help = "name a block's line by its path in the model; lines before the first block are the embedding"
     layer: str
     stage: str
 
 
 @dataclass(frozen=True)
 class BlocksOutOfOrder(Diagnostic):
-    title: ClassVar[str] = "the profile has `{after}` before `{before}`, and @{stage} runs it behind"
-    help: ClassVar[str] = "give the blocks' edges in the order in which the model runs them"
+    title = "the profile has `{after}` before `{before}`, and @{stage} runs it behind"
+    help = "give the blocks' edges in the order in which the model runs them"
     after: str
     before: str
     stage: str

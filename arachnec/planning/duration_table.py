@@ -32,26 +32,26 @@ EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "m
 
 @dataclass(frozen=True)
 class NoTable(Diagnostic):
-    title: ClassVar[str] = "there is no file `{path}`"
-    help: ClassVar[str] = "give a JSON file such as {example}"
+    title = "there is no file `{path}`"
+    help = "give a JSON file such as {example}"
     path: str
     example: str = EXAMPLE
 
 
 @dataclass(frozen=True)
 class NotJson(Diagnostic):
-    title: ClassVar[str] = "the table is not JSON: {reason}"
-    label: ClassVar[str] = "here"
-    help: ClassVar[str] = "a table looks like {example}"
+    title = "the table is not JSON: {reason}"
+    label = "here"
+    help = "a table looks like {example}"
     reason: str
     example: str = EXAMPLE
 
 
 @dataclass(frozen=True)
 class BadTable(Diagnostic):
-    title: ClassVar[str] = "{where} is {found}, expected {expected}"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "a table looks like {example}"
+    title = "{where} is {found}, expected {expected}"
+    label = "expected {expected}"
+    help = "a table looks like {example}"
     where: str
     found: str
     expected: str
@@ -60,9 +60,9 @@ class BadTable(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownTableKey(Diagnostic):
-    title: ClassVar[str] = "unknown key `{key}` in {where}"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "did you mean `{suggestion}`? Known are {known}"
+    title = "unknown key `{key}` in {where}"
+    label = "no such key"
+    help = "did you mean `{suggestion}`? Known are {known}"
     key: str
     where: str
     suggestion: str
@@ -71,16 +71,16 @@ class UnknownTableKey(Diagnostic):
 
 @dataclass(frozen=True)
 class KeyTwice(Diagnostic):
-    title: ClassVar[str] = "`{key}` is given twice in one object"
-    label: ClassVar[str] = "the second one"
-    help: ClassVar[str] = "keep one of them"
+    title = "`{key}` is given twice in one object"
+    label = "the second one"
+    help = "keep one of them"
     key: str
 
 
 @dataclass(frozen=True)
 class NoTasks(Diagnostic):
-    title: ClassVar[str] = "the table has no tasks"
-    help: ClassVar[str] = "a table looks like {example}"
+    title = "the table has no tasks"
+    help = "a table looks like {example}"
     example: str = EXAMPLE
 
 

@@ -23,11 +23,11 @@ from arachnec.solver.problem import TICKS, Choice, Job, Problem, Schedule, Solut
 
 @dataclass(frozen=True)
 class FitsNoDegree(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "{what} fits no degree: it needs {needed:.1f} GiB per GPU at degree {degree}, there are {room:.1f}"
     )
-    label: ClassVar[str] = "too large for this cluster"
-    help: ClassVar[str] = "{remedy}"
+    label = "too large for this cluster"
+    help = "{remedy}"
     what: str
     needed: float
     degree: int
@@ -37,9 +37,9 @@ class FitsNoDegree(Diagnostic):
 
 @dataclass(frozen=True)
 class NotDividedOverACell(Diagnostic):
-    title: ClassVar[str] = "{what} cannot be divided over the {cell} ranks of a cell"
-    label: ClassVar[str] = "not for a cell"
-    help: ClassVar[str] = (
+    title = "{what} cannot be divided over the {cell} ranks of a cell"
+    label = "not for a cell"
+    help = (
         "{reason}: give `shard-parameters` a smaller `cell`, let more such clips share a micro-batch, "
         "or leave {instead} out"
     )
@@ -51,12 +51,12 @@ class NotDividedOverACell(Diagnostic):
 
 @dataclass(frozen=True)
 class EncodersDoNotFit(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "{what} needs {needed:.3f} GiB per GPU beside {others:.3f} GiB that other encoders made of the same clips, "
         "there are {room:.3f}"
     )
-    label: ClassVar[str] = "does not fit beside the outputs of the others"
-    help: ClassVar[str] = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
+    label = "does not fit beside the outputs of the others"
+    help = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
     what: str
     needed: float
     others: float
@@ -65,10 +65,10 @@ class EncodersDoNotFit(Diagnostic):
 
 @dataclass(frozen=True)
 class StateTooLarge(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
     )
-    help: ClassVar[str] = (
+    help = (
         "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters{more}"
     )
     state: float
@@ -79,9 +79,9 @@ class StateTooLarge(Diagnostic):
 
 @dataclass(frozen=True)
 class NoDegree(Diagnostic):
-    title: ClassVar[str] = "{what} has no legal degree on {gpus}"
-    label: ClassVar[str] = "legal are {legal}"
-    help: ClassVar[str] = "use a cluster of at least {least}, or measure it at a smaller degree"
+    title = "{what} has no legal degree on {gpus}"
+    label = "legal are {legal}"
+    help = "use a cluster of at least {least}, or measure it at a smaller degree"
     what: str
     gpus: str
     legal: str
@@ -90,8 +90,8 @@ class NoDegree(Diagnostic):
 
 @dataclass(frozen=True)
 class BadSchedule(Diagnostic):
-    title: ClassVar[str] = "the schedule is wrong: {problem}"
-    help: ClassVar[str] = "arachnec.planning.validate.validate_schedule lists everything that is wrong with it"
+    title = "the schedule is wrong: {problem}"
+    help = "arachnec.planning.validate.validate_schedule lists everything that is wrong with it"
     problem: str
 
 

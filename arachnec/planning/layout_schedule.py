@@ -21,8 +21,8 @@ from arachnec.planning.replica_orders import DECODED, DECODED_QUICKLY
 
 @dataclass(frozen=True)
 class UnknownSchedule(Diagnostic):
-    title: ClassVar[str] = "there is no pipeline schedule `{name}`"
-    help: ClassVar[str] = "leave `schedule` out of the module's attributes, or name one of `schedule-pipeline`"
+    title = "there is no pipeline schedule `{name}`"
+    help = "leave `schedule` out of the module's attributes, or name one of `schedule-pipeline`"
     name: str
 
 

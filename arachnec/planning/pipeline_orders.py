@@ -21,8 +21,8 @@ SPLITTING = frozenset({"zb-h1", "zb-h2", "zb-v", "planned"})  # weight gradients
 
 @dataclass(frozen=True)
 class ScheduleForOtherStages(Diagnostic):
-    title: ClassVar[str] = "`{schedule}` puts {per_rank} stages on every rank, and the model has {stages}"
-    help: ClassVar[str] = "give `stages` a p that {per_rank} divides"
+    title = "`{schedule}` puts {per_rank} stages on every rank, and the model has {stages}"
+    help = "give `stages` a p that {per_rank} divides"
     schedule: str
     per_rank: int
     stages: int

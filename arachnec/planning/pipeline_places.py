@@ -24,25 +24,25 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class RanksDoNotDivide(Diagnostic):
-    title: ClassVar[str] = "{world} ranks cannot hold pipelines of {ranks} ranks evenly"
-    help: ClassVar[str] = "choose stages so that a pipeline's ranks divide {world}"
+    title = "{world} ranks cannot hold pipelines of {ranks} ranks evenly"
+    help = "choose stages so that a pipeline's ranks divide {world}"
     world: int
     ranks: int
 
 
 @dataclass(frozen=True)
 class PlaceMissing(Diagnostic):
-    title: ClassVar[str] = "stage @{stage} has no `place`, and others have"
-    label: ClassVar[str] = "lies nowhere"
-    help: ClassVar[str] = "give every stage of the pipeline a `place`, or none"
+    title = "stage @{stage} has no `place`, and others have"
+    label = "lies nowhere"
+    help = "give every stage of the pipeline a `place`, or none"
     stage: str
 
 
 @dataclass(frozen=True)
 class NoPlace(Diagnostic):
-    title: ClassVar[str] = "{place} is no place for stage @{stage}"
-    label: ClassVar[str] = "its `place`"
-    help: ClassVar[str] = "give it some of the ranks 0 to {last}, each once"
+    title = "{place} is no place for stage @{stage}"
+    label = "its `place`"
+    help = "give it some of the ranks 0 to {last}, each once"
     stage: str
     place: list[int]
     last: int
@@ -50,9 +50,9 @@ class NoPlace(Diagnostic):
 
 @dataclass(frozen=True)
 class PlacesOverlap(Diagnostic):
-    title: ClassVar[str] = "rank {rank} holds @{stage} and @{other}, whose places differ otherwise"
-    label: ClassVar[str] = "shares a part of its ranks"
-    help: ClassVar[str] = "two stages of a pipeline have the same `place`, or no rank in common"
+    title = "rank {rank} holds @{stage} and @{other}, whose places differ otherwise"
+    label = "shares a part of its ranks"
+    help = "two stages of a pipeline have the same `place`, or no rank in common"
     stage: str
     other: str
     rank: int
@@ -60,8 +60,8 @@ class PlacesOverlap(Diagnostic):
 
 @dataclass(frozen=True)
 class PlacesForOtherSchedule(Diagnostic):
-    title: ClassVar[str] = "schedule `{schedule}` puts the stages on the pipeline's ranks {wanted}, they lie on {given}"
-    help: ClassVar[str] = "use `schedule=planned`, which takes stages where they lie"
+    title = "schedule `{schedule}` puts the stages on the pipeline's ranks {wanted}, they lie on {given}"
+    help = "use `schedule=planned`, which takes stages where they lie"
     schedule: str
     wanted: list[int]
     given: list[int]
@@ -69,8 +69,8 @@ class PlacesForOtherSchedule(Diagnostic):
 
 @dataclass(frozen=True)
 class UnequalReplicas(Diagnostic):
-    title: ClassVar[str] = "the stages lie on {counts} ranks, and schedule `{schedule}` wants the same number for all"
-    help: ClassVar[str] = "use `schedule=dapple`, whose replicas of a stage take turns, or places of equal size"
+    title = "the stages lie on {counts} ranks, and schedule `{schedule}` wants the same number for all"
+    help = "use `schedule=dapple`, whose replicas of a stage take turns, or places of equal size"
     schedule: str
     counts: list[int]
 

@@ -63,9 +63,9 @@ def quick_placements(cascades: Sequence[Cascade], cost: CostModel) -> Iterator[l
 
 @dataclass(frozen=True)
 class TooFewFree(Diagnostic):
-    title: ClassVar[str] = "%{cascade} takes {width} ranks at {start:g} ms, and the schedule leaves {free} free then"
-    label: ClassVar[str] = "{width} ranks at {start:g} ms"
-    help: ClassVar[str] = "schedule the cascades again, or start it later or on fewer ranks"
+    title = "%{cascade} takes {width} ranks at {start:g} ms, and the schedule leaves {free} free then"
+    label = "{width} ranks at {start:g} ms"
+    help = "schedule the cascades again, or start it later or on fewer ranks"
     cascade: str
     width: int
     start: float

@@ -25,26 +25,26 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum
 
 @dataclass(frozen=True)
 class NotCuttable(Diagnostic):
-    title: ClassVar[str] = "stage @{stage} cannot be cut: {reason}"
-    label: ClassVar[str] = "has no `cuts`"
-    help: ClassVar[str] = "call every block once, and pass on what can be followed; or leave `stages` out"
+    title = "stage @{stage} cannot be cut: {reason}"
+    label = "has no `cuts`"
+    help = "call every block once, and pass on what can be followed; or leave `stages` out"
     stage: str
     reason: str
 
 
 @dataclass(frozen=True)
 class AlreadyCut(Diagnostic):
-    title: ClassVar[str] = "@{whole} is cut into stages already"
-    label: ClassVar[str] = "one of them"
-    help: ClassVar[str] = "a pipeline has one pass that cuts: `stages`, `stages-dapple` or `stages-adaptis`"
+    title = "@{whole} is cut into stages already"
+    label = "one of them"
+    help = "a pipeline has one pass that cuts: `stages`, `stages-dapple` or `stages-adaptis`"
     whole: str
 
 
 @dataclass(frozen=True)
 class TooManyStages(Diagnostic):
-    title: ClassVar[str] = "`stages{{p={stages}}}` of @{stage}, which has {layers} blocks"
-    label: ClassVar[str] = "{layers} blocks"
-    help: ClassVar[str] = "every stage runs at least one block: give p from 1 to {layers}"
+    title = "`stages{{p={stages}}}` of @{stage}, which has {layers} blocks"
+    label = "{layers} blocks"
+    help = "every stage runs at least one block: give p from 1 to {layers}"
     stage: str
     stages: int
     layers: int
@@ -52,9 +52,9 @@ class TooManyStages(Diagnostic):
 
 @dataclass(frozen=True)
 class CutsOutOfOrder(Diagnostic):
-    title: ClassVar[str] = "the cuts {cuts} of @{stage} are not in order: {after} stands behind {before}"
-    label: ClassVar[str] = "has blocks 0 to {last}"
-    help: ClassVar[str] = "a cut is the number of the first block of a stage: ascending, each once, from 1 to {last}"
+    title = "the cuts {cuts} of @{stage} are not in order: {after} stands behind {before}"
+    label = "has blocks 0 to {last}"
+    help = "a cut is the number of the first block of a stage: ascending, each once, from 1 to {last}"
     stage: str
     cuts: list[int]
     before: int
@@ -64,9 +64,9 @@ class CutsOutOfOrder(Diagnostic):
 
 @dataclass(frozen=True)
 class CutOutside(Diagnostic):
-    title: ClassVar[str] = "cut {cut} of @{stage} leaves a stage without blocks"
-    label: ClassVar[str] = "has blocks 0 to {last}"
-    help: ClassVar[str] = "a cut is the number of the first block of a stage: ascending, each once, from 1 to {last}"
+    title = "cut {cut} of @{stage} leaves a stage without blocks"
+    label = "has blocks 0 to {last}"
+    help = "a cut is the number of the first block of a stage: ascending, each once, from 1 to {last}"
     stage: str
     cut: int
     last: int
@@ -74,8 +74,8 @@ class CutOutside(Diagnostic):
 
 @dataclass(frozen=True)
 class CutsForOtherStages(Diagnostic):
-    title: ClassVar[str] = "{cuts} cuts make {cut} stages, and p is {stages}"
-    help: ClassVar[str] = "give `cuts` or `p`"
+    title = "{cuts} cuts make {cut} stages, and p is {stages}"
+    help = "give `cuts` or `p`"
     cuts: int
     cut: int
     stages: int
@@ -83,8 +83,8 @@ class CutsForOtherStages(Diagnostic):
 
 @dataclass(frozen=True)
 class ReplicasForOthers(Diagnostic):
-    title: ClassVar[str] = "replicas {replicas} are for {given} stages on {ranks}, and there are {stages} on {world}"
-    help: ClassVar[str] = "give every stage a number of ranks, 1 at least, {world} in all at most"
+    title = "replicas {replicas} are for {given} stages on {ranks}, and there are {stages} on {world}"
+    help = "give every stage a number of ranks, 1 at least, {world} in all at most"
     replicas: list[int]
     given: int
     ranks: str
@@ -94,9 +94,9 @@ class ReplicasForOthers(Diagnostic):
 
 @dataclass(frozen=True)
 class InHostAlready(Diagnostic):
-    title: ClassVar[str] = "@{stage} lies in host memory already, and cannot be cut"
-    label: ClassVar[str] = "has `host = [{what}]`"
-    help: ClassVar[str] = "put `offload` behind `stages`: every stage then has its own part there"
+    title = "@{stage} lies in host memory already, and cannot be cut"
+    label = "has `host = [{what}]`"
+    help = "put `offload` behind `stages`: every stage then has its own part there"
     stage: str
     what: str
 

@@ -24,9 +24,9 @@ PIPELINED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 
 @dataclass(frozen=True)
 class PlaceTooSmall(Diagnostic):
-    title: ClassVar[str] = "%{cascade} takes {degree} ranks, and stage @{stage} lies on {ranks}"
-    label: ClassVar[str] = "does not fit its stage's place"
-    help: ClassVar[str] = "use a lower degree, fewer stages, or give `reduce @{stage}` more `ranks`"
+    title = "%{cascade} takes {degree} ranks, and stage @{stage} lies on {ranks}"
+    label = "does not fit its stage's place"
+    help = "use a lower degree, fewer stages, or give `reduce @{stage}` more `ranks`"
     cascade: str
     degree: int
     stage: str
@@ -35,9 +35,9 @@ class PlaceTooSmall(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherDegree(Diagnostic):
-    title: ClassVar[str] = "%{cascade} takes {ranks}, and %{source}, whose saved values it reads, {others}"
-    label: ClassVar[str] = "runs where they lie"
-    help: ClassVar[str] = "give both the same `degree` and `side`"
+    title = "%{cascade} takes {ranks}, and %{source}, whose saved values it reads, {others}"
+    label = "runs where they lie"
+    help = "give both the same `degree` and `side`"
     cascade: str
     ranks: str
     source: str

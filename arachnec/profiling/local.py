@@ -42,8 +42,8 @@ SAMPLER_WORKER = "arachnec.profiling.sampler_profiler"
 
 @dataclass(frozen=True)
 class TooFewGpus(Diagnostic):
-    title: ClassVar[str] = "GPUs that torch finds on this machine: {found}; needed are {ranks} x {device}"
-    help: ClassVar[str] = "measure on a machine that has them; `--cluster {ranks}:cpu` measures this one's processors"
+    title = "GPUs that torch finds on this machine: {found}; needed are {ranks} x {device}"
+    help = "measure on a machine that has them; `--cluster {ranks}:cpu` measures this one's processors"
     found: int
     ranks: int
     device: str

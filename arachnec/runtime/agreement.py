@@ -21,8 +21,8 @@ LIMIT_BYTES = 256 * 2**20
 
 @dataclass(frozen=True)
 class RanksDiffer(Diagnostic):
-    title: ClassVar[str] = "rank {rank} and rank 0 differ in {part}"
-    help: ClassVar[str] = (
+    title = "rank {rank} and rank 0 differ in {part}"
+    help = (
         "give every rank the same folder and options, and the same versions of Python, torch and arachnec"
     )
     part: str

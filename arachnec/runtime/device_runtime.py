@@ -25,8 +25,8 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class CannotLock(Diagnostic):
-    title: ClassVar[str] = "the host gives no {gib:.2f} GiB more of page-locked memory"
-    help: ClassVar[str] = "lower `host_memory` of the cluster to what this machine has to spare, and compile again"
+    title = "the host gives no {gib:.2f} GiB more of page-locked memory"
+    help = "lower `host_memory` of the cluster to what this machine has to spare, and compile again"
     gib: float
 
 

@@ -26,8 +26,8 @@ HELLO = 2**20  # the tag of a pair's first message; handoffs have those below
 
 @dataclass(frozen=True)
 class PeerSilent(Diagnostic):
-    title: ClassVar[str] = "rank {rank} could not connect to rank {peer} within {seconds:g} s: {reason}"
-    help: ClassVar[str] = "rank {peer} has ended, hangs, or cannot be reached from here; its own output says more"
+    title = "rank {rank} could not connect to rank {peer} within {seconds:g} s: {reason}"
+    help = "rank {peer} has ended, hangs, or cannot be reached from here; its own output says more"
     rank: int
     peer: int
     seconds: float

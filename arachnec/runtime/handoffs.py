@@ -27,8 +27,8 @@ SMALL = 16 * 2**20  # bytes of a value that may be there beyond its `free`
 
 @dataclass(frozen=True)
 class HandoffFailed(Diagnostic):
-    title: ClassVar[str] = "the output of %{cascade} did not get from rank {source} to rank {target}: {reason}"
-    help: ClassVar[str] = "one of the two has ended or hangs; its own output says more"
+    title = "the output of %{cascade} did not get from rank {source} to rank {target}: {reason}"
+    help = "one of the two has ended or hangs; its own output says more"
     cascade: str
     source: int
     target: int

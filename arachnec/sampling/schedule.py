@@ -24,8 +24,8 @@ COUNTED = (1, 2, 3, 5, 7, 11, 13)  # sizes of latents that stand in while steps 
 
 @dataclass(frozen=True)
 class SchedulerFailed(Diagnostic):
-    title: ClassVar[str] = "the scheduler {scheduler} cannot take {steps} steps: {reason}"
-    help: ClassVar[str] = (
+    title = "the scheduler {scheduler} cannot take {steps} steps: {reason}"
+    help = (
         "change the request's `steps`, or the scheduler: step(prediction, timestep, latents) gives latents"
     )
     scheduler: str
@@ -35,8 +35,8 @@ class SchedulerFailed(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherHistory(Diagnostic):
-    title: ClassVar[str] = "the scheduler {scheduler} keeps other values after step {step} than the step's number tells"
-    help: ClassVar[str] = (
+    title = "the scheduler {scheduler} keeps other values after step {step} than the step's number tells"
+    help = (
         "what a scheduler keeps between steps must be tensors of the latents' shape, or follow from the step's number"
     )
     scheduler: str

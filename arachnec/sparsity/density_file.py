@@ -28,8 +28,8 @@ EXAMPLE = '{"model": "CLASS", "layers": [{"layer": 0, "heads": [0.05, 0.31]}]}'
 
 @dataclass(frozen=True)
 class BadSparsityFile(Diagnostic):
-    title: ClassVar[str] = "the sparsity file `{path}` cannot be read: {reason}"
-    help: ClassVar[str] = "a file looks like {example}"
+    title = "the sparsity file `{path}` cannot be read: {reason}"
+    help = "a file looks like {example}"
     path: str
     reason: str
     example: str = EXAMPLE
@@ -37,8 +37,8 @@ class BadSparsityFile(Diagnostic):
 
 @dataclass(frozen=True)
 class OfAnotherModel(Diagnostic):
-    title: ClassVar[str] = "the sparsity file `{path}` is of another model: {what}"
-    help: ClassVar[str] = "measure this model's own densities, or give one for all heads: `sparsify{{density=0.1}}`"
+    title = "the sparsity file `{path}` is of another model: {what}"
+    help = "measure this model's own densities, or give one for all heads: `sparsify{{density=0.1}}`"
     path: str
     what: str
 

@@ -16,8 +16,8 @@ from arachnec.ir.diagnostic import Diagnostic, UserError
 
 @dataclass(frozen=True)
 class CaptionsEncoded(Diagnostic):
-    title: ClassVar[str] = "`caption_dropout` drops captions, and `{encoder}` has encoded them beforehand"
-    help: ClassVar[str] = (
+    title = "`caption_dropout` drops captions, and `{encoder}` has encoded them beforehand"
+    help = (
         "leave that encoder to the training, with `arachnec cache --encoders` and the names of the others, or drop none"
     )
     encoder: str
@@ -25,10 +25,10 @@ class CaptionsEncoded(Diagnostic):
 
 @dataclass(frozen=True)
 class SeveralCaptions(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "clip `{clip}` has several captions, of which every step draws one, and `{encoder}` reads one beforehand"
     )
-    help: ClassVar[str] = (
+    help = (
         "leave that encoder to the training, with `arachnec cache --encoders` and the names of the others, or give one "
         "caption"
     )

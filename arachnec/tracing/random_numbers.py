@@ -45,9 +45,9 @@ IN_PLACE = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log
 
 @dataclass(frozen=True)
 class OtherRandomNumbers(Diagnostic):
-    title: ClassVar[str] = "`sample` gives another {what} for clip `{clip}` each time, with one state of `generator`"
-    label: ClassVar[str] = "drawn from {source}"
-    help: ClassVar[str] = "ranks that share a clip would train on different values: {remedy}"
+    title = "`sample` gives another {what} for clip `{clip}` each time, with one state of `generator`"
+    label = "drawn from {source}"
+    help = "ranks that share a clip would train on different values: {remedy}"
     what: str
     clip: str | int
     source: str

@@ -17,8 +17,8 @@ from arachnec.tracing.sample import ModelSource, arguments_of
 
 @dataclass(frozen=True)
 class TimestepsUnread(Diagnostic):
-    title: ClassVar[str] = "the training options have `timesteps`, and `sample` does not read them"
-    help: ClassVar[str] = (
+    title = "the training options have `timesteps`, and `sample` does not read them"
+    help = (
         "draw the noise level by `clip.timesteps`, as arachnec.models.diffusers.common.draw_time does, or leave "
         "[timesteps] out"
     )

@@ -22,9 +22,9 @@ SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "
 
 @dataclass(frozen=True)
 class SplitUnlikeCascade(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}` with {attribute} = {value}, and %{cascade} has {right}"
-    label: ClassVar[str] = "{attribute} is {value}"
-    help: ClassVar[str] = "all ranks of a cascade split it alike: {remedy}"
+    title = "rank {rank} runs `{instruction}` with {attribute} = {value}, and %{cascade} has {right}"
+    label = "{attribute} is {value}"
+    help = "all ranks of a cascade split it alike: {remedy}"
     rank: int
     instruction: str
     attribute: str
@@ -36,9 +36,9 @@ class SplitUnlikeCascade(Diagnostic):
 
 @dataclass(frozen=True)
 class SeveralKernels(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}` with attention {value}, and others with {right}"
-    label: ClassVar[str] = "{value} here"
-    help: ClassVar[str] = "all ranks of a cascade run its attention with one kernel family"
+    title = "rank {rank} runs `{instruction}` with attention {value}, and others with {right}"
+    label = "{value} here"
+    help = "all ranks of a cascade run its attention with one kernel family"
     rank: int
     instruction: str
     value: str
@@ -47,9 +47,9 @@ class SeveralKernels(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownKernels(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}` with attention {value}, which no kernel family is called"
-    label: ClassVar[str] = "attention is {value}"
-    help: ClassVar[str] = "write one of {known}, or leave `attention` out"
+    title = "rank {rank} runs `{instruction}` with attention {value}, which no kernel family is called"
+    label = "attention is {value}"
+    help = "write one of {known}, or leave `attention` out"
     rank: int
     instruction: str
     value: str

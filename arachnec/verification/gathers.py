@@ -28,9 +28,9 @@ LISTS = ("gather", "release", "scatter", "held")
 
 @dataclass(frozen=True)
 class NotGathered(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} is not whole there"
-    label: ClassVar[str] = "reads layer {layer}"
-    help: ClassVar[str] = "name layer {layer} in its `gather`, or release it later"
+    title = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} is not whole there"
+    label = "reads layer {layer}"
+    help = "name layer {layer} in its `gather`, or release it later"
     rank: int
     instruction: str
     layer: int
@@ -39,9 +39,9 @@ class NotGathered(Diagnostic):
 
 @dataclass(frozen=True)
 class GatheredTwice(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` gather layer {layer} of @{stage}, which is whole already"
-    label: ClassVar[str] = "gathers layer {layer} again"
-    help: ClassVar[str] = "release layer {layer} where it was read last, or do not gather it here"
+    title = "rank {rank} has `{instruction}` gather layer {layer} of @{stage}, which is whole already"
+    label = "gathers layer {layer} again"
+    help = "release layer {layer} where it was read last, or do not gather it here"
     rank: int
     instruction: str
     layer: int
@@ -50,9 +50,9 @@ class GatheredTwice(Diagnostic):
 
 @dataclass(frozen=True)
 class NotReleasable(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there"
-    label: ClassVar[str] = "releases layer {layer}"
-    help: ClassVar[str] = "a layer is released once after each gather"
+    title = "rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there"
+    label = "releases layer {layer}"
+    help = "a layer is released once after each gather"
     rank: int
     instruction: str
     layer: int
@@ -61,9 +61,9 @@ class NotReleasable(Diagnostic):
 
 @dataclass(frozen=True)
 class NotReleased(Diagnostic):
-    title: ClassVar[str] = "rank {rank} ends its step with layer {layer} of @{stage} whole, since `{instruction}`"
-    label: ClassVar[str] = "layer {layer} is not released"
-    help: ClassVar[str] = "release layer {layer} where it was read last: the next step would read it as it was before"
+    title = "rank {rank} ends its step with layer {layer} of @{stage} whole, since `{instruction}`"
+    label = "layer {layer} is not released"
+    help = "release layer {layer} where it was read last: the next step would read it as it was before"
     rank: int
     instruction: str
     layer: int
@@ -72,12 +72,12 @@ class NotReleased(Diagnostic):
 
 @dataclass(frozen=True)
 class UnequalGathers(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "ranks {rank} and {other} are one cell of @{stage} and gather differently: `{instruction}` has {what} = "
         "{found}, and {expected} on rank {rank}"
     )
-    label: ClassVar[str] = "other layers, or another order"
-    help: ClassVar[str] = "the members of a cell gather, release and reduce-scatter the same layers in the same order"
+    label = "other layers, or another order"
+    help = "the members of a cell gather, release and reduce-scatter the same layers in the same order"
     rank: int
     other: int
     stage: str
@@ -89,9 +89,9 @@ class UnequalGathers(Diagnostic):
 
 @dataclass(frozen=True)
 class NotTheCell(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` with {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`"
+    title = "rank {rank} has `{instruction}` with {reason}"
+    label = "{reason}"
+    help = "its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`"
     rank: int
     instruction: str
     reason: str
@@ -101,9 +101,9 @@ class NotTheCell(Diagnostic):
 
 @dataclass(frozen=True)
 class NotScattered(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and the gradients of layer {layer} of @{stage} {reason}"
-    label: ClassVar[str] = "layer {layer}"
-    help: ClassVar[str] = (
+    title = "rank {rank} has `{instruction}`, and the gradients of layer {layer} of @{stage} {reason}"
+    label = "layer {layer}"
+    help = (
         "each backward reduce-scatters every layer that trains, once, where it is split its `weight` does: name it in "
         "`scatter`"
     )
@@ -116,9 +116,9 @@ class NotScattered(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongReplicas(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and its shard of @{stage} lies on ranks {ranks}"
-    label: ClassVar[str] = "not the ranks that hold this shard"
-    help: ClassVar[str] = "shards are all-reduced between cells: write `on {ranks}`"
+    title = "rank {rank} has `{instruction}`, and its shard of @{stage} lies on ranks {ranks}"
+    label = "not the ranks that hold this shard"
+    help = "shards are all-reduced between cells: write `on {ranks}`"
     rank: int
     instruction: str
     stage: str

@@ -25,18 +25,18 @@ from arachnec.sparsity.clip_cubes import clip_cubes
 
 @dataclass(frozen=True)
 class HeadsNotDivided(Diagnostic):
-    title: ClassVar[str] = "{cascade} is sparse on {degree} ranks, and does not say which of them computes which heads"
-    label: ClassVar[str] = "has no `heads`"
-    help: ClassVar[str] = "lower the placed module again: `lower` divides the heads"
+    title = "{cascade} is sparse on {degree} ranks, and does not say which of them computes which heads"
+    label = "has no `heads`"
+    help = "lower the placed module again: `lower` divides the heads"
     cascade: str
     degree: int
 
 
 @dataclass(frozen=True)
 class OtherGroups(Diagnostic):
-    title: ClassVar[str] = "{cascade} divides its heads by {groups} query groups, and its clip has {of_clip}"
-    label: ClassVar[str] = "does not follow from the clip's size and the stage's `query_group`"
-    help: ClassVar[str] = "leave `heads` and `groups` out of the placed module: `lower` divides the heads"
+    title = "{cascade} divides its heads by {groups} query groups, and its clip has {of_clip}"
+    label = "does not follow from the clip's size and the stage's `query_group`"
+    help = "leave `heads` and `groups` out of the placed module: `lower` divides the heads"
     cascade: str
     groups: int
     of_clip: int
@@ -44,11 +44,11 @@ class OtherGroups(Diagnostic):
 
 @dataclass(frozen=True)
 class GroupsNotComputed(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "no rank of {cascade} computes query groups {first} to {last} of head {head} in layer {layer}"
     )
-    label: ClassVar[str] = "has {groups} groups"
-    help: ClassVar[str] = (
+    label = "has {groups} groups"
+    help = (
         "give them to a place in `heads`; a part is head, place, first group, and the end behind the last"
     )
     cascade: str
@@ -61,9 +61,9 @@ class GroupsNotComputed(Diagnostic):
 
 @dataclass(frozen=True)
 class GroupsComputedTwice(Diagnostic):
-    title: ClassVar[str] = "{cascade} computes query groups {first} to {last} of head {head} in layer {layer} twice"
-    label: ClassVar[str] = "at places {one} and {other}"
-    help: ClassVar[str] = "the keys' gradients would count them twice: take them from one of the places"
+    title = "{cascade} computes query groups {first} to {last} of head {head} in layer {layer} twice"
+    label = "at places {one} and {other}"
+    help = "the keys' gradients would count them twice: take them from one of the places"
     cascade: str
     first: int
     last: int

@@ -23,9 +23,9 @@ TOLERANCE = 1e-6  # of a size that was printed
 
 @dataclass(frozen=True)
 class HostCopyTooSmall(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` with {word} = {claimed}, and it is {right}"
-    label: ClassVar[str] = "{word} = {claimed}"
-    help: ClassVar[str] = "that follows from what @{stage} has in its `host`: write at least `{word} = {right}`"
+    title = "rank {rank} has `{instruction}` with {word} = {claimed}, and it is {right}"
+    label = "{word} = {claimed}"
+    help = "that follows from what @{stage} has in its `host`: write at least `{word} = {right}`"
     rank: int
     instruction: str
     word: str

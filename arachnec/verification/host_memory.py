@@ -29,9 +29,9 @@ TOLERANCE = 1e-6  # of a sum that was printed
 
 @dataclass(frozen=True)
 class WrongPlace(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and layers of @{stage} {reason}"
-    label: ClassVar[str] = "from another place"
-    help: ClassVar[str] = '`place = "host"` stands where a stage has "parameters" in its `host`, and nowhere else'
+    title = "rank {rank} has `{instruction}`, and layers of @{stage} {reason}"
+    label = "from another place"
+    help = '`place = "host"` stands where a stage has "parameters" in its `host`, and nowhere else'
     rank: int
     instruction: str
     stage: str
@@ -40,9 +40,9 @@ class WrongPlace(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongInputs(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` with {word} = {listed}, and it is {expected}"
-    label: ClassVar[str] = "other blocks"
-    help: ClassVar[str] = (
+    title = "rank {rank} has `{instruction}` with {word} = {listed}, and it is {expected}"
+    label = "other blocks"
+    help = (
         "inputs of blocks that run again go to the host once, and come back once: `offload` of the forward and "
         "`reload` of the backward name these blocks"
     )
@@ -55,9 +55,9 @@ class WrongInputs(Diagnostic):
 
 @dataclass(frozen=True)
 class HostOutOfMemory(Diagnostic):
-    title: ClassVar[str] = "node {node} keeps {need:.2f} GiB in its host's memory, there are {usable:.2f}"
-    label: ClassVar[str] = "{own:.2f} GiB of them on this rank"
-    help: ClassVar[str] = (
+    title = "node {node} keeps {need:.2f} GiB in its host's memory, there are {usable:.2f}"
+    label = "{own:.2f} GiB of them on this rank"
+    help = (
         "{state:.2f} GiB are parameters, gradients and optimizer of its ranks, {inputs:.2f} inputs of blocks; "
         "give the cluster `host_memory = {stated:.0f} GiB`, of which a tenth stays free, or put less there"
     )
@@ -72,9 +72,9 @@ class HostOutOfMemory(Diagnostic):
 
 @dataclass(frozen=True)
 class HostStateTooLow(Diagnostic):
-    title: ClassVar[str] = "program rank {rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there"
-    label: ClassVar[str] = "host_state = {claimed:.3f} GiB"
-    help: ClassVar[str] = "`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`"
+    title = "program rank {rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there"
+    label = "host_state = {claimed:.3f} GiB"
+    help = "`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`"
     rank: int
     claimed: float
     right: float

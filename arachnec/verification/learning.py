@@ -19,9 +19,9 @@ BEFORE = ("reduce", "norm", "step", "backward", "weight")
 
 @dataclass(frozen=True)
 class NotLearned(Diagnostic):
-    title: ClassVar[str] = "rank {rank} does not learn which keys matter as the others do: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "rank {rank} does not learn which keys matter as the others do: {reason}"
+    label = "{reason}"
+    help = "{remedy}"
     rank: int
     reason: str
     remedy: str

@@ -27,11 +27,11 @@ Handed: TypeAlias = tuple[str, int, int | None]
 
 @dataclass(frozen=True)
 class MemoryTooLow(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "rank {rank} claims {claimed:.6g} GiB of {what} for `{instruction}`, its stage says {right:.6g} GiB"
     )
-    label: ClassVar[str] = "{claimed:.6g} GiB of {what}"
-    help: ClassVar[str] = "the formulas of @{stage} for {shape} on {ranks} ranks; write at least `{attributes}`"
+    label = "{claimed:.6g} GiB of {what}"
+    help = "the formulas of @{stage} for {shape} on {ranks} ranks; write at least `{attributes}`"
     rank: int
     claimed: float
     what: str
@@ -45,9 +45,9 @@ class MemoryTooLow(Diagnostic):
 
 @dataclass(frozen=True)
 class CascadeMemoryTooLow(Diagnostic):
-    title: ClassVar[str] = "%{cascade} claims {claimed:.6g} GiB of memory, its stage says {right:.6g} GiB"
-    label: ClassVar[str] = "memory = {claimed:.6g} GiB"
-    help: ClassVar[str] = "the formulas of @{stage} for {shape} on {ranks} ranks; write `memory = {right:.6g} GiB`"
+    title = "%{cascade} claims {claimed:.6g} GiB of memory, its stage says {right:.6g} GiB"
+    label = "memory = {claimed:.6g} GiB"
+    help = "the formulas of @{stage} for {shape} on {ranks} ranks; write `memory = {right:.6g} GiB`"
     cascade: str
     claimed: float
     right: float

@@ -29,9 +29,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class UnequalBytes(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` of {size} bytes, and on rank {other} it has {expected}"
-    label: ClassVar[str] = "bytes = {size}"
-    help: ClassVar[str] = "one message has one size: write `bytes = {expected}`"
+    title = "rank {rank} has `{instruction}` of {size} bytes, and on rank {other} it has {expected}"
+    label = "bytes = {size}"
+    help = "one message has one size: write `bytes = {expected}`"
     rank: int
     instruction: str
     size: int
@@ -41,9 +41,9 @@ class UnequalBytes(Diagnostic):
 
 @dataclass(frozen=True)
 class TooFewBytes(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` of {size} bytes, and @{stage} says {right}"
-    label: ClassVar[str] = "bytes = {size}"
-    help: ClassVar[str] = "that follows from the stage's formulas and parameters: write at least `bytes = {right}`"
+    title = "rank {rank} has `{instruction}` of {size} bytes, and @{stage} says {right}"
+    label = "bytes = {size}"
+    help = "that follows from the stage's formulas and parameters: write at least `bytes = {right}`"
     rank: int
     instruction: str
     size: int

@@ -19,11 +19,11 @@ from arachnec.ir.module_index import label
 
 @dataclass(frozen=True)
 class OtherPath(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "{cascade} has layer {layer} {path}, which takes less time {right} by the times and densities of @{stage}"
     )
-    label: ClassVar[str] = "layer {layer} is {path}"
-    help: ClassVar[str] = "plan again: `annotate` chooses the sparse layers of every length, the same in every plan"
+    label = "layer {layer} is {path}"
+    help = "plan again: `annotate` chooses the sparse layers of every length, the same in every plan"
     cascade: str
     layer: int
     path: str

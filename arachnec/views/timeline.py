@@ -27,8 +27,8 @@ LONGEST_MS = 1e12  # of a step: thirty years
 
 @dataclass(frozen=True)
 class BadMeasured(Diagnostic):
-    title: ClassVar[str] = "{path} is not a measured timeline: {reason}"
-    help: ClassVar[str] = "`arachnec run` writes it; run again, or remove it"
+    title = "{path} is not a measured timeline: {reason}"
+    help = "`arachnec run` writes it; run again, or remove it"
     path: str
     reason: str
 

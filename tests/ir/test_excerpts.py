@@ -13,8 +13,8 @@ from arachnec.ir.span import Span
 
 
 class Wrong(Diagnostic):
-    title: ClassVar[str] = "wrong"
-    label: ClassVar[str] = "here"
+    title = "wrong"
+    label = "here"
 
 
 TEXTS = ("a\nb\n\nd", "\n\n\n", "", "ab\ncd\n", "x\r\ny\r\n", "ab" * 10, "a\n" * 9 + "end\n")

@@ -66,16 +66,16 @@ Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 @dataclass(frozen=True)
 class UnknownOption(Diagnostic):
-    title: ClassVar[str] = "Engine has no option `{name}`"
-    help: ClassVar[str] = "its options are {known}"
+    title = "Engine has no option `{name}`"
+    help = "its options are {known}"
     name: str
     known: str
 
 
 @dataclass(frozen=True)
 class BadOption(Diagnostic):
-    title: ClassVar[str] = "Engine's `{name}` is {value!r}"
-    help: ClassVar[str] = "give a {wanted}, or leave it out"
+    title = "Engine's `{name}` is {value!r}"
+    help = "give a {wanted}, or leave it out"
     name: str
     value: object
     wanted: str
@@ -83,15 +83,15 @@ class BadOption(Diagnostic):
 
 @dataclass(frozen=True)
 class NoFolder(Diagnostic):
-    title: ClassVar[str] = "Engine's `{name}` needs the folder of the checkpoints"
-    help: ClassVar[str] = "add checkpoint=FOLDER, or leave `{name}` out"
+    title = "Engine's `{name}` needs the folder of the checkpoints"
+    help = "add checkpoint=FOLDER, or leave `{name}` out"
     name: str
 
 
 @dataclass(frozen=True)
 class BatchesEnded(Diagnostic):
-    title: ClassVar[str] = "the batches ended after {done}, and {wanted} were asked for"
-    help: ClassVar[str] = "give a dataset that can be begun again instead of an iterator, or leave `steps` out; {kept}"
+    title = "the batches ended after {done}, and {wanted} were asked for"
+    help = "give a dataset that can be begun again instead of an iterator, or leave `steps` out; {kept}"
     done: str
     wanted: str
     kept: str
@@ -99,8 +99,8 @@ class BatchesEnded(Diagnostic):
 
 @dataclass(frozen=True)
 class LeftBefore(Diagnostic):
-    title: ClassVar[str] = "this Engine's loop was left after {done}, and it takes no more"
-    help: ClassVar[str] = "make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint"
+    title = "this Engine's loop was left after {done}, and it takes no more"
+    help = "make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint"
     done: str
 
 

@@ -25,16 +25,16 @@ LOW_NOISE = "transformer_2"  # a pipeline's second expert
 
 @dataclass(frozen=True)
 class NoDiffusers(Diagnostic):
-    title: ClassVar[str] = "this model file needs Diffusers, and `{package}` is not installed"
-    help: ClassVar[str] = "pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece"
+    title = "this model file needs Diffusers, and `{package}` is not installed"
+    help = "pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece"
     package: str
 
 
 @dataclass(frozen=True)
 class UnknownModel(Diagnostic):
-    title: ClassVar[str] = "there is no configuration named `{name}`"
-    label: ClassVar[str] = "{suggestion}"
-    help: ClassVar[str] = "the names are {names}; or give a folder of pretrained weights, or keywords"
+    title = "there is no configuration named `{name}`"
+    label = "{suggestion}"
+    help = "the names are {names}; or give a folder of pretrained weights, or keywords"
     name: str
     suggestion: str
     names: str
@@ -42,9 +42,9 @@ class UnknownModel(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownConfigKey(Diagnostic):
-    title: ClassVar[str] = "`{model}` has no configuration key `{key}`"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "{suggestion}"
+    title = "`{model}` has no configuration key `{key}`"
+    label = "no such key"
+    help = "{suggestion}"
     model: str
     key: str
     suggestion: str
@@ -52,8 +52,8 @@ class UnknownConfigKey(Diagnostic):
 
 @dataclass(frozen=True)
 class NoConfig(Diagnostic):
-    title: ClassVar[str] = "{folder} has no config.json of a {model} transformer{reason}"
-    help: ClassVar[str] = (
+    title = "{folder} has no config.json of a {model} transformer{reason}"
+    help = (
         "give a folder that `save_pretrained` wrote, of the pipeline or of its transformer; an absolute path is there "
         "wherever ranks are started"
     )
@@ -64,16 +64,16 @@ class NoConfig(Diagnostic):
 
 @dataclass(frozen=True)
 class NoText(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has no text tokens, and {model} attends to text"
-    help: ClassVar[str] = "give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1"
+    title = "clip `{clip}` has no text tokens, and {model} attends to text"
+    help = "give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1"
     clip: str | int
     model: str
 
 
 @dataclass(frozen=True)
 class TooMuchText(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has {found} text tokens, and {model} takes {limit}"
-    help: ClassVar[str] = "correct its `text_tokens`, or raise `text_length`"
+    title = "clip `{clip}` has {found} text tokens, and {model} takes {limit}"
+    help = "correct its `text_tokens`, or raise `text_length`"
     clip: str | int
     model: str
     found: int
@@ -82,8 +82,8 @@ class TooMuchText(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongLatents(Diagnostic):
-    title: ClassVar[str] = "the latents of clip `{clip}` are {found}, expected {expected}"
-    help: ClassVar[str] = (
+    title = "the latents of clip `{clip}` are {found}, expected {expected}"
+    help = (
         "encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width"
     )
     clip: str | int
@@ -96,8 +96,8 @@ class WrongLatents(Diagnostic):
 
 @dataclass(frozen=True)
 class UnreadableLatents(Diagnostic):
-    title: ClassVar[str] = "the latents `{path}` of clip `{clip}` cannot be read: {reason}"
-    help: ClassVar[str] = "a .safetensors file of latents has one tensor named `latents`"
+    title = "the latents `{path}` of clip `{clip}` cannot be read: {reason}"
+    help = "a .safetensors file of latents has one tensor named `latents`"
     path: str
     clip: str | int
     reason: str

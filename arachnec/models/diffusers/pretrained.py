@@ -34,8 +34,8 @@ LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama
 
 @dataclass(frozen=True)
 class NoPipeline(Diagnostic):
-    title: ClassVar[str] = "{folder} is no pipeline's folder: it has no {part}"
-    help: ClassVar[str] = (
+    title = "{folder} is no pipeline's folder: it has no {part}"
+    help = (
         "give the folder with model_index.json, vae/, text_encoder/ and tokenizer/, by an absolute path"
     )
     folder: str
@@ -44,8 +44,8 @@ class NoPipeline(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherPipeline(Diagnostic):
-    title: ClassVar[str] = "how {pipeline} encodes captions is not known here"
-    help: ClassVar[str] = (
+    title = "how {pipeline} encodes captions is not known here"
+    help = (
         "known are {known}; write encoders() with a module of your own that has load() and forward(): "
         "docs/your_model.md"
     )
@@ -55,8 +55,8 @@ class OtherPipeline(Diagnostic):
 
 @dataclass(frozen=True)
 class OlderTransformers(Diagnostic):
-    title: ClassVar[str] = "HunyuanVideo's captions need transformers {least}, and {version} is installed"
-    help: ClassVar[str] = (
+    title = "HunyuanVideo's captions need transformers {least}, and {version} is installed"
+    help = (
         "pip install -U transformers diffusers peft: memory and time are planned by running the language model without "
         "values, which older ones cannot"
     )

@@ -52,15 +52,15 @@ class Adapter(Protocol):
 
 @dataclass(frozen=True)
 class NoModels(Diagnostic):
-    title: ClassVar[str] = "a sampler needs one model or two, and has {count}"
-    help: ClassVar[str] = 'name them, the one of high noise first: sampler(large="Wan2.1-T2V-14B", small="...")'
+    title = "a sampler needs one model or two, and has {count}"
+    help = 'name them, the one of high noise first: sampler(large="Wan2.1-T2V-14B", small="...")'
     count: int
 
 
 @dataclass(frozen=True)
 class OtherLatents(Diagnostic):
-    title: ClassVar[str] = "`{first}` and `{second}` have other {what}: {found}"
-    help: ClassVar[str] = "only models of one latent space can hand a request on: take two {remedy}"
+    title = "`{first}` and `{second}` have other {what}: {found}"
+    help = "only models of one latent space can hand a request on: take two {remedy}"
     first: str
     second: str
     what: str
@@ -70,8 +70,8 @@ class OtherLatents(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherPrediction(Diagnostic):
-    title: ClassVar[str] = "`{model}` predicts `{kind}`, and the scheduler {scheduler} takes `{taken}`"
-    help: ClassVar[str] = (
+    title = "`{model}` predicts `{kind}`, and the scheduler {scheduler} takes `{taken}`"
+    help = (
         "give the sampler the scheduler of the model's own pipeline, as `scheduler=` or `pipeline=FOLDER`"
     )
     model: str
@@ -174,8 +174,8 @@ class VideoSampler:
 
 @dataclass(frozen=True)
 class NoPipelineFolder(Diagnostic):
-    title: ClassVar[str] = "the sampler has no folder with a text encoder and a VAE"
-    help: ClassVar[str] = "give it one, as `pipeline=FOLDER`, or leave encoders and decoder out of the file"
+    title = "the sampler has no folder with a text encoder and a VAE"
+    help = "give it one, as `pipeline=FOLDER`, or leave encoders and decoder out of the file"
 
 
 def wan_sampler(

@@ -25,23 +25,23 @@ ENTRY_POINTS = "arachnec.passes"
 
 @dataclass(frozen=True)
 class NoPassFile(Diagnostic):
-    title: ClassVar[str] = "there is no file {path}"
-    help: ClassVar[str] = "--load takes a Python file that defines passes"
+    title = "there is no file {path}"
+    help = "--load takes a Python file that defines passes"
     path: str
 
 
 @dataclass(frozen=True)
 class PassFileFails(Diagnostic):
-    title: ClassVar[str] = "{path} cannot be loaded: {reason}"
-    help: ClassVar[str] = "run it with `python {path}` to see where"
+    title = "{path} cannot be loaded: {reason}"
+    help = "run it with `python {path}` to see where"
     path: str
     reason: str
 
 
 @dataclass(frozen=True)
 class NoPassInFile(Diagnostic):
-    title: ClassVar[str] = "{path} defines no pass"
-    help: ClassVar[str] = (
+    title = "{path} defines no pass"
+    help = (
         "a pass is a frozen dataclass derived from arachnec.passes.Pass, with `needs`, `gives` and `run`"
     )
     path: str

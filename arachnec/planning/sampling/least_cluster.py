@@ -26,9 +26,9 @@ LARGE_NODE = 8  # devices, up to which a lone node may grow; beyond there are mo
 
 @dataclass(frozen=True)
 class FitsNoRank(Diagnostic):
-    title: ClassVar[str] = "{what} fits no rank: it needs {needed:.1f} GiB, its model included, there are {room:.1f}"
-    label: ClassVar[str] = "too large for this cluster"
-    help: ClassVar[str] = "{remedy}"
+    title = "{what} fits no rank: it needs {needed:.1f} GiB, its model included, there are {room:.1f}"
+    label = "too large for this cluster"
+    help = "{remedy}"
     what: str
     needed: float
     room: float
@@ -37,8 +37,8 @@ class FitsNoRank(Diagnostic):
 
 @dataclass(frozen=True)
 class NotThisWay(Diagnostic):
-    title: ClassVar[str] = "`{policy}` cannot run these requests on {gpus}: {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "`{policy}` cannot run these requests on {gpus}: {reason}"
+    help = "{remedy}"
     policy: str
     gpus: str
     reason: str

@@ -23,8 +23,8 @@ from arachnec.ir.values import Attributes
 
 @dataclass(frozen=True)
 class NoRequests(Diagnostic):
-    title: ClassVar[str] = "module @{module} has no requests and models to segment"
-    help: ClassVar[str] = "give its clips `steps`, and the module `models`: the stages that denoise"
+    title = "module @{module} has no requests and models to segment"
+    help = "give its clips `steps`, and the module `models`: the stages that denoise"
     module: str
 
 

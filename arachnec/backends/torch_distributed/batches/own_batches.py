@@ -39,8 +39,8 @@ from arachnec.runtime.told_batches import ToldBatches, mark_of
 
 @dataclass(frozen=True)
 class NothingLeft(Diagnostic):
-    title: ClassVar[str] = "the batches ended after {drawn}, where the checkpoint goes on"
-    help: ClassVar[str] = "what was to be trained is trained; to go on, give a dataset with more batches, or steps=N"
+    title = "the batches ended after {drawn}, where the checkpoint goes on"
+    help = "what was to be trained is trained; to go on, give a dataset with more batches, or steps=N"
     drawn: str
 
 

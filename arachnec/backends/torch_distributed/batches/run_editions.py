@@ -19,8 +19,8 @@ FILE = "clips.json"
 
 @dataclass(frozen=True)
 class DamagedEditions(Diagnostic):
-    title: ClassVar[str] = "{file} cannot be read: {reason}"
-    help: ClassVar[str] = "restore that file; without it the run goes on with the clips of its first manifest alone"
+    title = "{file} cannot be read: {reason}"
+    help = "restore that file; without it the run goes on with the clips of its first manifest alone"
     file: str
     reason: str
 

@@ -30,8 +30,8 @@ NOT_A_NUMBER = "what its encoder gave is not a number"
 
 @dataclass(frozen=True)
 class NothingLeft(Diagnostic):
-    title: ClassVar[str] = "no clip of step {step} can be used: {first}"
-    help: ClassVar[str] = "check the paths of the manifest, and that this host can read them"
+    title = "no clip of step {step} can be used: {first}"
+    help = "check the paths of the manifest, and that this host can read them"
     step: int
     first: str
 
@@ -45,7 +45,7 @@ def is_unreadable(error: BaseException) -> bool:
 
 def reason_of(error: BaseException) -> str:
     if isinstance(error, UserError):
-        return "; ".join(d.reason if isinstance(d, UnreadableClip) else d.text(d.title) for d in error.diagnostics)
+        return "; ".join(d.reason if isinstance(d, UnreadableClip) else d.message for d in error.diagnostics)
     return str(error) or type(error).__name__
 
 

@@ -39,16 +39,16 @@ KEPT = 2
 
 @dataclass(frozen=True)
 class CheckpointsThere(Diagnostic):
-    title: ClassVar[str] = "{folder} holds checkpoints, the newest of step {steps}"
-    help: ClassVar[str] = "add --resume to go on from it, or give another --checkpoint folder"
+    title = "{folder} holds checkpoints, the newest of step {steps}"
+    help = "add --resume to go on from it, or give another --checkpoint folder"
     folder: str
     steps: int
 
 
 @dataclass(frozen=True)
 class NotWritten(Diagnostic):
-    title: ClassVar[str] = "rank {rank} could not write the checkpoint: {reason}"
-    help: ClassVar[str] = (
+    title = "rank {rank} could not write the checkpoint: {reason}"
+    help = (
         "make space, or give a --checkpoint folder on another disk; --resume goes on from the one before"
     )
     rank: int
@@ -57,8 +57,8 @@ class NotWritten(Diagnostic):
 
 @dataclass(frozen=True)
 class EarlierFormat(Diagnostic):
-    title: ClassVar[str] = "{folder} holds checkpoints of an earlier version"
-    help: ClassVar[str] = "convert them once: arachnec convert-checkpoint BUILD {folder}"
+    title = "{folder} holds checkpoints of an earlier version"
+    help = "convert them once: arachnec convert-checkpoint BUILD {folder}"
     folder: str
 
 
@@ -253,4 +253,4 @@ def _write(path: Path, parts: dict[str, Part]) -> _Written:
 
 def _reason(error: OSError) -> str:
     diagnostic = refused(error)
-    return diagnostic.text(diagnostic.title) if diagnostic is not None else str(error)
+    return diagnostic.message if diagnostic is not None else str(error)

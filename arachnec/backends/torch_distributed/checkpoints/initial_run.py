@@ -25,8 +25,8 @@ from arachnec.runtime.agreement import gather_text
 
 @dataclass(frozen=True)
 class AverageEnds(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} has averages of the weights (ema), and this run would keep none"
-    help: ClassVar[str] = (
+    title = "the checkpoint {folder} has averages of the weights (ema), and this run would keep none"
+    help = (
         "give the decay that they were made with, such as --ema 0.999; or --ema 0 to end them here: `arachnec export "
         "--ema` writes them before"
     )
@@ -35,8 +35,8 @@ class AverageEnds(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherOptimizer(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} has the state of {kept}, and this run would update with {own}"
-    help: ClassVar[str] = (
+    title = "the checkpoint {folder} has the state of {kept}, and this run would update with {own}"
+    help = (
         "resume with {kept}, by `optimizer.name` or the model file's `optimizer`; or start anew: `arachnec export` "
         "writes the weights, for --init and another --checkpoint folder"
     )

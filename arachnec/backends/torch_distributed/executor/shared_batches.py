@@ -33,8 +33,8 @@ Digest = tuple[int, int]  # of the processor and of what encoders gave, and of t
 
 @dataclass(frozen=True)
 class BatchesDiffer(Diagnostic):
-    title: ClassVar[str] = "rank {other} and rank {rank} share {clips} in step {step}, and made other batches of it"
-    help: ClassVar[str] = (
+    title = "rank {other} and rank {rank} share {clips} in step {step}, and made other batches of it"
+    help = (
         "`sample` draws random numbers that are not its generator's: draw them as torch.randn(shape, "
         "generator=generator), and nothing by randn_like, random or numpy; all ranks of a clip must draw the same"
     )

@@ -42,14 +42,14 @@ PLANNER = "arachnec.backends.torch_distributed.plans.background_planner"
 
 @dataclass(frozen=True)
 class PlannerDied(Diagnostic):
-    title: ClassVar[str] = "the planning process ended with exit code {code} before it answered"
-    help: ClassVar[str] = "its own output above says more"
+    title = "the planning process ended with exit code {code} before it answered"
+    help = "its own output above says more"
     code: int
 
 
 @dataclass(frozen=True)
 class PlanningFailed(Diagnostic):
-    title: ClassVar[str] = "iteration {iteration} has no plan\n{message}"
+    title = "iteration {iteration} has no plan\n{message}"
     iteration: int
     message: str
 

@@ -22,10 +22,10 @@ OF_STATE = ("dtype", "ema", "optimizer", "groups")
 
 @dataclass(frozen=True)
 class NoRoom(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "the options of this run take {more:.2f} GiB more than was proved: rank {rank} has {free:.2f} GiB left"
     )
-    help: ClassVar[str] = (
+    help = (
         "compile again with the same --train and --set, so that the plan leaves room for them; "
         "the executable was compiled for {compiled}"
     )

@@ -25,8 +25,8 @@ STEPS_OF_A_FILE = 1000  # where batches come from outside, and there are no epoc
 
 @dataclass(frozen=True)
 class DamagedAuditLog(Diagnostic):
-    title: ClassVar[str] = "line {line} of the audit log {file} cannot be read: {reason}"
-    help: ClassVar[str] = "restore that file, or move it away: the log then names no clips of the steps in it"
+    title = "line {line} of the audit log {file} cannot be read: {reason}"
+    help = "restore that file, or move it away: the log then names no clips of the steps in it"
     file: str
     line: int
     reason: str

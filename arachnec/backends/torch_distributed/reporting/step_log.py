@@ -27,8 +27,8 @@ NO_METRICS = ("step", "iteration", "event")
 
 @dataclass(frozen=True)
 class NotInstalled(Diagnostic):
-    title: ClassVar[str] = "`logging.{key}` needs the package `{package}`, which is not installed"
-    help: ClassVar[str] = "pip install {package}, or leave the key out"
+    title = "`logging.{key}` needs the package `{package}`, which is not installed"
+    help = "pip install {package}, or leave the key out"
     key: str
     package: str
 

@@ -19,8 +19,8 @@ from arachnec.runtime.agreement import gather_text
 
 @dataclass(frozen=True)
 class TooManySkipped(Diagnostic):
-    title: ClassVar[str] = "training has diverged: steps {first} to {step} were skipped. In the last, {cause}"
-    help: ClassVar[str] = (
+    title = "training has diverged: steps {first} to {step} were skipped. In the last, {cause}"
+    help = (
         "check that sample() and loss() give finite numbers, lower --lr, and go on from a checkpoint with --resume; "
         "--max-skipped lets more steps in a row be skipped"
     )

@@ -28,8 +28,8 @@ from arachnec.runtime.slow_ranks import SlowRanks
 
 @dataclass(frozen=True)
 class RatesDiffer(Diagnostic):
-    title: ClassVar[str] = "in step {step} the learning rate is {own:g} on rank {rank} and {first:g} on rank {other}"
-    help: ClassVar[str] = "the copies of the model drift apart: set the same rates and schedule on every rank"
+    title = "in step {step} the learning rate is {own:g} on rank {rank} and {first:g} on rank {other}"
+    help = "the copies of the model drift apart: set the same rates and schedule on every rank"
     step: int
     rank: int
     own: float
@@ -39,8 +39,8 @@ class RatesDiffer(Diagnostic):
 
 @dataclass(frozen=True)
 class NoRate(Diagnostic):
-    title: ClassVar[str] = "in step {step} the learning rate is {rate:g}"
-    help: ClassVar[str] = "set rates that are numbers of at least 0; this step is in no checkpoint"
+    title = "in step {step} the learning rate is {rate:g}"
+    help = "set rates that are numbers of at least 0; this step is in no checkpoint"
     step: int
     rate: float
 

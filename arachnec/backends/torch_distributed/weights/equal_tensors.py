@@ -21,8 +21,8 @@ Row = tuple[str, tuple[int, ...], str]
 
 @dataclass(frozen=True)
 class TensorsDiffer(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}"
-    help: ClassVar[str] = (
+    title = "rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}"
+    help = (
         "give every rank the same folder, options and versions of Python, torch and libraries; and have the model file "
         "make the same tensors on the meta device, where all but rank 0 build, as on the CPU"
     )
