@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 from arachnec.checkpoint.files import sha256, write_file
 from arachnec.checkpoint.folder import COMMIT, Position, earlier_format, file_of, write_commit
 from arachnec.checkpoint.parts import part_of
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
@@ -51,13 +51,6 @@ class _OldCommit(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True)
-class NothingToConvert(Diagnostic):
-    title = "{folder} holds no checkpoint of the earlier format"
-    help = "give the folder that was --checkpoint of the run"
-    folder: str
-
-
-@dataclass(frozen=True)
 class CannotConvert(Diagnostic):
     title = "{path} cannot be converted: {reason}"
     help = "move it away and convert the one before it, or begin anew"
@@ -79,7 +72,13 @@ def convert_newest(folder: Path, data: str) -> Path:
     """
     whole = [path for path in earlier_format(folder) if (path / COMMIT).is_file()]
     if not whole:
-        raise UserError(NothingToConvert(None, str(folder)))
+        raise UserError(
+            Mistake(
+                None,
+                f"{folder} holds no checkpoint of the earlier format",
+                help="give the folder that was --checkpoint of the run",
+            )
+        )
     path = whole[-1]
     try:
         commit = msgspec.json.decode((path / COMMIT).read_bytes(), type=_OldCommit)

@@ -22,11 +22,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, PCIE4, DeviceSpecs, find_device_specs
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import MOST_GPUS, Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.solver.budget import usable_cores
@@ -36,58 +35,12 @@ AUTO = "auto"  # this machine, as `arachnec cluster detect` describes it
 
 
 @dataclass(frozen=True)
-class ClusterNotFound(Diagnostic):
-    title = "`{given}` is neither a cluster file nor a short form"
-    help = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`"
-    given: str
-
-
-@dataclass(frozen=True)
-class UnknownDevice(Diagnostic):
-    title = "unknown device `{device}`"
-    label = "no device of that name is known"
-    help = (
-        "did you mean `{suggestion}`? Known are {known}; "
-        "a file may describe any other device by memory, flops, intra, inter, latency and inter_latency"
-    )
-    device: str
-    suggestion: str
-    known: str
-
-
-@dataclass(frozen=True)
 class NoGpus(Diagnostic):
     title = "the cluster has no GPUs: {nodes} nodes of {gpus}"
     label = "must be at least 1"
     help = "give at least one node with at least one device"
     nodes: int
     gpus: int
-
-
-@dataclass(frozen=True)
-class TooManyGpus(Diagnostic):
-    title = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
-    label = "more than is planned for"
-    help = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g`"
-    nodes: int
-    gpus: int
-    most: int = MOST_GPUS
-
-
-@dataclass(frozen=True)
-class UnequalNodes(Diagnostic):
-    title = "the nodes of the cluster have different numbers of GPUs"
-    help = "give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`"
-
-
-@dataclass(frozen=True)
-class UnknownClusterKey(Diagnostic):
-    title = "unknown key `{key}` in the cluster file"
-    label = "no such key"
-    help = "did you mean `{suggestion}`? A cluster file has {known}"
-    key: str
-    suggestion: str
-    known: str
 
 
 @dataclass(frozen=True)
@@ -176,7 +129,13 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
         return _of_toml(detected(), AUTO, name)
     path = Path(text_or_path)
     if not path.is_file():
-        raise UserError(ClusterNotFound(None, str(text_or_path)))
+        raise UserError(
+            Mistake(
+                None,
+                f"`{text_or_path}` is neither a cluster file nor a short form",
+                help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`",
+            )
+        )
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
     try:
@@ -206,7 +165,13 @@ def _of_short_forms(parts: list[dict[str, object]], name: str) -> Cluster:
     if len(parts) == 1:
         return _cluster(parts[0] | _own_cores(parts[0]), name, lines)
     if len({part["gpus"] for part in parts}) > 1:
-        raise UserError(UnequalNodes(None))
+        raise UserError(
+            Mistake(
+                None,
+                "the nodes of the cluster have different numbers of GPUs",
+                help="give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`",
+            )
+        )
     groups = [{"nodes": part["nodes"], "device": part["device"]} for part in parts]
     return _cluster({"gpus": parts[0]["gpus"], "group": groups}, name, lines)
 
@@ -335,7 +300,14 @@ def _build(
 def _check_keys(values: dict[str, object], known: tuple[str, ...], lines: Lines) -> None:
     for key in values:
         if key not in known:
-            raise UserError(UnknownClusterKey(lines.span(key), key, _nearest(key, list(known)), ", ".join(known)))
+            raise UserError(
+                Mistake(
+                    lines.span(key),
+                    f"unknown key `{key}` in the cluster file",
+                    label="no such key",
+                    help=f"did you mean `{_nearest(key, list(known))}`? A cluster file has {', '.join(known)}",
+                )
+            )
 
 
 def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
@@ -343,7 +315,14 @@ def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
     if nodes < 1 or gpus < 1:
         raise UserError(NoGpus(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus))
     if nodes * gpus > MOST_GPUS:
-        raise UserError(TooManyGpus(lines.span("nodes" if nodes > gpus else "gpus"), nodes, gpus))
+        raise UserError(
+            Mistake(
+                lines.span("nodes" if nodes > gpus else "gpus"),
+                f"the cluster has {nodes} nodes of {gpus}, more than {MOST_GPUS} GPUs",
+                label="more than is planned for",
+                help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g`",
+            )
+        )
     return gpus
 
 
@@ -358,7 +337,17 @@ def _device(values: dict[str, object], lines: Lines) -> tuple[DeviceSpecs | None
         near = difflib.get_close_matches(device.lower(), [*names, *ALIASES], 1, 0.0)[0]
         first = ALIASES.get(near, near)
         listed = ", ".join(sorted(names, key=lambda name: name != first))
-        raise UserError(UnknownDevice(lines.span("device"), device, near, listed))
+        raise UserError(
+            Mistake(
+                lines.span("device"),
+                f"unknown device `{device}`",
+                label="no device of that name is known",
+                help=(
+                    f"did you mean `{near}`? Known are {listed}; a file may describe any other device by memory, flops, "
+                    "intra, inter, latency and inter_latency"
+                ),
+            )
+        )
     return specs, specs.name if specs else device
 
 

@@ -11,9 +11,8 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Span
 
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")  # from near to far
@@ -23,16 +22,6 @@ _AFFINITIES = ("CPU Affinity", "GPU NUMA ID", "NUMA Affinity")
 _ESCAPE = re.compile(r"\x1b\[[0-9;]*m")
 _DEVICE = re.compile(r"GPU\d+")
 _MEMORY = re.compile(r"(\d+) MiB")
-
-
-@dataclass(frozen=True)
-class NoMatrix(Diagnostic):
-    title = "this is neither a link matrix nor a list of devices"
-    label = "expected `GPU0 ...`, or `index, name, memory.total [MiB]`"
-    help = (
-        "save what `nvidia-smi topo -m` or "
-        "`nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints, all of it"
-    )
 
 
 @dataclass(frozen=True)
@@ -83,7 +72,17 @@ def parse_matrix(text: str, file: str) -> Matrix:
     rows = [_ESCAPE.sub("", row) for row in text.splitlines()]
     top = next((number for number, row in enumerate(rows) if _is_header(row)), None)
     if top is None:
-        raise UserError(NoMatrix(_span(file, 1, rows[0] if rows else "")))
+        raise UserError(
+            Mistake(
+                _span(file, 1, rows[0] if rows else ""),
+                "this is neither a link matrix nor a list of devices",
+                label="expected `GPU0 ...`, or `index, name, memory.total [MiB]`",
+                help=(
+                    "save what `nvidia-smi topo -m` or `nvidia-smi --query-gpu=index,name,memory.total --format=csv` "
+                    "prints, all of it"
+                ),
+            )
+        )
     header = rows[top]
     for words in _AFFINITIES:
         header = header.replace(words, "")

@@ -6,23 +6,15 @@ import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.parser import LARGEST_TEXT, parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.syntax_errors import TextTooLarge
 from arachnec.passes.infra.instruments import pipeline_of
-
-
-@dataclass(frozen=True)
-class NoPipeline(Diagnostic):
-    title = "no pipeline for {file}"
-    help = "give --passes, or write `// arachnec opt --passes ...` in the file's first line"
-    file: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +44,13 @@ def wanted_passes(passes: str | None, text: str, file: str) -> str:
     """``--passes``, else what line 1 of the text names. Raises UserError where there is neither."""
     pipeline = passes if passes is not None else pipeline_of(text)
     if pipeline is None:
-        raise UserError(NoPipeline(None, file))
+        raise UserError(
+            Mistake(
+                None,
+                f"no pipeline for {file}",
+                help="give --passes, or write `// arachnec opt --passes ...` in the file's first line",
+            )
+        )
     return pipeline
 
 

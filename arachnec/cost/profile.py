@@ -15,13 +15,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
 from arachnec.cost.sparse_profile import SparseProfile, sparse_problem
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.values import Formula, Term
 
@@ -132,14 +131,6 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 @dataclass(frozen=True)
-class ProfileNotFound(Diagnostic):
-    title = "`{profile}` is neither a profile file nor a known device"
-    help = "make a profile with `arachnec profile`, or name one of {known}"
-    profile: str
-    known: str
-
-
-@dataclass(frozen=True)
 class BadProfile(Diagnostic):
     title = "`{profile}` is not a profile: {reason}"
     help = "make a new one with `arachnec profile`"
@@ -161,7 +152,13 @@ def read_profile(path: str | Path) -> Profile:
     if not file.is_file():
         from arachnec.cluster.device_specs import DEVICE_SPECS
 
-        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DEVICE_SPECS))))
+        raise UserError(
+            Mistake(
+                None,
+                f"`{path}` is neither a profile file nor a known device",
+                help=f"make a profile with `arachnec profile`, or name one of {', '.join(sorted(DEVICE_SPECS))}",
+            )
+        )
     span = Span(str(path), 1, 1, 1, 2)
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))

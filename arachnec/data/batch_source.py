@@ -15,13 +15,13 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.dataset_item import BadItem, clip_of_item
 from arachnec.data.dataset_raised import dataset_raised
 from arachnec.data.source_state import from_text, to_text
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 END: Final = object()  # of a dataset: None may be an item of it, which is a mistake
@@ -33,48 +33,6 @@ class NotIterable(Diagnostic):
     help = "{remedy}"
     kind: str
     remedy: str
-
-
-@dataclass(frozen=True)
-class DatasetEnded(Diagnostic):
-    title = "the dataset announced {announced} and ended after {drawn}"
-    help = "correct its __len__, or find what it leaves out; a checkpoint has what was trained so far"
-    announced: str
-    drawn: str
-
-
-@dataclass(frozen=True)
-class NothingDrawn(Diagnostic):
-    title = "the dataset gives no clips"
-    help = "an iterator can be used up once only: give a new one, or the dataset itself"
-
-
-@dataclass(frozen=True)
-class SameId(Diagnostic):
-    title = "two clips of one batch have the id `{id}`"
-    help = "ids seed a clip's noise and must differ; leave `id` out to have the clips counted"
-    id: str | int
-
-
-@dataclass(frozen=True)
-class UnlikeBefore(Diagnostic):
-    title = "clip `{clip}` announces {announced} and its `{name}` is {found}"
-    help = "`{name}` of clip `{other}`, of the same size, is {before}: one of them is of another size"
-    clip: str | int
-    announced: str
-    name: str
-    found: str
-    other: str | int
-    before: str
-
-
-@dataclass(frozen=True)
-class WithoutTensors(Diagnostic):
-    title = "clip `{clip}` has no tensors, and clip `{other}` has {names}"
-    help = "give every clip the same ones: without any, `sample` makes zeros to plan with"
-    clip: str | int
-    other: str | int
-    names: str
 
 
 class BatchSource:
@@ -169,12 +127,24 @@ class BatchSource:
         clips = self._grouped() if self._batch is not None else self._whole()
         if not clips:
             if not self._given and self._in_epoch == 0:
-                raise UserError(NothingDrawn(None))
+                raise UserError(
+                    Mistake(
+                        None,
+                        "the dataset gives no clips",
+                        help="an iterator can be used up once only: give a new one, or the dataset itself",
+                    )
+                )
             return None
         seen: set[str] = set()
         for clip in clips:
             if str(clip.id) in seen:
-                raise UserError(SameId(None, clip.id))
+                raise UserError(
+                    Mistake(
+                        None,
+                        f"two clips of one batch have the id `{clip.id}`",
+                        help="ids seed a clip's noise and must differ; leave `id` out to have the clips counted",
+                    )
+                )
             seen.add(str(clip.id))
         return tuple(clips)
 
@@ -211,7 +181,16 @@ class BatchSource:
             before, other = self._like.setdefault((clip.shape, name), (shape, clip.id))
             if shape != before:
                 announced, actual, expected = (" x ".join(map(str, sizes)) for sizes in (clip.shape[:3], shape, before))
-                raise UserError(UnlikeBefore(None, clip.id, announced, name, actual, other, expected))
+                raise UserError(
+                    Mistake(
+                        None,
+                        f"clip `{clip.id}` announces {announced} and its `{name}` is {actual}",
+                        help=(
+                            f"`{name}` of clip `{other}`, of the same size, is {expected}: one of them is of another "
+                            "size"
+                        ),
+                    )
+                )
         return clip
 
     def _demand_tensors(self, clip: VideoClip) -> None:
@@ -222,7 +201,13 @@ class BatchSource:
             self._bare = clip.id
         if self._full is not None and self._bare is not None:
             names = ", ".join(f"`{name}`" for name in self._full.tensors)
-            raise UserError(WithoutTensors(None, self._bare, self._full.id, names))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"clip `{self._bare}` has no tensors, and clip `{self._full.id}` has {names}",
+                    help="give every clip the same ones: without any, `sample` makes zeros to plan with",
+                )
+            )
 
     def _item(self, *, again: bool) -> Any:
         """The dataset's next item; ``END`` at its end, after which ``again`` begins anew where it may."""
@@ -233,7 +218,12 @@ class BatchSource:
             announced = self._length()
             if announced is not None and self._in_epoch < announced and not self._keeps_state:
                 raise UserError(
-                    DatasetEnded(None, counted(announced, "item"), counted(self._in_epoch, "item"))
+                    Mistake(
+                        None,
+                        f"the dataset announced {counted(announced, 'item')} and ended after "
+                        f"{counted(self._in_epoch, 'item')}",
+                        help="correct its __len__, or find what it leaves out; a checkpoint has what was trained so far",
+                    )
                 ) from None
             if not (again and self._repeat and self._in_epoch and not isinstance(self._dataset, Iterator)):
                 return END

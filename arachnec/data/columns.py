@@ -11,9 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
 from arachnec.ir.nodes import Span
 
 # Of several columns for one key the first with a value is taken.
@@ -45,30 +44,12 @@ _JOINED = re.compile(r"(.+)_[xy]")  # a column that both tables had, as pandas' 
 
 
 @dataclass(frozen=True)
-class UnknownKey(Diagnostic):
-    title = "unknown key `{key}`"
-    label = "no such key"
-    help = "{suggestion}"
-    key: str
-    suggestion: str
-
-
-@dataclass(frozen=True)
 class BadColumns(Diagnostic):
     title = "`{given}` does not say which columns are read: {reason}"
     help = "write KEY=COLUMN, as in caption=prompt,path=video,values=*; the keys are {keys}"
     given: str
     reason: str
     keys: str = ", ".join((*KEYS, VALUES, FILES))
-
-
-@dataclass(frozen=True)
-class NoColumn(Diagnostic):
-    title = "`{path}` has no column `{column}`, which --columns names"
-    help = "its columns are {columns}"
-    path: str
-    column: str
-    columns: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +84,14 @@ class Columns:
         """Raises ``UserError`` where a column that the user names is not among those of the manifest."""
         for column in self.required:
             if column not in present:
-                raise UserError(NoColumn(None, path, column, ", ".join(f"`{name}`" for name in present)))
+                columns_text = ", ".join(f"`{name}`" for name in present)
+                raise UserError(
+                    Mistake(
+                        None,
+                        f"`{path}` has no column `{column}`, which --columns names",
+                        help=f"its columns are {columns_text}",
+                    )
+                )
 
 
 @dataclass(frozen=True)
@@ -189,7 +177,7 @@ class RowKeys:
         if self.extras:
             taken = f" --columns {self._known[near[0]][0]}={name} reads it as that," if near else "; --columns"
             suggestion += f"{taken} {VALUES}={name} gives it to `sample`, in `clip.values`"
-        raise UserError(UnknownKey(span, name, suggestion))
+        raise UserError(Mistake(span, f"unknown key `{name}`", label="no such key", help=f"{suggestion}"))
 
 
 CLIP_KEYS = RowKeys(KEYS, NAMES, fractions=("fps", "target_fps"), extras=True)

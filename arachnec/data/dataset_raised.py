@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.nodes import Span

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from arachnec.data.clip import VideoClip, with_unique_names
 from arachnec.data.columns import CLIP_KEYS, FILES, NAMES, VALUES, Columns
@@ -23,7 +23,7 @@ from arachnec.data.row_values import (
 )
 from arachnec.data.rows import Row, read_rows
 from arachnec.data.video import VideoHeader, frames_taken, read_header
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
 MOST_IN_BATCH = 2**14  # clips that are planned at once, in some 10 s
@@ -34,18 +34,9 @@ SEEDS = "ids seed a clip's noise and must differ"
 
 
 @dataclass(frozen=True)
-class EmptyManifest(Diagnostic):
-    title = "the manifest `{path}` lists no clips"
-    help = 'add a line such as {{"frames": 81, "height": 480, "width": 832, "text_tokens": 226}}'
-    path: str
-
-
-@dataclass(frozen=True)
 class BatchTooLarge(Diagnostic):
     title = "global batch {number} of `{path}` has {clips} clips, and at most {most} are planned at once"
-    help = (
-        "give a smaller `--batch` (without one all clips make one); `accumulate` makes an optimizer step of several"
-    )
+    help = "give a smaller `--batch` (without one all clips make one); `accumulate` makes an optimizer step of several"
     path: str
     number: int
     clips: int
@@ -109,7 +100,13 @@ def read_manifest(path: str | Path, batch: Batch = None, columns: str = "") -> M
             seen[str(clip.id)] = row.number
             groups.setdefault(group, []).append(clip)
     if grouped is None:
-        raise UserError(EmptyManifest(None, str(path)))
+        raise UserError(
+            Mistake(
+                None,
+                f"the manifest `{path}` lists no clips",
+                help='add a line such as {"frames": 81, "height": 480, "width": 832, "text_tokens": 226}',
+            )
+        )
     clips = with_unique_names([clip for group in groups.values() for clip in group])
     sizes = [len(group) for group in groups.values()] if grouped else _batches(len(clips), batch)
     ends = itertools.accumulate(sizes)

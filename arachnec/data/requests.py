@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.columns import NAMES, RowKeys
 from arachnec.data.row_values import MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
 from arachnec.data.rows import Row, read_rows
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +35,6 @@ REQUEST_KEYS = RowKeys(
     texts=("caption", "negative_prompt"),
     fractions=("guidance", "arrival"),
 )
-
-
-@dataclass(frozen=True)
-class NoRequests(Diagnostic):
-    title = "`{path}` lists no requests"
-    help = 'add a line such as {{"caption": "a fox", "frames": 81, "height": 480, "width": 832}}'
-    path: str
 
 
 @dataclass(frozen=True)
@@ -103,7 +96,13 @@ def read_requests(path: str | Path) -> tuple[Request, ...]:
             raise UserError(SameId(row.span("id"), REQUEST, request.id, rows[name] + 1, NAMES_FILES))
         requests[name], rows[name] = request, row.number
     if not requests:
-        raise UserError(NoRequests(None, str(path)))
+        raise UserError(
+            Mistake(
+                None,
+                f"`{path}` lists no requests",
+                help='add a line such as {"caption": "a fox", "frames": 81, "height": 480, "width": 832}',
+            )
+        )
     return tuple(requests.values())
 
 

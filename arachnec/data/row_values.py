@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.data.clip import caption_tokens
 from arachnec.data.rows import Row

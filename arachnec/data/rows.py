@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 from arachnec.data.columns import CLIP_KEYS, FILES, RESOLUTION, VALUES, RowKeys
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**28  # bytes
@@ -38,34 +38,6 @@ class NoManifest(Diagnostic):
     title = "there is no manifest `{path}`"
     help = "give a .jsonl, .json, .csv or .parquet file, with a row for each clip or request"
     path: str
-
-
-@dataclass(frozen=True)
-class FolderGiven(Diagnostic):
-    title = "`{path}` is a folder, and clips are listed by a manifest"
-    help = "`arachnec manifest {path} -o clips.jsonl` writes one of the videos in it"
-    path: str
-
-
-@dataclass(frozen=True)
-class OtherSeparator(Diagnostic):
-    title = "`{path}` is separated by {separator}, and a .csv file is by commas"
-    label = "no comma in the names of its columns"
-    help = (
-        "write it again with commas: pandas.read_csv({name!r}, sep={written!r}).to_csv({name!r}, index=False)"
-    )
-    path: str
-    name: str
-    separator: str
-    written: str
-
-
-@dataclass(frozen=True)
-class UnknownFormat(Diagnostic):
-    title = "`{path}` is not a manifest: its extension is `{suffix}`"
-    help = "manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows"
-    path: str
-    suffix: str
 
 
 @dataclass(frozen=True)
@@ -100,15 +72,6 @@ class BadRow(Diagnostic):
     expected: str
     reason: str
     remedy: str
-
-
-@dataclass(frozen=True)
-class KeyTwice(Diagnostic):
-    title = "`{key}` and `{other}` are two names of one thing"
-    label = "given twice"
-    help = "keep `{key}`"
-    key: str
-    other: str
 
 
 @dataclass(frozen=True)
@@ -153,13 +116,26 @@ class Row:
 def read_rows(path: Path, keys: RowKeys = CLIP_KEYS) -> Iterator[Row]:
     """Rows in the file's order, by canonical keys. Raises ``UserError`` for a row that cannot be read."""
     if path.is_dir():
-        raise UserError(FolderGiven(None, str(path)))
+        path_text = str(path)
+        raise UserError(
+            Mistake(
+                None,
+                f"`{path_text}` is a folder, and clips are listed by a manifest",
+                help=f"`arachnec manifest {path_text} -o clips.jsonl` writes one of the videos in it",
+            )
+        )
     if not path.is_file():
         raise UserError(NoManifest(None, str(path)))
     readers = {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UserError(UnknownFormat(None, str(path), path.suffix or "missing"))
+        raise UserError(
+            Mistake(
+                None,
+                f"`{path}` is not a manifest: its extension is `{path.suffix or 'missing'}`",
+                help="manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows",
+            )
+        )
     return _normalised(path, reader(path, keys), keys)
 
 
@@ -381,7 +357,15 @@ def _require_commas(path: Path, header: str, names: Sequence[str]) -> None:
     for separator, word, written in ((";", "semicolons", ";"), ("\t", "tabs", "\\t"), ("|", "bars", "|")):
         if separator in header and (len(names) == 1 or separator in names[0]):
             raise UserError(
-                OtherSeparator(Span(str(path), 1, 1, 1, len(header) + 1), str(path), path.name, word, written)
+                Mistake(
+                    Span(str(path), 1, 1, 1, len(header) + 1),
+                    f"`{path}` is separated by {word}, and a .csv file is by commas",
+                    label="no comma in the names of its columns",
+                    help=(
+                        f"write it again with commas: pandas.read_csv({path.name!r}, "
+                        f"sep={written!r}).to_csv({path.name!r}, index=False)"
+                    ),
+                )
             )
 
 
@@ -452,7 +436,14 @@ def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
     files |= {name: row.values[name] for key, name in others if key == "path" and row.values[name] != ""}
     if others and not keys.extras:
         key, name = others[-1]
-        raise UserError(KeyTwice(row.span(name), key, name if name != key else first[key]))
+        raise UserError(
+            Mistake(
+                row.span(name),
+                f"`{key}` and `{name if name != key else first[key]}` are two names of one thing",
+                label="given twice",
+                help=f"keep `{key}`",
+            )
+        )
     more = {
         name: row.values[name]
         for name in (*(name for *_, name in extras), *(name for key, name in others if key != "path"))

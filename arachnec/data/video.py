@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from arachnec.data.container_crop import container_crop
 from arachnec.data.shown_picture import NotShown, ShownPictures, deinterlaced

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.backends.staged_model import parts_of
 from arachnec.cost.compute import is_divided

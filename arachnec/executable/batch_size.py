@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.cluster.topology import machines
 from arachnec.data.manifest import Batch, Manifest

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 
@@ -38,7 +38,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.long_manifest import LongManifest
 from arachnec.executable.part_files import NotExecutable, demand_readable, json_part, read_part, text_of
 from arachnec.executable.training_options import Training, verified
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
@@ -71,20 +71,6 @@ FILE_OPTION = re.compile(
     rf"(?:{_OF_SPARSIFY}\b(?P<file>file)|\b(?P<option>profile|orders|layers))\s*=\s*(?P<value>{_QUOTED}|[^,{{}}]+)"
 )
 LIBRARIES = ("torch", "diffusers", "transformers")
-
-
-@dataclass(frozen=True)
-class OfRequests(Diagnostic):
-    title = "{folder} is an executable that samples, and trains nothing"
-    help = "give one that was compiled from a model file; `arachnec run` samples with this one"
-    folder: str
-
-
-@dataclass(frozen=True)
-class NameTaken(Diagnostic):
-    title = "the model file imports `{name}` from its folder, and the executable has a file of that name"
-    help = "give that module another name"
-    name: str
 
 
 @dataclass(frozen=True)
@@ -235,7 +221,13 @@ def modules_of(path: Path, modules: Sequence[str], taken: Set[str]) -> dict[str,
     taken."""
     for name in modules:
         if name in taken:
-            raise UserError(NameTaken(None, name))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"the model file imports `{name}` from its folder, and the executable has a file of that name",
+                    help="give that module another name",
+                )
+            )
     return {name: (path.parent / name).read_text(encoding="utf-8") for name in modules}
 
 
@@ -397,7 +389,13 @@ def read_header(folder: Path) -> Header:
     """``executable.json`` of an executable that trains. Raises ``UserError`` where it is missing or malformed."""
     data = read_part(folder, HEADER)
     if samples(folder):
-        raise UserError(OfRequests(None, str(folder)))
+        raise UserError(
+            Mistake(
+                None,
+                f"{folder} is an executable that samples, and trains nothing",
+                help="give one that was compiled from a model file; `arachnec run` samples with this one",
+            )
+        )
     header = json_part(folder, HEADER, data, Header)
     if header.format != FORMAT:
         raise UserError(

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, writing
 from arachnec.ir.syntax_errors import TextTooLarge
 
 LIMIT_BYTES = 256 * 2**20
@@ -23,15 +23,6 @@ class NotExecutable(Diagnostic):
     title = "{folder} is not an executable: {reason}"
     help = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
     folder: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class CutShort(Diagnostic):
-    title = "{folder}/{name} is cut short or damaged: {reason}"
-    help = "copy the folder again, or compile it again"
-    folder: str
-    name: str
     reason: str
 
 
@@ -53,7 +44,13 @@ def json_part(folder: Path, name: str, data: bytes, kind: type[Read]) -> Read:
     try:
         msgspec.json.decode(data, type=msgspec.Raw)  # before its fields: those of a file cut short may be others
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(CutShort(None, str(folder), name, str(error))) from None
+        raise UserError(
+            Mistake(
+                None,
+                f"{folder}/{name} is cut short or damaged: {error}",
+                help="copy the folder again, or compile it again",
+            )
+        ) from None
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

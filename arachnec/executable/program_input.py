@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.sampling_folder import SamplingExecutable

@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -26,7 +26,7 @@ from arachnec.executable.training_options import (
     bad_value,
     verified,
 )
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**20  # bytes
@@ -80,20 +80,6 @@ class BadTrainFile(Diagnostic):
 
 
 @dataclass(frozen=True)
-class NoTrainFile(Diagnostic):
-    title = "there is no training file `{path}`"
-    help = "give the path of a TOML file; docs/training_options.md lists its keys"
-    path: str
-
-
-@dataclass(frozen=True)
-class BadSetting(Diagnostic):
-    title = "`--set {given}` sets nothing"
-    help = "write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1"
-    given: str
-
-
-@dataclass(frozen=True)
 class Given:
     """Options as they were written, by key, and where."""
 
@@ -125,7 +111,13 @@ def training_of(
 def read_train_file(path: Path) -> Given:
     """A TOML file's tables. Raises ``UserError`` where it is none."""
     if not path.is_file():
-        raise UserError(NoTrainFile(None, str(path)))
+        raise UserError(
+            Mistake(
+                None,
+                f"there is no training file `{path}`",
+                help="give the path of a TOML file; docs/training_options.md lists its keys",
+            )
+        )
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(BadTrainFile(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
     text = path.read_text(encoding="utf-8", errors="replace")
@@ -144,7 +136,13 @@ def setting(text: str) -> Given:
     key, equals, value = text.partition("=")
     names = [name.strip() for name in key.split(".")]
     if not equals or not all(names):
-        raise UserError(BadSetting(None, text))
+        raise UserError(
+            Mistake(
+                None,
+                f"`--set {text}` sets nothing",
+                help="write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1",
+            )
+        )
     try:
         read = tomllib.loads(f"value = {value}")
         inner: Any = read["value"] if set(read) == {"value"} else value

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.checkpoint.trained_predictors import TrainedPredictors
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities, sparse_layers
 from arachnec.ir.head_division import parts_by_layer
@@ -37,20 +36,17 @@ class OtherPredictors(Diagnostic):
     what: str
 
 
-@dataclass(frozen=True)
-class NoOneGraph(Diagnostic):
-    title = (
-        "`{model}` has predictors, and its blocks have a graph for each clip shape: none can be sparse"
-    )
-    help = "take the model out of `predictors()`"
-    model: str
-
-
 def with_predictors(stage: Stage, graphs: Sequence[Graph], trained: TrainedPredictors) -> Stage:
     """A traced model with the layers whose predictors are ready, as ``learned``. Raises ``UserError`` for those of
     another model."""
     if "graphs" in stage.attrs:
-        raise UserError(NoOneGraph(None, stage.name))
+        raise UserError(
+            Mistake(
+                None,
+                f"`{stage.name}` has predictors, and its blocks have a graph for each clip shape: none can be sparse",
+                help="take the model out of `predictors()`",
+            )
+        )
     known = attentions_of(stage, graphs)
     numbers = {path: number for number, (path, _) in enumerate(layers_of(stage)) if number in known}
     rows: dict[int, LayerDensity] = {}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic
 
@@ -16,16 +15,6 @@ class WrongSteps(Diagnostic):
     node: str
     steps: str
     reason: str
-
-
-@dataclass(frozen=True)
-class WrongPlanned(Diagnostic):
-    title = "{node} is planned to take {planned} steps, and it has {count}"
-    label = "more than it has"
-    help = "write at most `planned = {count}`, or leave it out"
-    node: str
-    planned: int
-    count: int
 
 
 @dataclass(frozen=True)
@@ -52,51 +41,10 @@ class WrongWindow(Diagnostic):
 
 
 @dataclass(frozen=True)
-class UncertainBatch(Diagnostic):
-    title = "{node} holds {count} requests whose switches come when they come"
-    label = "{count} requests, outcomes {outcomes}"
-    help = "requests of one batch take each step together: batch them where the switch is fixed"
-    node: str
-    count: int
-    outcomes: str
-
-
-@dataclass(frozen=True)
-class NotAModel(Diagnostic):
-    title = "{node} denoises with `@{stage}`, which is none of the module's models"
-    label = "models are {models}"
-    help = "list the stages that denoise as `models` of the module, one or two, the first one first"
-    node: str
-    stage: str
-    models: str
-
-
-@dataclass(frozen=True)
-class NotTwoModels(Diagnostic):
-    title = "{node} has `models` {models}"
-    label = "expected one model, or two different ones"
-    help = "list the stages that denoise, the first one first"
-    node: str
-    models: str
-
-
-@dataclass(frozen=True)
-class NoObjective(Diagnostic):
-    title = "{node} has `objective` {objective}"
-    label = "expected {known}"
-    help = "leave `objective` out where the bound is of the makespan"
-    node: str
-    objective: str
-    known: str
-
-
-@dataclass(frozen=True)
 class SwitchUnsaid(Diagnostic):
     title = "{node} {reason}"
     label = "{remedy}"
-    help = (
-        "a segment says `switch` where an outcome changes which of its steps it takes, the same rule as the module's"
-    )
+    help = "a segment says `switch` where an outcome changes which of its steps it takes, the same rule as the module's"
     node: str
     reason: str
     remedy: str

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import (
     DensityRow,
@@ -51,16 +50,6 @@ class WrongSparsity(Diagnostic):
     name: str
     value: str
     expected: str
-
-
-@dataclass(frozen=True)
-class NotSparse(Diagnostic):
-    title = "{node} runs layer {layer} of `{stage}` sparse, which has no density there"
-    label = "layer {layer}"
-    help = "leave the layer out of `sparse`, or give `{stage}` its `density`"
-    node: str
-    layer: int
-    stage: str
 
 
 @dataclass(frozen=True)
@@ -187,7 +176,13 @@ def sparse_layers_have_densities(index: ModuleIndex) -> Problems:
         wrong = next((layer for layer in sparse_layers(cascade) if layer not in table), None)
         if wrong is not None:
             span = cascade.attrs.span("sparse") or cascade.span
-            yield NotSparse(span, label(cascade), wrong, symbol(stage.name))
+            stage_text = symbol(stage.name)
+            yield Mistake(
+                span,
+                f"{label(cascade)} runs layer {wrong} of `{stage_text}` sparse, which has no density there",
+                label=f"layer {wrong}",
+                help=f"leave the layer out of `sparse`, or give `{stage_text}` its `density`",
+            )
 
 
 def head_rows_fit_the_degree(index: ModuleIndex) -> Problems:

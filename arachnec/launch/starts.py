@@ -11,11 +11,10 @@ import os
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -23,19 +22,16 @@ if TYPE_CHECKING:
 POLL_S = 0.05
 
 
-@dataclass(frozen=True)
-class RanksMissing(Diagnostic):
-    title = "{ranks} of {world} did not come within {seconds:.0f} s"
-    help = "look at the output of their hosts; --start-timeout gives them longer"
-    ranks: str
-    world: int
-    seconds: float
-
-
 def missing(ranks: Sequence[int], world: int, seconds: float) -> UserError:
     """The error of ranks that others have waited for."""
     named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return UserError(RanksMissing(None, named, world, seconds))
+    return UserError(
+        Mistake(
+            None,
+            f"{named} of {world} did not come within {seconds:.0f} s",
+            help="look at the output of their hosts; --start-timeout gives them longer",
+        )
+    )
 
 
 def store_of_this_start(store: Store, rank: int, world: int, seconds: float) -> tuple[Store, int]:

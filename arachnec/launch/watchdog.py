@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
 from arachnec.launch.environment import local_cache
 from arachnec.launch.failure import (
     ERROR_FD,
@@ -53,7 +53,7 @@ from arachnec.launch.failure import (
 )
 from arachnec.launch.last_place import LastPlace, open_memory, read_place
 from arachnec.launch.progress import Place, Progress, behind, held_up_by
-from arachnec.launch.rank_faults import LoopLeft, RankGone, Stalled, StoreLost, TookTooLong
+from arachnec.launch.rank_faults import RankGone
 from arachnec.launch.stop_request import SIGNALS, StopRequest
 
 if TYPE_CHECKING:
@@ -302,7 +302,14 @@ class Watchdog:
         return (
             RankGone(None, gone[0].rank, self._world, me.host, GONE, self._last_of(gone[0].rank))
             if gone
-            else StoreLost(None, me.rank, me.host, reason)
+            else Mistake(
+                None,
+                f"rank {me.rank} on host {me.host} cannot reach the rendezvous store any more ({reason})",
+                help=(
+                    f"the first node keeps it: it has ended or the network between it and {me.host} is cut; its own "
+                    "output says more"
+                ),
+            )
         )
 
     def _beat(self) -> bool:
@@ -357,8 +364,11 @@ class Watchdog:
             other = held_up_by(me.rank, places, phase.progress.awaited)
             place = places.get(other, Place())
             cause = f"; it waits for rank {other}, in {place.doing or place.phase}" if other != me.rank else ""
-        return TookTooLong(
-            None, me.rank, me.host, phase.name, seconds, phase.limit, phase.option, cause, _listed(places)
+        return Mistake(
+            None,
+            f"rank {me.rank} on host {me.host} has been in {phase.name} for {seconds:.1f} s; its limit is "
+            f"{phase.limit:g} s{cause}",
+            help=f"if it was only slow, raise the limit with {phase.option}; ranks stood at:\n{_listed(places)}",
         )
 
     def _stalled(self) -> Diagnostic | None:
@@ -377,7 +387,15 @@ class Watchdog:
         ranks = ", ".join(map(str, sorted(awaited)))
         others = f", where rank{plural} {ranks} came too: the network between them may be cut" if awaited else ""
         everyone = _listed(self._places(range(self._world)))
-        return Stalled(None, me.rank, me.host, own.phase, own.doing, seconds, others, own.limit, everyone)
+        return Mistake(
+            None,
+            f"rank {me.rank} on host {me.host} is silent: in {own.phase} it has been in {own.doing} for "
+            f"{seconds:.0f} s{others}",
+            help=(
+                f"its limit is {own.limit:g} s; if it was only slow, raise that with --stall-timeout; ranks stood "
+                f"at:\n{everyone}"
+            ),
+        )
 
     def _deserted(self) -> Diagnostic | None:
         """A rank that left its loop before the step that this one is in."""
@@ -386,7 +404,15 @@ class Watchdog:
         left = msgspec.json.decode(self._store.get("loop-left"), type=Left)
         if self._step < left.steps:
             return None
-        return LoopLeft(None, left.rank, counted(left.steps, "step"), self._me.rank, self._step)
+        return Mistake(
+            None,
+            f"rank {left.rank} left its loop after {counted(left.steps, 'step')}, and rank {self._me.rank} is "
+            f"in step {self._step}",
+            help=(
+                "a step needs all ranks: leave the loop on every rank behind the same step, by break, return, "
+                "sys.exit or an exception that you catch"
+            ),
+        )
 
     def _cause_of_sigterm(self) -> Diagnostic | None:
         """An agent that ends its ranks does so because one of them is gone; which one may show a moment later."""

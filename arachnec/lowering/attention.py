@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.cluster.device_specs import find_device_specs
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Phase, Stage
 from arachnec.kernels.attention.attention_backend import PREFERENCE, Capability, attention_backend
-
-
-@dataclass(frozen=True)
-class UnknownBackend(Diagnostic):
-    title = "there is no attention back end `{name}`"
-    help = "write one of {known}, or leave `attention` out"
-    name: str
-    known: str
 
 
 def demand_known(name: object, node: Cascade | Instruction) -> None:
     """Raises UserError, at the node, for a name that no kernel family has."""
     if name not in PREFERENCE:
-        raise UserError(UnknownBackend(node.attrs.span("attention") or node.span, str(name), ", ".join(PREFERENCE)))
+        raise UserError(
+            Mistake(
+                node.attrs.span("attention") or node.span,
+                f"there is no attention back end `{name}`",
+                help=f"write one of {', '.join(PREFERENCE)}, or leave `attention` out",
+            )
+        )
 
 
 def with_attention(

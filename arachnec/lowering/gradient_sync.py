@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
 from arachnec.cost.host_copies import reduce_copies, step_copies

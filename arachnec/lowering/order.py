@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
 
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import rank_list
@@ -21,7 +20,7 @@ from arachnec.cost.compute import Compute, Load
 from arachnec.cost.recomputation import share_recomputed
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import Attention
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, formula
 from arachnec.ir.recomputation import recomputed_blocks
@@ -55,15 +54,6 @@ class CyclicInputs(Diagnostic):
     label = "reads a value that depends on its own"
     help = "the inputs of cascades must not form a cycle"
     cascade: str
-
-
-@dataclass(frozen=True)
-class UnknownInput(Diagnostic):
-    title = "%{cascade} reads %{input}, and there is no such cascade"
-    label = "unknown input"
-    help = "name a cascade of this module"
-    cascade: str
-    input: str
 
 
 @dataclass(frozen=True)
@@ -114,7 +104,14 @@ def depths(cascades: tuple[Cascade, ...]) -> dict[str, int]:
         waiting[cascade.name] = len(cascade.inputs)
         for name in cascade.inputs:
             if name not in by_name:
-                raise UserError(UnknownInput(cascade.span, cascade.name, name))
+                raise UserError(
+                    Mistake(
+                        cascade.span,
+                        f"%{cascade.name} reads %{name}, and there is no such cascade",
+                        label="unknown input",
+                        help="name a cascade of this module",
+                    )
+                )
             readers[name].append(cascade.name)
     depth = {name: 0 for name, count in waiting.items() if count == 0}
     ready = list(depth)

@@ -11,7 +11,6 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.analysis.residency import resident_gib, resident_ranks
 from arachnec.analysis.stage_handoffs import handed_gib

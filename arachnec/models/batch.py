@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from typing_extensions import TypeIs
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import read_encoded
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.models.argument_trees import flatten
 from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile, check_sample
@@ -29,13 +29,6 @@ class UnequalArgument(Diagnostic):
     name: str
     first: str | int
     second: str | int
-    found: str
-
-
-@dataclass(frozen=True)
-class NoPrediction(Diagnostic):
-    title = "the model's forward returned {found} in place of a prediction"
-    help = "return a tensor, or a tuple or mapping whose first element is one"
     found: str
 
 
@@ -112,7 +105,13 @@ def prediction_of(output: Any) -> Tensor:
     elif isinstance(output, tuple | list) or is_dataclass(output):
         output = next(iter(flatten(output)[0]), None)
     if not isinstance(output, Tensor):
-        raise UserError(NoPrediction(None, type(output).__name__))
+        raise UserError(
+            Mistake(
+                None,
+                f"the model's forward returned {type(output).__name__} in place of a prediction",
+                help="return a tensor, or a tuple or mapping whose first element is one",
+            )
+        )
     return output
 
 

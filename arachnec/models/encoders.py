@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,9 +35,7 @@ class NoVideo(Diagnostic):
 @dataclass(frozen=True)
 class NoCaption(Diagnostic):
     title = "clip `{clip}` has no caption, and the model file has a text encoder"
-    help = (
-        "give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings"
-    )
+    help = "give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings"
     clip: str | int
 
 

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Span
 from arachnec.ir.users_code import line_of, users_frames
 from arachnec.models.adapters_on_meta import built_by_libraries
@@ -53,27 +53,6 @@ class FileForm:
 
     def call(self, name: str) -> str:
         return f"{name}({', '.join(self.arguments[name])})"
-
-
-@dataclass(frozen=True)
-class NoModelFile(Diagnostic):
-    title = "there is no {kind} `{path}`"
-    help = "give a Python file with {functions}"
-    path: str
-    kind: str
-    functions: str
-
-
-@dataclass(frozen=True)
-class MissingFunction(Diagnostic):
-    title = "the {kind} has no `{name}`"
-    label = "found here: {found}"
-    help = "add `def {name}({arguments})`; {page} says what it returns"
-    name: str
-    arguments: str
-    found: str
-    kind: str
-    page: str
 
 
 @dataclass(frozen=True)
@@ -176,7 +155,10 @@ def demand_python_file(path: str | Path, form: FileForm) -> Path:
     path = Path(path).absolute()
     if not path.is_file() or path.suffix != ".py":
         *calls, last = map(form.call, form.required)
-        raise UserError(NoModelFile(None, str(path), form.kind, f"{', '.join(calls)} and {last}"))
+        functions_text = f"{', '.join(calls)} and {last}"
+        raise UserError(
+            Mistake(None, f"there is no {form.kind} `{path}`", help=f"give a Python file with {functions_text}")
+        )
     return path
 
 
@@ -226,7 +208,14 @@ def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
             n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
         )
         place = Span(str(path), 1, 1, 1, 1)
-        raise UserError(MissingFunction(place, name, arguments, defined or "no functions", form.kind, form.page))
+        raise UserError(
+            Mistake(
+                place,
+                f"the {form.kind} has no `{name}`",
+                label=f"found here: {defined or 'no functions'}",
+                help=f"add `def {name}({arguments})`; {form.page} says what it returns",
+            )
+        )
     if name in MAKE_MODULES and _is_module(function):  # callable with anything
         raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {type(function).__name__}(...)"))
     if not callable(function):

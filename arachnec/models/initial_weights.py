@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.models.adapters import made_of_weights, original_names, plain_model
 from arachnec.models.file import load_model_file
 from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weight_files
@@ -33,9 +33,7 @@ MOST_NAMED = 8  # names, or patterns of them, in a list of a message
 
 @dataclass(frozen=True)
 class OtherWeights(Diagnostic):
-    title = (
-        "the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}"
-    )
+    title = "the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}"
     help = "{remedy}"
     folder: str
     model: str
@@ -45,20 +43,6 @@ class OtherWeights(Diagnostic):
     shapes: str
     dtypes: str
     remedy: str
-
-
-@dataclass(frozen=True)
-class MadeOfOtherWeights(Diagnostic):
-    title = (
-        "an adapter with {setting} is made of the weights that are there when it is added, and those in {folder} are "
-        "read after that"
-    )
-    help = (
-        "have build() load the model from a folder and then add the adapter, encoders() load theirs, and leave --init "
-        "out; or take an adapter that is drawn alone, as LoRA's is without {setting}"
-    )
-    setting: str
-    folder: str
 
 
 @dataclass(frozen=True)
@@ -121,7 +105,17 @@ def beginning_weights(folder: Path, model: nn.Module) -> InitialWeights:
     before is made of other weights: the run would begin with another model than the folder's."""
     weights = initial_weights(folder, model)
     if setting := made_of_weights(model):
-        raise UserError(MadeOfOtherWeights(None, setting, str(folder)))
+        raise UserError(
+            Mistake(
+                None,
+                f"an adapter with {setting} is made of the weights that are there when it is added, and those in "
+                f"{folder} are read after that",
+                help=(
+                    "have build() load the model from a folder and then add the adapter, encoders() load theirs, and "
+                    f"leave --init out; or take an adapter that is drawn alone, as LoRA's is without {setting}"
+                ),
+            )
+        )
     return weights
 
 

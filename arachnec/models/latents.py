@@ -7,12 +7,12 @@ In: a VAE and pixels or latents. Out: latents as the transformer takes them, or 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 
 STATS = ("latents_mean", "latents_std")
 
@@ -28,16 +28,6 @@ class UnknownScale(Diagnostic):
     reason: str
 
 
-@dataclass(frozen=True)
-class UnknownEncoding(Diagnostic):
-    title = "{vae}.encode() gives {found}, which has no `latent_dist` and no `latent`"
-    help = (
-        "write an encoder of your own: a module with load(clip, device) and forward(loaded): docs/your_model.md"
-    )
-    vae: str
-    found: str
-
-
 def encode(vae: Any, pixels: Tensor) -> Tensor:
     """Latents ``[B, channels, frames, height, width]`` as the transformer takes them: the posterior's mode, scaled.
 
@@ -51,7 +41,17 @@ def encode(vae: Any, pixels: Tensor) -> Tensor:
     elif hasattr(given, "latent"):
         latents = given.latent
     else:
-        raise UserError(UnknownEncoding(None, type(vae).__name__, type(given).__name__))
+        raise UserError(
+            Mistake(
+                None,
+                f"{type(vae).__name__}.encode() gives {type(given).__name__}, which has no `latent_dist` and no "
+                "`latent`",
+                help=(
+                    "write an encoder of your own: a module with load(clip, device) and forward(loaded): "
+                    "docs/your_model.md"
+                ),
+            )
+        )
     if not videos:
         latents = _videos(latents, frames)
     mean, std, factor = _scale(vae, latents)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.users_code import users_frames

@@ -9,28 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.users_code import users_line
 from arachnec.optimizers.entries import changed, is_entry, places, snapshot, wrapped_with_state
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, master_dtype
 
 AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
-
-
-@dataclass(frozen=True)
-class CannotMeasure(Diagnostic):
-    title = "{name} cannot update a tensor of shape {shape}: {reason}"
-    label = "raised here"
-    help = "what it keeps is counted before launch by one update with a drawn gradient; {remedy}"
-    name: str
-    shape: tuple[int, ...]
-    reason: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -56,7 +45,14 @@ def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dt
                 continue
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             remedy = "correct it, or choose another optimizer, or groups"
-            raise UserError(CannotMeasure(users_line(error), recipe.name, tuple(shape), reason, remedy)) from error
+            raise UserError(
+                Mistake(
+                    users_line(error),
+                    f"{recipe.name} cannot update a tensor of shape {tuple(shape)}: {reason}",
+                    label="raised here",
+                    help=f"what it keeps is counted before launch by one update with a drawn gradient; {remedy}",
+                )
+            ) from error
         if (inner := wrapped_with_state(optimizer)) is not None:
             kind = f"{_kind(inner[1])} with a state of its own"
             raise UserError(UnkeptState(None, recipe.name, inner[0], kind))

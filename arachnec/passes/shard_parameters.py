@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.parameter_cells import cell_fits
 from arachnec.passes.infra.base import Count, Pass, Scope
@@ -19,20 +19,6 @@ from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells
 from arachnec.planning.pipeline_orders import ranks_of_stages
 from arachnec.planning.pipeline_places import RanksDoNotDivide
-
-
-@dataclass(frozen=True)
-class NoSuchCell(Diagnostic):
-    title = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks{stages}"
-    help = (
-        "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; `node` is a "
-        "machine, `world` all"
-    )
-    cell: str
-    nodes: int
-    gpus: int
-    fitting: str
-    stages: str = ""
 
 
 @dataclass(frozen=True)
@@ -82,5 +68,14 @@ class ShardParameters(Pass):
         if size < 1 or not fits(size):
             fitting = ", ".join(str(size) for size in range(1, ranks + 1) if fits(size))
             stages = f", {ranks} of each stage" if parts else ""
-            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting, stages))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"`shard-parameters{{cell={self.cell}}}` on {cluster.nodes} x {cluster.gpus} ranks{stages}",
+                    help=(
+                        "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: "
+                        f"{fitting}; `node` is a machine, `world` all"
+                    ),
+                )
+            )
         return size

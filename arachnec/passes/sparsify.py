@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import learned_densities
 from arachnec.ir.length_classes import ByLength
@@ -49,16 +49,6 @@ class NotTrained(Diagnostic):
     models: str
     reason: str
     example: str
-
-
-@dataclass(frozen=True)
-class Measured(Diagnostic):
-    title = "`sparsify{{file={file}}}` is for training"
-    help = (
-        "leave `file` out: models that sample have the densities that were measured as their predictors were trained; "
-        "`density` sets one for all heads"
-    )
-    file: str
 
 
 @dataclass(frozen=True)
@@ -200,7 +190,16 @@ class Sparsify(Pass):
         if not models:
             return
         if self.file is not None:
-            raise UserError(Measured(None, self.file))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"`sparsify{{file={self.file}}}` is for training",
+                    help=(
+                        "leave `file` out: models that sample have the densities that were measured as their "
+                        "predictors were trained; `density` sets one for all heads"
+                    ),
+                )
+            )
         names, example = " and ".join(f"`{stage.name}`" for stage in models), f'"{models[0].name}"'
         learned = [learned_densities(stage) for stage in models]
         if all(layers is None for layers in learned):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic
 
@@ -53,13 +52,6 @@ class LimitsForOtherRanks(Diagnostic):
     help = "give one limit for every rank"
     given: int
     ranks: int
-
-
-@dataclass(frozen=True)
-class NoSuchSchedule(Diagnostic):
-    title = "there is no file of orders {path}"
-    help = "give the path of a CSV as torch.distributed.pipelining writes it, a row for every rank"
-    path: str
 
 
 @dataclass(frozen=True)

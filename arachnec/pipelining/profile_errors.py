@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import Diagnostic
-
-
-@dataclass(frozen=True)
-class NoSuchProfile(Diagnostic):
-    title = "there is no profile {path}"
-    help = "give the path of a file with a line for every layer, in DAPPLE's format"
-    path: str
 
 
 @dataclass(frozen=True)
@@ -30,9 +22,7 @@ class BadProfileLine(Diagnostic):
 class BadProfileNumber(Diagnostic):
     title = "`{field}` is `{given}`: {reason}"
     label = "{reason}"
-    help = (
-        f"give `{{field}}` as a number of at least 0 and no more than {LARGEST:g}, times in ms and sizes in bytes"
-    )
+    help = f"give `{{field}}` as a number of at least 0 and no more than {LARGEST:g}, times in ms and sizes in bytes"
     field: str
     given: str
     reason: str

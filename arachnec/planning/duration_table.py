@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from arachnec.ir.bounds import LARGEST
-from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
@@ -31,56 +31,11 @@ EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "m
 
 
 @dataclass(frozen=True)
-class NoTable(Diagnostic):
-    title = "there is no file `{path}`"
-    help = "give a JSON file such as {example}"
-    path: str
-    example: str = EXAMPLE
-
-
-@dataclass(frozen=True)
 class NotJson(Diagnostic):
     title = "the table is not JSON: {reason}"
     label = "here"
     help = "a table looks like {example}"
     reason: str
-    example: str = EXAMPLE
-
-
-@dataclass(frozen=True)
-class BadTable(Diagnostic):
-    title = "{where} is {found}, expected {expected}"
-    label = "expected {expected}"
-    help = "a table looks like {example}"
-    where: str
-    found: str
-    expected: str
-    example: str = EXAMPLE
-
-
-@dataclass(frozen=True)
-class UnknownTableKey(Diagnostic):
-    title = "unknown key `{key}` in {where}"
-    label = "no such key"
-    help = "did you mean `{suggestion}`? Known are {known}"
-    key: str
-    where: str
-    suggestion: str
-    known: str
-
-
-@dataclass(frozen=True)
-class KeyTwice(Diagnostic):
-    title = "`{key}` is given twice in one object"
-    label = "the second one"
-    help = "keep one of them"
-    key: str
-
-
-@dataclass(frozen=True)
-class NoTasks(Diagnostic):
-    title = "the table has no tasks"
-    help = "a table looks like {example}"
     example: str = EXAMPLE
 
 
@@ -96,7 +51,7 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
     """The cascades of a table on a cluster. Raises UserError with one diagnostic for a malformed table."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(NoTable(None, str(path)))
+        raise UserError(Mistake(None, f"there is no file `{path}`", help=f"give a JSON file such as {EXAMPLE}"))
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(NotJson(None, f"it is larger than {LARGEST_FILE >> 20} MiB"))
     try:
@@ -120,7 +75,14 @@ def _once(file: Path, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, 
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise UserError(KeyTwice(_second(str(file), text, key), key))
+            raise UserError(
+                Mistake(
+                    _second(str(file), text, key),
+                    f"`{key}` is given twice in one object",
+                    label="the second one",
+                    help="keep one of them",
+                )
+            )
         values[key] = value
     return values
 
@@ -150,7 +112,9 @@ class _Reader:
         if not isinstance(tasks, list):
             raise self._bad("`tasks`", tasks, "a list of tasks", "tasks")
         if not tasks:
-            raise UserError(NoTasks(self._span("tasks")))
+            raise UserError(
+                Mistake(self._span("tasks"), "the table has no tasks", help=f"a table looks like {EXAMPLE}")
+            )
         cascades: list[Cascade] = []
         names: dict[str, str] = {}
         last: set[str] = set()
@@ -228,13 +192,27 @@ class _Reader:
         for key in value:
             if key not in known:
                 suggestion = close_to(key, known, 0.0)[0]
-                raise UserError(UnknownTableKey(self._span(key), key, where, suggestion, ", ".join(known)))
+                raise UserError(
+                    Mistake(
+                        self._span(key),
+                        f"unknown key `{key}` in {where}",
+                        label="no such key",
+                        help=f"did you mean `{suggestion}`? Known are {', '.join(known)}",
+                    )
+                )
         return value
 
     def _bad(self, where: str, value: Any, expected: str, near: str) -> UserError:
         shown = "missing" if value is None else json.dumps(value) if not isinstance(value, str) else value
         shown = shown[:80].encode(errors="replace").decode()
-        return UserError(BadTable(self._span(near), where, shown, expected))
+        return UserError(
+            Mistake(
+                self._span(near),
+                f"{where} is {shown}, expected {expected}",
+                label=f"expected {expected}",
+                help=f"a table looks like {EXAMPLE}",
+            )
+        )
 
     def _span(self, word: str) -> Span:
         """Where a key or name first stands in the text; the first line where it does not."""

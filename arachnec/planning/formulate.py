@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.cost.memory import RESERVE
 from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integers
 from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
@@ -23,9 +22,7 @@ from arachnec.solver.problem import TICKS, Choice, Job, Problem, Schedule, Solut
 
 @dataclass(frozen=True)
 class FitsNoDegree(Diagnostic):
-    title = (
-        "{what} fits no degree: it needs {needed:.1f} GiB per GPU at degree {degree}, there are {room:.1f}"
-    )
+    title = "{what} fits no degree: it needs {needed:.1f} GiB per GPU at degree {degree}, there are {room:.1f}"
     label = "too large for this cluster"
     help = "{remedy}"
     what: str
@@ -50,42 +47,13 @@ class NotDividedOverACell(Diagnostic):
 
 
 @dataclass(frozen=True)
-class EncodersDoNotFit(Diagnostic):
-    title = (
-        "{what} needs {needed:.3f} GiB per GPU beside {others:.3f} GiB that other encoders made of the same clips, "
-        "there are {room:.3f}"
-    )
-    label = "does not fit beside the outputs of the others"
-    help = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
-    what: str
-    needed: float
-    others: float
-    room: float
-
-
-@dataclass(frozen=True)
 class StateTooLarge(Diagnostic):
-    title = (
-        "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
-    )
-    help = (
-        "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters{more}"
-    )
+    title = "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
+    help = "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters{more}"
     state: float
     memory: float
     reserve: float
     more: str = ""
-
-
-@dataclass(frozen=True)
-class NoDegree(Diagnostic):
-    title = "{what} has no legal degree on {gpus}"
-    label = "legal are {legal}"
-    help = "use a cluster of at least {least}, or measure it at a smaller degree"
-    what: str
-    gpus: str
-    legal: str
-    least: str
 
 
 @dataclass(frozen=True)
@@ -142,7 +110,14 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         degrees = sorted(times_of(cascade)) or [0]
         listed = ", ".join(str(degree) for degree in degrees)
         gpus = counted(cost.cluster.world, "GPU")
-        raise UserError(NoDegree(cascade.span, describe(cascade), gpus, listed, counted(degrees[0], "GPU")))
+        raise UserError(
+            Mistake(
+                cascade.span,
+                f"{describe(cascade)} has no legal degree on {gpus}",
+                label=f"legal are {listed}",
+                help=f"use a cluster of at least {counted(degrees[0], 'GPU')}, or measure it at a smaller degree",
+            )
+        )
     spare = cost.spare(cost.cluster.memory) - held
     options = cost.table.options(cascade) if spare >= 0 else _options_next_to(cascade, cost, legal, spare)
     choices: list[Choice] = []
@@ -153,7 +128,15 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
     if not choices and cost.table.options(cascade):
         smallest = min(cost.memory(cascade, degree) for degree in legal)
         room = cost.largest_memory - cost.resident - cost.communicators
-        raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), smallest, held, room))
+        raise UserError(
+            Mistake(
+                cascade.span,
+                f"{describe(cascade)} needs {smallest:.3f} GiB per GPU beside {held:.3f} GiB that other encoders "
+                f"made of the same clips, there are {room:.3f}",
+                label="does not fit beside the outputs of the others",
+                help="use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one",
+            )
+        )
     if not choices and not any(cost.table.ways(cascade, degree) for degree in legal):
         raise UserError(_not_divided(cascade, cost, legal[0]))
     if not choices:

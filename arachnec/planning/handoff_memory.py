@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.analysis.memory import Usage, usages
 from arachnec.analysis.residency import resident_ranks

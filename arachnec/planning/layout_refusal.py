@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.memory import Memory

@@ -17,7 +17,7 @@ from pathlib import Path
 from arachnec.cluster.topology import handoff_time, machine_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
@@ -35,16 +35,7 @@ from arachnec.pipelining.evaluate import StageTimes, Table
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.formulate import decided
-from arachnec.planning.pipeline_errors import (
-    CellDoesNotDivide,
-    DegreeDoesNotDivide,
-    DegreeNotListed,
-    DegreesForOtherStages,
-    GroupDoesNotFit,
-    GroupLargerThanBatch,
-    NoStages,
-    PipelineDoesNotFit,
-)
+from arachnec.planning.pipeline_errors import CellDoesNotDivide, PipelineDoesNotFit
 from arachnec.planning.pipeline_module import at_level_placed, bound_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
 from arachnec.planning.pipeline_places import (
@@ -109,7 +100,9 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -
     """The shortest plan, so many GiB left free on every rank for what waits; and the GiB that it needs beside that."""
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
-        raise UserError(NoStages(None))
+        raise UserError(
+            Mistake(None, "the module has no pipeline to schedule", help="put `stages{p=4}` before `partition`")
+        )
     given = None if options.orders is None else read_csv(Path(options.orders), len(parts))
     places, widths = _layouts(options, parts, cost.cluster.world, given)
     batches = micro_batches(module, parts)
@@ -144,7 +137,13 @@ def demand_batch(k: int, module: Module, plans: Sequence[_Plan]) -> None:
     """Raises UserError where no replica has so many in the first iteration; a later one may have fewer."""
     most = max(len(batches) for plan in plans for batches in plan.replicas)
     if k > most and not any(integer(clip.attrs.get("iteration", 0)) for clip in module.clips):
-        raise UserError(GroupLargerThanBatch(None, k, most))
+        raise UserError(
+            Mistake(
+                None,
+                f"groups of {k} micro-batches, and no replica of the pipeline has more than {most}",
+                help=f"give `kfkb` a k of at most {most}, or none: then it is chosen",
+            )
+        )
 
 
 def demand_group(k: int, plans: Sequence[_Plan]) -> None:
@@ -153,7 +152,14 @@ def demand_group(k: int, plans: Sequence[_Plan]) -> None:
         lower = (replace(plan, options=replace(plan.options, k=smaller)) for plan in plans)
         if any(plan.fits for plan in lower):
             needed = min(max(plan.needed) + plan.waiting for plan in plans)
-            raise UserError(GroupDoesNotFit(None, k, needed, limit_of(plans[0].cost), smaller))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"groups of {k} micro-batches need {needed:.4g} GiB on a rank, devices have "
+                    f"{limit_of(plans[0].cost):.4g}",
+                    help=f"give `kfkb` a k of at most {smaller}, or none: then it is chosen",
+                )
+            )
 
 
 def _layouts(
@@ -164,7 +170,16 @@ def _layouts(
     if (degrees := options.degrees) is not None:
         ranks = pipeline_ranks(options.schedule, len(parts), options.v)
         if len(degrees) != len(parts) or ranks != len(parts) or min(degrees) < 1 or world % sum(degrees):
-            raise UserError(DegreesForOtherStages(None, list(degrees), len(parts), world))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"degrees {list(degrees)} do not fit {len(parts)} stages on {world} ranks",
+                    help=(
+                        f"give one degree for each stage, their sum dividing {world}, and a schedule with one stage on "
+                        "a rank"
+                    ),
+                )
+            )
         if any(degree % cell for degree in degrees):
             raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
         _demand_listed(parts, degrees)
@@ -172,7 +187,13 @@ def _layouts(
     places = places_of(parts, options.schedule, options.v, world, given)
     most = places.most_degree
     if options.degree is not None and (options.degree < 1 or most % options.degree):
-        raise UserError(DegreeDoesNotDivide(None, options.degree, most))
+        raise UserError(
+            Mistake(
+                None,
+                f"degree {options.degree} does not divide the {most} ranks of each stage",
+                help=f"give a degree that divides {most}, or leave it out",
+            )
+        )
     if (options.degree or cell) % cell or not all(whole_cells(run, cell) for run in places.runs):
         raise UserError(CellDoesNotDivide(None, cell, most, options.degree or most))
     if options.degree is not None:
@@ -190,7 +211,13 @@ def _demand_listed(parts: Sequence[Stage], degrees: Sequence[int]) -> None:
     for part, degree in zip(parts, degrees, strict=True):
         if not _lists(part, degree):
             listed = ", ".join(map(str, integers(part.attrs["degrees"])))
-            raise UserError(DegreeNotListed(None, degree, part.name, listed))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"a micro-batch cannot run on {degree} ranks of @{part.name}",
+                    help=f"this stage runs on {listed}: give one of these that divides its ranks, or leave it out",
+                )
+            )
 
 
 def _lists(part: Stage, degree: int) -> bool:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.cost.memory import stages_apart
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
 from arachnec.ir.nodes import Cascade, Module, Phase, integers
 from arachnec.lowering.order import reads_saved
 from arachnec.planning.placed_cascade import on
@@ -31,17 +30,6 @@ class PlaceTooSmall(Diagnostic):
     degree: int
     stage: str
     ranks: str
-
-
-@dataclass(frozen=True)
-class OtherDegree(Diagnostic):
-    title = "%{cascade} takes {ranks}, and %{source}, whose saved values it reads, {others}"
-    label = "runs where they lie"
-    help = "give both the same `degree` and `side`"
-    cascade: str
-    ranks: str
-    source: str
-    others: str
 
 
 def is_pipeline(module: Module) -> bool:
@@ -75,7 +63,14 @@ def staged_placements(
         saved = next((source for source in inputs if reads_saved(cascade, source)), None)
         if saved is not None and cascade.width != saved.width:
             ranks, others = (counted(one.width, "rank") for one in (cascade, saved))
-            raise UserError(OtherDegree(cascade.span, cascade.name, ranks, saved.name, others))
+            raise UserError(
+                Mistake(
+                    cascade.span,
+                    f"%{cascade.name} takes {ranks}, and %{saved.name}, whose saved values it reads, {others}",
+                    label="runs where they lie",
+                    help="give both the same `degree` and `side`",
+                )
+            )
         if "assigned" in cascade.attrs:
             placed = on(cascade.with_attrs(assigned=None), integers(cascade.attrs["assigned"]), inputs, free, cost)
         elif saved is not None:

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.memory import Usage, high_water, usages
 from arachnec.analysis.uses import Values

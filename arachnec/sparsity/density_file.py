@@ -15,24 +15,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
 
 LARGEST_FILE = 64 * 2**20  # bytes
 EXAMPLE = '{"model": "CLASS", "layers": [{"layer": 0, "heads": [0.05, 0.31]}]}'
-
-
-@dataclass(frozen=True)
-class BadSparsityFile(Diagnostic):
-    title = "the sparsity file `{path}` cannot be read: {reason}"
-    help = "a file looks like {example}"
-    path: str
-    reason: str
-    example: str = EXAMPLE
 
 
 @dataclass(frozen=True)
@@ -88,7 +78,11 @@ def read_densities(path: str | Path) -> Densities:
     file = Path(path)
 
     def refusal(reason: str) -> UserError:
-        return UserError(BadSparsityFile(None, str(path), reason))
+        return UserError(
+            Mistake(
+                None, f"the sparsity file `{path}` cannot be read: {reason}", help=f"a file looks like {EXAMPLE}"
+            )
+        )
 
     if not file.is_file():
         raise refusal("there is no such file")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import sympy
 import torch

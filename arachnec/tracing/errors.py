@@ -5,7 +5,6 @@ from __future__ import annotations
 import linecache
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Span
@@ -35,9 +34,7 @@ class BlocksNotCalled(Diagnostic):
 class NoTokenDimension(Diagnostic):
     title = "no input of {block} has a dimension that grows with the clip"
     label = "its inputs are {inputs}"
-    help = (
-        "the blocks must take the video's tokens as one dimension of a tensor, [batch, tokens, hidden]"
-    )
+    help = "the blocks must take the video's tokens as one dimension of a tensor, [batch, tokens, hidden]"
     block: str
     inputs: str
 
@@ -54,9 +51,7 @@ class CannotCapture(Diagnostic):
 
 @dataclass(frozen=True)
 class NotPolymorphic(Diagnostic):
-    title = (
-        "the captured graph of {block} differs from the model at another shape or in another block: {reason}"
-    )
+    title = "the captured graph of {block} differs from the model at another shape or in another block: {reason}"
     label = "in the block that ends with `{op}`"
     help = (
         "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape, and keep what "
@@ -120,9 +115,7 @@ class ActiveDropout(Diagnostic):
 class RandomOperation(Diagnostic):
     title = "{block} draws random numbers of its own (`{op}`)"
     label = "in this operation"
-    help = (
-        "draw them in sample(clip, generator) and pass them in, so that the plan cannot change the gradient"
-    )
+    help = "draw them in sample(clip, generator) and pass them in, so that the plan cannot change the gradient"
     block: str
     op: str
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values, rank_list
 from arachnec.ir.diagnostic import Diagnostic, counted
@@ -19,9 +18,7 @@ READERS = (Phase.TRAIN, Phase.FORWARD)
 class NotItsEncoding(Diagnostic):
     title = "%{cascade} trains clips {clips}, and of @{encoder} it reads {read}"
     label = "not the encodings of its clips"
-    help = (
-        "each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of its clips"
-    )
+    help = "each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of its clips"
     cascade: str
     clips: str
     encoder: str

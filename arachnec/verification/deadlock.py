@@ -23,7 +23,6 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.receive_prefetch import Prefetched

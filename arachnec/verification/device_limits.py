@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.communicators import Communicator, communicators, handoff_channel
 from arachnec.analysis.execution_model import HARDWARE_QUEUES, STREAMS, ExecutionModel

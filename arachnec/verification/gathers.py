@@ -13,12 +13,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import Values, rank_list, split_backwards, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Instruction, Program, Stage, integers
 from arachnec.ir.parameter_cells import cell_of, last_layer, layer_sizes, own_cell, replicas
 
@@ -115,17 +115,6 @@ class NotScattered(Diagnostic):
 
 
 @dataclass(frozen=True)
-class WrongReplicas(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and its shard of @{stage} lies on ranks {ranks}"
-    label = "not the ranks that hold this shard"
-    help = "shards are all-reduced between cells: write `on {ranks}`"
-    rank: int
-    instruction: str
-    stage: str
-    ranks: str
-
-
-@dataclass(frozen=True)
 class _Sharded:
     """What is known of a stage that is dealt out."""
 
@@ -218,7 +207,13 @@ def _groups(program: Program, steps: Steps, holders: Mapping[str, tuple[int, ...
         elif step.op == "reduce":
             ranks = replicas(program.rank % one.cell, one.cell, holders[name])
             if step.peers != ranks:
-                yield WrongReplicas(step.span, program.rank, written(step), name, rank_list(ranks))
+                ranks_text = rank_list(ranks)
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} has `{written(step)}`, and its shard of @{name} lies on ranks {ranks_text}",
+                    label="not the ranks that hold this shard",
+                    help=f"shards are all-reduced between cells: write `on {ranks_text}`",
+                )
 
 
 def _ranks_of(values: Values, stage: str) -> tuple[int, ...]:

@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
@@ -54,9 +53,7 @@ class UnknownClip(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongWeight(Diagnostic):
-    title = (
-        "rank {rank} runs `{instruction}` with weight {weight}; {clips} of {total} clips weigh {right}"
-    )
+    title = "rank {rank} runs `{instruction}` with weight {weight}; {clips} of {total} clips weigh {right}"
     label = "weight is {weight}"
     help = "write `weight = {right}`"
     rank: int

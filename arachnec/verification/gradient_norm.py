@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.gradient_ranks import Ranks, norm_ranks, tied_ranks
 from arachnec.analysis.uses import Values, rank_list

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import BACKWARDS, Values, bucket_of, gib, rank_list, written
@@ -21,9 +20,7 @@ TOLERANCE = 1e-9  # of a time that was computed twice
 class NotReduced(Diagnostic):
     title = "the gradient of @{stage} on rank {rank} is not all-reduced: {reason}"
     label = "{reason}"
-    help = (
-        "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
-    )
+    help = "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
     rank: int
     stage: str
     reason: str
@@ -33,9 +30,7 @@ class NotReduced(Diagnostic):
 class WrongBucketLayers(Diagnostic):
     title = "the gradient buckets of @{stage} on rank {rank} do not hold every layer once: {reason}"
     label = "{reason}"
-    help = (
-        "every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`"
-    )
+    help = "every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`"
     rank: int
     stage: str
     reason: str
@@ -75,9 +70,7 @@ class WrongShare(Diagnostic):
 class LeftOut(Diagnostic):
     title = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
     label = "rank {rank} keeps the old parameters"
-    help = (
-        "every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it trained no clip"
-    )
+    help = "every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it trained no clip"
     rank: int
     stage: str
     ranks: str

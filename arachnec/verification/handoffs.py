@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from arachnec.analysis.stage_handoffs import between_stages, in_ranges, ranges_to, source_of
 from arachnec.analysis.uses import COMPUTE, Values, written
@@ -42,9 +42,7 @@ class SwappedHandoff(Diagnostic):
         "and %{received} where it is received"
     )
     label = "receives %{received} here"
-    help = (
-        "values arrive in the order they were sent: receive %{sent} first, or the two are silently swapped"
-    )
+    help = "values arrive in the order they were sent: receive %{sent} first, or the two are silently swapped"
     number: int
     source: int
     target: int
@@ -65,9 +63,7 @@ class WrongSource(Diagnostic):
 
 @dataclass(frozen=True)
 class PartMissing(Diagnostic):
-    title = (
-        "rank {rank} has `{instruction}`, and its tokens of %{cascade} on rank {source} are not there yet"
-    )
+    title = "rank {rank} has `{instruction}`, and its tokens of %{cascade} on rank {source} are not there yet"
     label = "reads what rank {source} has, too"
     help = "write `receive %{cascade} from {source}` before it, once"
     rank: int

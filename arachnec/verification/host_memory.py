@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.residency import resident_ranks
@@ -16,7 +15,7 @@ from arachnec.analysis.stage_handoffs import forward_of
 from arachnec.analysis.uses import Values, gib, rank_list, written
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
 from arachnec.cluster.topology import node_of
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.host_placement import HOST, in_host, inputs_in_host, layers_in_host
 from arachnec.ir.nodes import Cascade, Program, quantity
 from arachnec.ir.recomputation import recomputed_blocks
@@ -68,16 +67,6 @@ class HostOutOfMemory(Diagnostic):
     state: float
     inputs: float
     stated: float
-
-
-@dataclass(frozen=True)
-class HostStateTooLow(Diagnostic):
-    title = "program rank {rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there"
-    label = "host_state = {claimed:.3f} GiB"
-    help = "`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`"
-    rank: int
-    claimed: float
-    right: float
 
 
 def check_host_memory(values: Values) -> Iterator[Diagnostic]:
@@ -138,7 +127,12 @@ def _claims(values: Values) -> Iterator[Diagnostic]:
         right = sum(gib_of(stage.attrs.get("host_state")) for stage, ranks in kept if program.rank in ranks)
         claimed = gib_of(program.attrs.get("host_state"))
         if claimed < right * (1 - TOLERANCE):
-            yield HostStateTooLow(program.span, program.rank, claimed, right)
+            yield Mistake(
+                program.span,
+                f"program rank {program.rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there",
+                label=f"host_state = {claimed:.3f} GiB",
+                help=f"`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`",
+            )
 
 
 def _bounds(values: Values) -> Iterator[Diagnostic]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.stage_handoffs import STAGED
 from arachnec.analysis.uses import COMPUTE, Values, gib, written

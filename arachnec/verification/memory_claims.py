@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import Values, gib, written
@@ -27,9 +27,7 @@ Handed: TypeAlias = tuple[str, int, int | None]
 
 @dataclass(frozen=True)
 class MemoryTooLow(Diagnostic):
-    title = (
-        "rank {rank} claims {claimed:.6g} GiB of {what} for `{instruction}`, its stage says {right:.6g} GiB"
-    )
+    title = "rank {rank} claims {claimed:.6g} GiB of {what} for `{instruction}`, its stage says {right:.6g} GiB"
     label = "{claimed:.6g} GiB of {what}"
     help = "the formulas of @{stage} for {shape} on {ranks} ranks; write at least `{attributes}`"
     rank: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.memory import state_of
 from arachnec.analysis.residency import resident_gib, resident_ranks

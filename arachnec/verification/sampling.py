@@ -11,32 +11,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import PHASES, Values, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Phase, Span, integer
 from arachnec.ir.sampling import chain_of, models_of, outcomes_of, segment_of, steps_taken
 
 SAMPLING = (Phase.ENCODE, Phase.DENOISE, Phase.DECODE)
-
-
-@dataclass(frozen=True)
-class NotSampled(Diagnostic):
-    title = "no cascade denoises request {request}"
-    label = "takes none of its {steps} steps"
-    help = "every request has a chain of denoise cascades over all of its steps"
-    request: int
-    steps: int
-
-
-@dataclass(frozen=True)
-class NoChain(Diagnostic):
-    title = "the segments of request {request} are no chain: {names}"
-    label = "beside the others"
-    help = "each segment but the first reads one other segment of its request, no two the same"
-    request: int
-    names: str
 
 
 @dataclass(frozen=True)
@@ -70,9 +51,7 @@ class StepsLeft(Diagnostic):
 class NotItsText(Diagnostic):
     title = "%{cascade} of requests {requests} reads %{input}, which is of requests {others}"
     label = "another request's"
-    help = (
-        "a segment reads the text of all of its requests, and the latents of these requests in the same order"
-    )
+    help = "a segment reads the text of all of its requests, and the latents of these requests in the same order"
     cascade: str
     requests: str
     input: str
@@ -104,9 +83,7 @@ class WrongDecode(Diagnostic):
 class WrongRound(Diagnostic):
     title = "rank {rank} has `{instruction}` in round {round}, and {reason}"
     label = "round {round}"
-    help = (
-        "every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says"
-    )
+    help = "every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says"
     rank: int
     instruction: str
     round: int
@@ -185,12 +162,23 @@ def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Itera
     steps = integer(clip.attrs["steps"])
     segments = [cascade for cascade in own if cascade.phase is Phase.DENOISE]
     if not segments:
-        yield NotSampled(clip.span, clip.id, steps)
+        yield Mistake(
+            clip.span,
+            f"no cascade denoises request {clip.id}",
+            label=f"takes none of its {steps} steps",
+            help="every request has a chain of denoise cascades over all of its steps",
+        )
         return
     chain = chain_of(segments, clip.id)
     if len(chain) != len(segments):
         left = [cascade for cascade in segments if cascade not in chain] or segments
-        yield NoChain(left[0].span, clip.id, ", ".join(f"%{cascade.name}" for cascade in segments))
+        names_text = ", ".join(f"%{cascade.name}" for cascade in segments)
+        yield Mistake(
+            left[0].span,
+            f"the segments of request {clip.id} are no chain: {names_text}",
+            label="beside the others",
+            help="each segment but the first reads one other segment of its request, no two the same",
+        )
         return
     for outcome in outcomes_of(clip):
         problem = _walk(clip, chain, models, steps, outcome)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import COMPUTE, PHASES, Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
@@ -48,9 +47,7 @@ class WrongPhase(Diagnostic):
 class BadPeers(Diagnostic):
     title = "rank {rank} has `{instruction}`: {reason}"
     label = "{reason}"
-    help = (
-        "send and receive name one other rank; every other group names this rank and each of its ranks once"
-    )
+    help = "send and receive name one other rank; every other group names this rank and each of its ranks once"
     rank: int
     instruction: str
     reason: str

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.uses import Values, rank_list, written
@@ -40,9 +39,7 @@ class NotUpdated(Diagnostic):
 class WrongGather(Diagnostic):
     title = "rank {rank} has `{instruction}`, and {reason}"
     label = "{reason}"
-    help = (
-        "what an optimizer that is dealt out has updated of a stage is gathered over the ranks of its `reduce`"
-    )
+    help = "what an optimizer that is dealt out has updated of a stage is gathered over the ranks of its `reduce`"
     rank: int
     instruction: str
     reason: str

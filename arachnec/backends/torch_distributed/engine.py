@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
@@ -65,43 +65,12 @@ Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
 @dataclass(frozen=True)
-class UnknownOption(Diagnostic):
-    title = "Engine has no option `{name}`"
-    help = "its options are {known}"
-    name: str
-    known: str
-
-
-@dataclass(frozen=True)
 class BadOption(Diagnostic):
     title = "Engine's `{name}` is {value!r}"
     help = "give a {wanted}, or leave it out"
     name: str
     value: object
     wanted: str
-
-
-@dataclass(frozen=True)
-class NoFolder(Diagnostic):
-    title = "Engine's `{name}` needs the folder of the checkpoints"
-    help = "add checkpoint=FOLDER, or leave `{name}` out"
-    name: str
-
-
-@dataclass(frozen=True)
-class BatchesEnded(Diagnostic):
-    title = "the batches ended after {done}, and {wanted} were asked for"
-    help = "give a dataset that can be begun again instead of an iterator, or leave `steps` out; {kept}"
-    done: str
-    wanted: str
-    kept: str
-
-
-@dataclass(frozen=True)
-class LeftBefore(Diagnostic):
-    title = "this Engine's loop was left after {done}, and it takes no more"
-    help = "make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint"
-    done: str
 
 
 @dataclass(frozen=True)
@@ -291,7 +260,14 @@ class Engine:
         Raises ``UserError`` for a mistake, after what was trained before it is in the checkpoint.
         """
         if self._left:
-            raise UserError(LeftBefore(None, counted(self.done - self.first, "step")))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"this Engine's loop was left after {counted(self.done - self.first, 'step')}, and it takes no "
+                    "more",
+                    help="make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint",
+                )
+            )
         if self._closed:
             return
         try:
@@ -314,7 +290,16 @@ class Engine:
                 kept = (
                     "what was trained so far is in the checkpoint" if self._options.checkpoint else "nothing was kept"
                 )
-                raise UserError(BatchesEnded(None, done, wanted, kept))
+                raise UserError(
+                    Mistake(
+                        None,
+                        f"the batches ended after {done}, and {wanted} were asked for",
+                        help=(
+                            "give a dataset that can be begun again instead of an iterator, or leave `steps` out; "
+                            f"{kept}"
+                        ),
+                    )
+                )
         except GeneratorExit:
             self._leave()
             raise
@@ -406,12 +391,18 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     known = [field.name for field in fields(RunOptions) if field.name not in OF_MANIFESTS]
     for name in options:
         if name not in known:
-            raise UserError(UnknownOption(None, name, ", ".join(known)))
+            raise UserError(Mistake(None, f"Engine has no option `{name}`", help=f"its options are {', '.join(known)}"))
     for name in COUNTS:
         _demand_count(name, options.get(name))
     for name in ("resume", "every"):
         if options.get(name) and options.get("checkpoint") is None:
-            raise UserError(NoFolder(None, name))
+            raise UserError(
+                Mistake(
+                    None,
+                    f"Engine's `{name}` needs the folder of the checkpoints",
+                    help=f"add checkpoint=FOLDER, or leave `{name}` out",
+                )
+            )
     for name in PATHS:
         _demand_kind(name, options.get(name), str | os.PathLike, "path")
     for name in TIMEOUTS:

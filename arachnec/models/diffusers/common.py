@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,90 +17,22 @@ from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.models.initial_weights import INDEX, model_folder, pipeline_folder, read_config, read_json_object
 
 LOW_NOISE = "transformer_2"  # a pipeline's second expert
 
 
 @dataclass(frozen=True)
-class NoDiffusers(Diagnostic):
-    title = "this model file needs Diffusers, and `{package}` is not installed"
-    help = "pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece"
-    package: str
-
-
-@dataclass(frozen=True)
-class UnknownModel(Diagnostic):
-    title = "there is no configuration named `{name}`"
-    label = "{suggestion}"
-    help = "the names are {names}; or give a folder of pretrained weights, or keywords"
-    name: str
-    suggestion: str
-    names: str
-
-
-@dataclass(frozen=True)
-class UnknownConfigKey(Diagnostic):
-    title = "`{model}` has no configuration key `{key}`"
-    label = "no such key"
-    help = "{suggestion}"
-    model: str
-    key: str
-    suggestion: str
-
-
-@dataclass(frozen=True)
-class NoConfig(Diagnostic):
-    title = "{folder} has no config.json of a {model} transformer{reason}"
-    help = (
-        "give a folder that `save_pretrained` wrote, of the pipeline or of its transformer; an absolute path is there "
-        "wherever ranks are started"
-    )
-    folder: str
-    model: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class NoText(Diagnostic):
-    title = "clip `{clip}` has no text tokens, and {model} attends to text"
-    help = "give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1"
-    clip: str | int
-    model: str
-
-
-@dataclass(frozen=True)
-class TooMuchText(Diagnostic):
-    title = "clip `{clip}` has {found} text tokens, and {model} takes {limit}"
-    help = "correct its `text_tokens`, or raise `text_length`"
-    clip: str | int
-    model: str
-    found: int
-    limit: int
-
-
-@dataclass(frozen=True)
 class WrongLatents(Diagnostic):
     title = "the latents of clip `{clip}` are {found}, expected {expected}"
-    help = (
-        "encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width"
-    )
+    help = "encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width"
     clip: str | int
     found: str
     expected: str
     frames: int
     height: int
     width: int
-
-
-@dataclass(frozen=True)
-class UnreadableLatents(Diagnostic):
-    title = "the latents `{path}` of clip `{clip}` cannot be read: {reason}"
-    help = "a .safetensors file of latents has one tensor named `latents`"
-    path: str
-    clip: str | int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -140,7 +72,13 @@ def constructor(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise UserError(NoDiffusers(None, error.name or "diffusers")) from None
+        raise UserError(
+            Mistake(
+                None,
+                f"this model file needs Diffusers, and `{error.name or 'diffusers'}` is not installed",
+                help="pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece",
+            )
+        ) from None
 
 
 def configuration(
@@ -155,7 +93,9 @@ def configuration(
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
-            raise UserError(UnknownConfigKey(None, model, key, suggestion))
+            raise UserError(
+                Mistake(None, f"`{model}` has no configuration key `{key}`", label="no such key", help=f"{suggestion}")
+            )
     return {**defaults, **laid, **given}
 
 
@@ -164,12 +104,29 @@ def _of_folder(model: str, parameters: Any, named: Mapping[str, Mapping[str, Any
     folder = Path(name)
     if not folder.is_dir() and "/" not in name:
         near = difflib.get_close_matches(name, named, n=1)
-        raise UserError(UnknownModel(None, name, f"did you mean `{near[0]}`?" if near else "", ", ".join(named)))
+        suggestion_text = f"did you mean `{near[0]}`?" if near else ""
+        raise UserError(
+            Mistake(
+                None,
+                f"there is no configuration named `{name}`",
+                label=f"{suggestion_text}",
+                help=f"the names are {', '.join(named)}; or give a folder of pretrained weights, or keywords",
+            )
+        )
     config = read_config(model_folder(folder))
     kind = config.get("_class_name")
     if not config or kind not in (None, parameters.__name__):
         reason = f", but a {kind}'s" if config else ""
-        raise UserError(NoConfig(None, name, model, reason))
+        raise UserError(
+            Mistake(
+                None,
+                f"{name} has no config.json of a {model} transformer{reason}",
+                help=(
+                    "give a folder that `save_pretrained` wrote, of the pipeline or of its transformer; an absolute "
+                    "path is there wherever ranks are started"
+                ),
+            )
+        )
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
@@ -237,9 +194,21 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     """
     real = clip.text_tokens
     if real < 1:
-        raise UserError(NoText(None, clip.name, model))
+        raise UserError(
+            Mistake(
+                None,
+                f"clip `{clip.name}` has no text tokens, and {model} attends to text",
+                help="give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1",
+            )
+        )
     if length is not None and real > length:
-        raise UserError(TooMuchText(None, clip.name, model, real, length))
+        raise UserError(
+            Mistake(
+                None,
+                f"clip `{clip.name}` has {real} text tokens, and {model} takes {length}",
+                help="correct its `text_tokens`, or raise `text_length`",
+            )
+        )
     if "text" in clip.encoded:
         encoded = clip.encoded["text"]
         real = encoded.shape[1]
@@ -376,5 +345,11 @@ def _precomputed(clip: VideoClip, path: Path, shape: tuple[int, ...]) -> Tensor:
         with safe_open(path, framework="pt") as file:
             stored: Tensor = file.get_tensor("latents").float()
     except (SafetensorError, OSError) as error:
-        raise UserError(UnreadableLatents(None, str(path), clip.name, str(error).splitlines()[0])) from None
+        raise UserError(
+            Mistake(
+                None,
+                f"the latents `{path}` of clip `{clip.name}` cannot be read: {str(error).splitlines()[0]}",
+                help="a .safetensors file of latents has one tensor named `latents`",
+            )
+        ) from None
     return stored if stored.ndim == 5 else stored[None]

@@ -11,12 +11,12 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
 from arachnec.models.diffusers.tokenizations import (
@@ -35,33 +35,9 @@ LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama
 @dataclass(frozen=True)
 class NoPipeline(Diagnostic):
     title = "{folder} is no pipeline's folder: it has no {part}"
-    help = (
-        "give the folder with model_index.json, vae/, text_encoder/ and tokenizer/, by an absolute path"
-    )
+    help = "give the folder with model_index.json, vae/, text_encoder/ and tokenizer/, by an absolute path"
     folder: str
     part: str
-
-
-@dataclass(frozen=True)
-class OtherPipeline(Diagnostic):
-    title = "how {pipeline} encodes captions is not known here"
-    help = (
-        "known are {known}; write encoders() with a module of your own that has load() and forward(): "
-        "docs/your_model.md"
-    )
-    pipeline: str
-    known: str
-
-
-@dataclass(frozen=True)
-class OlderTransformers(Diagnostic):
-    title = "HunyuanVideo's captions need transformers {least}, and {version} is installed"
-    help = (
-        "pip install -U transformers diffusers peft: memory and time are planned by running the language model without "
-        "values, which older ones cannot"
-    )
-    version: str
-    least: str = ".".join(map(str, LANGUAGE_MODEL_ON_META))
 
 
 def pipeline_encoders(
@@ -83,7 +59,16 @@ def pipeline_encoders(
         raise UserError(NoPipeline(None, str(folder), INDEX))
     pipeline = read_json_object(folder / INDEX).get("_class_name")
     if pipeline not in CAPTIONS:
-        raise UserError(OtherPipeline(None, str(pipeline), ", ".join(CAPTIONS)))
+        raise UserError(
+            Mistake(
+                None,
+                f"how {pipeline} encodes captions is not known here",
+                help=(
+                    f"known are {', '.join(CAPTIONS)}; write encoders() with a module of your own that has load() and "
+                    "forward(): docs/your_model.md"
+                ),
+            )
+        )
     parts = ("text_encoder_2", "tokenizer_2") if pipeline == "HunyuanVideoPipeline" else ()
     for part in ("vae", "text_encoder", "tokenizer", *parts):
         if not (folder / part).is_dir():
@@ -112,7 +97,17 @@ def _cogvideox(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str
 def _hunyuan_video(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:
     version = importlib.import_module("transformers").__version__
     if constructor("packaging.version", "Version")(version).release < LANGUAGE_MODEL_ON_META:
-        raise UserError(OlderTransformers(None, version))
+        raise UserError(
+            Mistake(
+                None,
+                f"HunyuanVideo's captions need transformers {'.'.join(map(str, LANGUAGE_MODEL_ON_META))}, and "
+                f"{version} is installed",
+                help=(
+                    "pip install -U transformers diffusers peft: memory and time are planned by running the language "
+                    "model without values, which older ones cannot"
+                ),
+            )
+        )
     template, rule = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE, hunyuan_tokens(folder, length)
     text = TemplateEncoder(rule.tokenizer, _text_model(folder, dtype), template["template"], rule.crop, most=rule.most)
     return {"text": text, "pooled": PooledEncoder(tokenizer_of(folder, "_2"), _text_model(folder, dtype, "_2"))}

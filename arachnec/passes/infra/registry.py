@@ -14,20 +14,13 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import cast
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.passes.infra.base import Pass
 
 NO_PASS = ("trace",)  # makes the module that the first pass takes
 ENTRY_POINTS = "arachnec.passes"
-
-
-@dataclass(frozen=True)
-class NoPassFile(Diagnostic):
-    title = "there is no file {path}"
-    help = "--load takes a Python file that defines passes"
-    path: str
 
 
 @dataclass(frozen=True)
@@ -36,15 +29,6 @@ class PassFileFails(Diagnostic):
     help = "run it with `python {path}` to see where"
     path: str
     reason: str
-
-
-@dataclass(frozen=True)
-class NoPassInFile(Diagnostic):
-    title = "{path} defines no pass"
-    help = (
-        "a pass is a frozen dataclass derived from arachnec.passes.Pass, with `needs`, `gives` and `run`"
-    )
-    path: str
 
 
 @dataclass(frozen=True)
@@ -93,7 +77,9 @@ def load_file(path: str | Path, registry: Registry) -> Registry:
     """``registry`` and every pass that the Python file ``path`` defines. Raises UserError."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(NoPassFile(None, path=str(path)))
+        raise UserError(
+            Mistake(None, f"there is no file {path}", help="--load takes a Python file that defines passes")
+        )
     name = f"arachnec_loaded_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -110,5 +96,11 @@ def load_file(path: str | Path, registry: Registry) -> Registry:
         if inspect.isclass(kind) and issubclass(kind, Pass) and kind.__module__ == name and not inspect.isabstract(kind)
     ]
     if not kinds:
-        raise UserError(NoPassInFile(None, path=str(path)))
+        raise UserError(
+            Mistake(
+                None,
+                f"{path} defines no pass",
+                help="a pass is a frozen dataclass derived from arachnec.passes.Pass, with `needs`, `gives` and `run`",
+            )
+        )
     return registry.with_passes(*kinds)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import msgspec
 import torch
@@ -19,21 +18,13 @@ from torch import Tensor, nn
 from arachnec.backends.torch_distributed.reporting.report import ClipNote
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import TooFewFrames, UnreadableVideo
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError
 from arachnec.models.encoders import UnreadableClip
 from arachnec.runtime.agreement import gather_text
 
 TOLERANCE = 1e-3  # of a sum of shares
 OF_A_FILE = (UnreadableVideo, TooFewFrames, UnreadableClip)
 NOT_A_NUMBER = "what its encoder gave is not a number"
-
-
-@dataclass(frozen=True)
-class NothingLeft(Diagnostic):
-    title = "no clip of step {step} can be used: {first}"
-    help = "check the paths of the manifest, and that this host can read them"
-    step: int
-    first: str
 
 
 def is_unreadable(error: BaseException) -> bool:

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import torch.distributed as dist
@@ -31,35 +30,18 @@ from arachnec.checkpoint.folder import (
     write_commit,
 )
 from arachnec.checkpoint.parts import Part, State, part_of, written_by
-from arachnec.ir.diagnostic import Diagnostic, UserError, refused
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, refused
 from arachnec.runtime.agreement import gather_text
 
 KEPT = 2
 
 
 @dataclass(frozen=True)
-class CheckpointsThere(Diagnostic):
-    title = "{folder} holds checkpoints, the newest of step {steps}"
-    help = "add --resume to go on from it, or give another --checkpoint folder"
-    folder: str
-    steps: int
-
-
-@dataclass(frozen=True)
 class NotWritten(Diagnostic):
     title = "rank {rank} could not write the checkpoint: {reason}"
-    help = (
-        "make space, or give a --checkpoint folder on another disk; --resume goes on from the one before"
-    )
+    help = "make space, or give a --checkpoint folder on another disk; --resume goes on from the one before"
     rank: int
     reason: str
-
-
-@dataclass(frozen=True)
-class EarlierFormat(Diagnostic):
-    title = "{folder} holds checkpoints of an earlier version"
-    help = "convert them once: arachnec convert-checkpoint BUILD {folder}"
-    folder: str
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -160,7 +142,14 @@ def newest(folder: Path) -> Whole | None:
     path = _newest_intact(folder)
     if path is None:
         if earlier_format(folder):
-            raise UserError(EarlierFormat(None, str(folder)))
+            folder_text = str(folder)
+            raise UserError(
+                Mistake(
+                    None,
+                    f"{folder_text} holds checkpoints of an earlier version",
+                    help=f"convert them once: arachnec convert-checkpoint BUILD {folder_text}",
+                )
+            )
         return None
     commit = read_commit(path)
     assert commit is not None
@@ -197,7 +186,13 @@ def demand_empty(folder: Path) -> None:
     """A run that does not resume must not write among the checkpoints of another. Raises ``UserError``."""
     if whole := committed(folder):
         commit = read_commit(whole[0])
-        raise UserError(CheckpointsThere(None, str(folder), commit.position.steps if commit else 0))
+        raise UserError(
+            Mistake(
+                None,
+                f"{folder} holds checkpoints, the newest of step {commit.position.steps if commit else 0}",
+                help="add --resume to go on from it, or give another --checkpoint folder",
+            )
+        )
 
 
 def demand_own(folder: Path, model: str, seed: int, accumulate: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.head_density import layer_densities

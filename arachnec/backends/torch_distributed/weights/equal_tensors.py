@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import ClassVar
 
 import msgspec
 import torch.distributed as dist
