@@ -24,7 +24,7 @@ from arachnec.executable.batch_size import require_batch
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.training_options import Training, bad_value
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.caption_tokens import CaptionCounter
@@ -242,12 +242,9 @@ def _listed(data: str | Path | None, batch: Batch, training: Training, machine: 
     """The clips; None where the manifest is too long to list."""
     if not training.mix.manifests:
         if data is None:
-            raise UserError(
-                Mistake(
-                    None,
-                    "nothing says which clips to train on",
-                    help="give --data with a manifest, or several as `mix` of the training options",
-                )
+            raise user_error(
+                "nothing says which clips to train on",
+                help="give --data with a manifest, or several as `mix` of the training options",
             )
         if is_long(Path(data)):
             return None

@@ -19,7 +19,7 @@ from arachnec.backends.cascade_step import (
 from arachnec.backends.stages_in_turn import StagesInTurn
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
 from arachnec.model_state.kept_gradients import drop_gradients, gradients_of
 from arachnec.models.encoders import running_encoders
@@ -50,12 +50,10 @@ def run_reference(
     Raises ``UserError`` for a module below ``partitioned`` or with phases that are not training.
     """
     if module.level < Level.PARTITIONED:
-        raise UserError(
-            Mistake(
-                module.span,
-                f"@{module.name} is {module.level.word}: it has no cascades to run",
-                help="run the pass `partition` first",
-            )
+        raise user_error(
+            f"@{module.name} is {module.level.word}: it has no cascades to run",
+            help="run the pass `partition` first",
+            span=module.span,
         )
     training = training or Training()
     device = torch.device(device)
@@ -82,12 +80,10 @@ def run_reference(
             encoded = encoded_inputs(module, cascade, values)
             total += pipeline.run(cascade, chosen, encoded, step, device)
         else:
-            raise UserError(
-                Mistake(
-                    cascade.span,
-                    f"%{cascade.name} is a `{cascade.phase.value}` cascade, which the reference does not run",
-                    help="the reference runs `encode` and `train` cascades, and those of the stages that `stages` made",
-                )
+            raise user_error(
+                f"%{cascade.name} is a `{cascade.phase.value}` cascade, which the reference does not run",
+                help="the reference runs `encode` and `train` cascades, and those of the stages that `stages` made",
+                span=cascade.span,
             )
     gradients = gradients_of(parameters)
     drop_gradients(parameters)

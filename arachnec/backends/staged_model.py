@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from arachnec.backends.cascade_step import DTYPES, build_model
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module, Stage
 from arachnec.models.batch import prediction_of
@@ -136,15 +136,12 @@ class Cuts:
             missing = names - own if stage else (names - own) & read
             if missing:
                 name_text = min(missing)
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"for some clips stage {stage} reads `{name_text}`, which it does not have",
-                        help=(
-                            f"a stage has the parameters that it reads for the first clip: make `{name_text}` part of a "
-                            "block, read it for every clip, or train the model as one stage"
-                        ),
-                    )
+                raise user_error(
+                    f"for some clips stage {stage} reads `{name_text}`, which it does not have",
+                    help=(
+                        f"a stage has the parameters that it reads for the first clip: make `{name_text}` part of a "
+                        "block, read it for every clip, or train the model as one stage"
+                    ),
                 )
 
     def forward(self, model: nn.Module, cut: Cut, stage: int) -> StageForward:
@@ -216,12 +213,9 @@ class StageForward:
         self._at += 1
         if number >= len(self._calls) or self._calls[number].path != unit.path:
             expected = self._calls[number].path if number < len(self._calls) else "its end"
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the model's forward called `{unit.path}` where it called `{expected}` when it was cut",
-                    help="its calls must follow from the shapes of its arguments; or train it as one stage",
-                )
+            raise user_error(
+                f"the model's forward called `{unit.path}` where it called `{expected}` when it was cut",
+                help="its calls must follow from the shapes of its arguments; or train it as one stage",
             )
         stage, call = self._cut.stages[number], self._calls[number]
         if stage > self._stage:
@@ -248,13 +242,10 @@ class StageForward:
                 continue
             value, version = self._outputs_here[output]
             if value._version != version:
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"the model changes what `{self._calls[output.call].path}` returned in place, and a later "
-                        "stage needs it as it was",
-                        help="write `x = x + y` for `x += y` there, or cut the model elsewhere",
-                    )
+                raise user_error(
+                    f"the model changes what `{self._calls[output.call].path}` returned in place, and a later stage "
+                    "needs it as it was",
+                    help="write `x = x + y` for `x += y` there, or cut the model elsewhere",
                 )
             values[output] = handing(output, value)
         return values

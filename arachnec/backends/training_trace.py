@@ -13,7 +13,7 @@ from arachnec.data.header_check import hold_against_headers
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import validation_text
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.file import ModelFile
@@ -70,13 +70,9 @@ def validation_manifest(clips: Sequence[VideoClip], training: Training) -> Manif
         if all(has(clip) for clip in islice(clips, LOOKED_AT)):
             for clip in manifest.clips:
                 if not has(clip):
-                    raise UserError(
-                        Mistake(
-                            None,
-                            f"held-back clip `{clip.name}` of {manifest.path} has no {key}, and the clips of "
-                            "training have",
-                            help="its loss would be another thing: give held-back clips what those of training have",
-                        )
+                    raise user_error(
+                        f"held-back clip `{clip.name}` of {manifest.path} has no {key}, and the clips of training have",
+                        help="its loss would be another thing: give held-back clips what those of training have",
                     )
     return manifest
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import click
 
 from arachnec.caching.options import CacheOptions, cache_options
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.launch.ranks import exit_with, joined_rank
 from arachnec.launch.timeouts import START_S
 
@@ -97,12 +97,9 @@ def follow(rank: int, output: Path, encode: Encode) -> None:
     if not identity:
         return
     if not (output / PLAN / HEADER).is_file():
-        raise UserError(
-            Mistake(
-                None,
-                f"rank {rank} does not see in {output} what rank 0 wrote there",
-                help="give -o a folder on a file system that all hosts share, where training can read it, too",
-            )
+        raise user_error(
+            f"rank {rank} does not see in {output} what rank 0 wrote there",
+            help="give -o a folder on a file system that all hosts share, where training can read it, too",
         )
     names = tuple(stage.name for stage in read_executable(output / PLAN).traced.stages)
     encode(output / PLAN, EncodedFiles(output, identity, names))

@@ -21,7 +21,7 @@ from torch import Tensor
 from arachnec.checkpoint.files import sha256, write_file
 from arachnec.checkpoint.folder import COMMIT, Position, earlier_format, file_of, write_commit
 from arachnec.checkpoint.parts import part_of
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
@@ -72,12 +72,9 @@ def convert_newest(folder: Path, data: str) -> Path:
     """
     whole = [path for path in earlier_format(folder) if (path / COMMIT).is_file()]
     if not whole:
-        raise UserError(
-            Mistake(
-                None,
-                f"{folder} holds no checkpoint of the earlier format",
-                help="give the folder that was --checkpoint of the run",
-            )
+        raise user_error(
+            f"{folder} holds no checkpoint of the earlier format",
+            help="give the folder that was --checkpoint of the run",
         )
     path = whole[-1]
     try:

@@ -12,7 +12,7 @@ from itertools import combinations
 
 from arachnec.cluster.device_specs import DEVICE_SPECS, DeviceSpecs
 from arachnec.cluster.nvidia_tools import Device, Matrix
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 NVLINK = 25  # GB/s of one NVLink in one direction, from its second to its fourth generation
 MIB_PER_GIB = 1024
@@ -42,20 +42,14 @@ def cluster_file(matrix: Matrix | None, devices: Sequence[Device], host_memory: 
     """
     names = sorted({device.name for device in devices})
     if len(names) > 1:
-        raise UserError(
-            Mistake(
-                None,
-                f"the node has different devices: {', '.join(names)}",
-                help="a cluster file describes nodes whose devices are alike; hide some with CUDA_VISIBLE_DEVICES",
-            )
+        raise user_error(
+            f"the node has different devices: {', '.join(names)}",
+            help="a cluster file describes nodes whose devices are alike; hide some with CUDA_VISIBLE_DEVICES",
         )
     if matrix is not None and devices and len(matrix.gpus) != len(devices):
-        raise UserError(
-            Mistake(
-                None,
-                f"the link matrix has {len(matrix.gpus)} GPUs, the list of devices {len(devices)}",
-                help="save both on the same machine",
-            )
+        raise user_error(
+            f"the link matrix has {len(matrix.gpus)} GPUs, the list of devices {len(devices)}",
+            help="save both on the same machine",
         )
     count = len(matrix.gpus) if matrix is not None else len(devices)
     lines = [

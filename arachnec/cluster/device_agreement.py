@@ -58,8 +58,8 @@ def _problems(records: Sequence[DeviceRecord], planned: Cluster | None) -> Itera
                 None,
                 f"{ranks_of(here)} on host {here[0].host} would share one GPU ({here[0].name}, {_visible(here[0])})",
                 help=(
-                    "give every rank a GPU of its own: all GPUs of the node visible to all its ranks, or another "
-                    f"one to each. If the node has lost a GPU, leave it out (--exclude={here[0].host})"
+                    "give every rank a GPU of its own: all GPUs of the node visible to all its ranks, or another one "
+                    f"to each. If the node has lost a GPU, leave it out (--exclude={here[0].host})"
                 ),
             )
         return
@@ -69,8 +69,8 @@ def _problems(records: Sequence[DeviceRecord], planned: Cluster | None) -> Itera
             None,
             f"{ranks_of(rest)} would run on the CPU, {ranks_of(gpus)} on GPUs",
             help=(
-                f"make the GPUs of {', '.join(sorted({record.host for record in rest}))} visible ({MASK}, and a "
-                "torch built for CUDA), or leave it out"
+                f"make the GPUs of {', '.join(sorted({record.host for record in rest}))} visible ({MASK}, and a torch "
+                "built for CUDA), or leave it out"
             ),
         )
         return

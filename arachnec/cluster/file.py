@@ -25,7 +25,7 @@ from pathlib import Path
 
 from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, PCIE4, DeviceSpecs, find_device_specs
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import MOST_GPUS, Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.solver.budget import usable_cores
@@ -129,12 +129,9 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
         return _of_toml(detected(), AUTO, name)
     path = Path(text_or_path)
     if not path.is_file():
-        raise UserError(
-            Mistake(
-                None,
-                f"`{text_or_path}` is neither a cluster file nor a short form",
-                help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`",
-            )
+        raise user_error(
+            f"`{text_or_path}` is neither a cluster file nor a short form",
+            help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`",
         )
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
@@ -165,12 +162,9 @@ def _of_short_forms(parts: list[dict[str, object]], name: str) -> Cluster:
     if len(parts) == 1:
         return _cluster(parts[0] | _own_cores(parts[0]), name, lines)
     if len({part["gpus"] for part in parts}) > 1:
-        raise UserError(
-            Mistake(
-                None,
-                "the nodes of the cluster have different numbers of GPUs",
-                help="give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`",
-            )
+        raise user_error(
+            "the nodes of the cluster have different numbers of GPUs",
+            help="give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`",
         )
     groups = [{"nodes": part["nodes"], "device": part["device"]} for part in parts]
     return _cluster({"gpus": parts[0]["gpus"], "group": groups}, name, lines)
@@ -300,13 +294,11 @@ def _build(
 def _check_keys(values: dict[str, object], known: tuple[str, ...], lines: Lines) -> None:
     for key in values:
         if key not in known:
-            raise UserError(
-                Mistake(
-                    lines.span(key),
-                    f"unknown key `{key}` in the cluster file",
-                    label="no such key",
-                    help=f"did you mean `{_nearest(key, list(known))}`? A cluster file has {', '.join(known)}",
-                )
+            raise user_error(
+                f"unknown key `{key}` in the cluster file",
+                label="no such key",
+                help=f"did you mean `{_nearest(key, list(known))}`? A cluster file has {', '.join(known)}",
+                span=lines.span(key),
             )
 
 
@@ -315,13 +307,11 @@ def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
     if nodes < 1 or gpus < 1:
         raise UserError(NoGpus(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus))
     if nodes * gpus > MOST_GPUS:
-        raise UserError(
-            Mistake(
-                lines.span("nodes" if nodes > gpus else "gpus"),
-                f"the cluster has {nodes} nodes of {gpus}, more than {MOST_GPUS} GPUs",
-                label="more than is planned for",
-                help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g`",
-            )
+        raise user_error(
+            f"the cluster has {nodes} nodes of {gpus}, more than {MOST_GPUS} GPUs",
+            label="more than is planned for",
+            help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g`",
+            span=lines.span("nodes" if nodes > gpus else "gpus"),
         )
     return gpus
 
@@ -337,16 +327,14 @@ def _device(values: dict[str, object], lines: Lines) -> tuple[DeviceSpecs | None
         near = difflib.get_close_matches(device.lower(), [*names, *ALIASES], 1, 0.0)[0]
         first = ALIASES.get(near, near)
         listed = ", ".join(sorted(names, key=lambda name: name != first))
-        raise UserError(
-            Mistake(
-                lines.span("device"),
-                f"unknown device `{device}`",
-                label="no device of that name is known",
-                help=(
-                    f"did you mean `{near}`? Known are {listed}; a file may describe any other device by memory, flops, "
-                    "intra, inter, latency and inter_latency"
-                ),
-            )
+        raise user_error(
+            f"unknown device `{device}`",
+            label="no device of that name is known",
+            help=(
+                f"did you mean `{near}`? Known are {listed}; a file may describe any other device by memory, flops, "
+                "intra, inter, latency and inter_latency"
+            ),
+            span=lines.span("device"),
         )
     return specs, specs.name if specs else device
 

@@ -12,7 +12,7 @@ import csv
 import re
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")  # from near to far
@@ -72,16 +72,14 @@ def parse_matrix(text: str, file: str) -> Matrix:
     rows = [_ESCAPE.sub("", row) for row in text.splitlines()]
     top = next((number for number, row in enumerate(rows) if _is_header(row)), None)
     if top is None:
-        raise UserError(
-            Mistake(
-                _span(file, 1, rows[0] if rows else ""),
-                "this is neither a link matrix nor a list of devices",
-                label="expected `GPU0 ...`, or `index, name, memory.total [MiB]`",
-                help=(
-                    "save what `nvidia-smi topo -m` or `nvidia-smi --query-gpu=index,name,memory.total --format=csv` "
-                    "prints, all of it"
-                ),
-            )
+        raise user_error(
+            "this is neither a link matrix nor a list of devices",
+            label="expected `GPU0 ...`, or `index, name, memory.total [MiB]`",
+            help=(
+                "save what `nvidia-smi topo -m` or `nvidia-smi --query-gpu=index,name,memory.total --format=csv` "
+                "prints, all of it"
+            ),
+            span=_span(file, 1, rows[0] if rows else ""),
         )
     header = rows[top]
     for words in _AFFINITIES:

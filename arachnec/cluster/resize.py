@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from arachnec.cluster.topology import mix_of
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.nodes import Cluster
 
 
@@ -17,15 +17,12 @@ def cluster_for(cluster: Cluster, world: int) -> Cluster:
         changed = cluster.attrs.updated(nodes=1, gpus=world, nics=_first(cluster, world), mixed=mix_of(cluster, 1))
         return replace(cluster, attrs=changed)
     if world % cluster.gpus:
-        raise UserError(
-            Mistake(
-                None,
-                f"the plan is for {counted(cluster.world, 'rank')} and cannot be made again for {world}",
-                help=(
-                    f"give at most {counted(cluster.gpus, 'rank')}, or a multiple of {cluster.gpus}, or compile for "
-                    "another cluster"
-                ),
-            )
+        raise user_error(
+            f"the plan is for {counted(cluster.world, 'rank')} and cannot be made again for {world}",
+            help=(
+                f"give at most {counted(cluster.gpus, 'rank')}, or a multiple of {cluster.gpus}, or compile for "
+                "another cluster"
+            ),
         )
     nodes = world // cluster.gpus
     return replace(cluster, attrs=cluster.attrs.updated(nodes=nodes, mixed=mix_of(cluster, nodes)))

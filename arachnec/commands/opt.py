@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.parser import LARGEST_TEXT, parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.syntax_errors import TextTooLarge
@@ -44,12 +44,9 @@ def wanted_passes(passes: str | None, text: str, file: str) -> str:
     """``--passes``, else what line 1 of the text names. Raises UserError where there is neither."""
     pipeline = passes if passes is not None else pipeline_of(text)
     if pipeline is None:
-        raise UserError(
-            Mistake(
-                None,
-                f"no pipeline for {file}",
-                help="give --passes, or write `// arachnec opt --passes ...` in the file's first line",
-            )
+        raise user_error(
+            f"no pipeline for {file}",
+            help="give --passes, or write `// arachnec opt --passes ...` in the file's first line",
         )
     return pipeline
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.passes.infra.errors import UnknownPass
 from arachnec.passes.infra.instruments import Dump, Instrument, PrintAfter, Reproducer, Timing
 from arachnec.passes.infra.pipeline import Pipeline, did_you_mean
@@ -41,12 +41,9 @@ class PassOptions:
             return pipeline
         takers = [index for index, step in enumerate(pipeline.passes) if hasattr(step, "profile")]
         if not takers:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"no pass of `{pipeline}` takes a profile",
-                    help="leave --profile out, or put `annotate` into the pipeline",
-                )
+            raise user_error(
+                f"no pass of `{pipeline}` takes a profile",
+                help="leave --profile out, or put `annotate` into the pipeline",
             )
         if Path(profile).is_file() or find_device_specs(str(profile)) is None:
             read_profile(profile)  # what is wrong with it is told before a model is traced

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from arachnec.commands.opt import read_text
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.verify import check_module
@@ -31,12 +31,8 @@ REMAINING_OF_REQUESTS = {
 def demand_program(path: Path) -> None:
     """Raises ``UserError`` where nothing is at ``path``."""
     if not path.exists() and str(path) != "-":
-        raise UserError(
-            Mistake(
-                None,
-                f"there is no {path}",
-                help="give the folder that `arachnec compile -o` wrote, or a .cascade file",
-            )
+        raise user_error(
+            f"there is no {path}", help="give the folder that `arachnec compile -o` wrote, or a .cascade file"
         )
 
 
@@ -45,23 +41,16 @@ def read_program(path: Path) -> Module:
     demand_program(path)
     file = path / PROGRAM if path.is_dir() else path
     if path.is_dir() and not file.is_file():
-        raise UserError(
-            Mistake(
-                None,
-                f"{path} has no {PROGRAM}",
-                help="give the folder that `arachnec compile -o` wrote, or a .cascade file",
-            )
+        raise user_error(
+            f"{path} has no {PROGRAM}", help="give the folder that `arachnec compile -o` wrote, or a .cascade file"
         )
     module = parse_module(read_text(file), str(file))
     if module.level is not Level.LOWERED:
         remaining = REMAINING if module.attrs.get("models") is None else REMAINING_OF_REQUESTS
         path_text = str(file)
-        raise UserError(
-            Mistake(
-                None,
-                f"{path_text} is at level {module.level.word}, and only a lowered module has programs",
-                help=f"run `arachnec opt {path_text} --passes {remaining[module.level]} -o lowered.cascade` first",
-            )
+        raise user_error(
+            f"{path_text} is at level {module.level.word}, and only a lowered module has programs",
+            help=f"run `arachnec opt {path_text} --passes {remaining[module.level]} -o lowered.cascade` first",
         )
     check_module(module)
     return module

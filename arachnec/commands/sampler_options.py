@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import click
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 OF_TRAINING = "of training; a sampler file has none of it"
@@ -50,13 +50,11 @@ def is_sampler(path: Path) -> bool:
     names = _top_level_names(path, set())
     trains, samples = names.issuperset(MODEL_FILE.required), names.issuperset(SAMPLER_FORM.required)
     if trains and samples:
-        raise UserError(
-            Mistake(
-                definition(path, "models"),
-                "this is a model file and a sampler file in one",
-                label=f"it names build, sample and loss, and {', '.join(SAMPLER_FORM.required)} too",
-                help="move what samples into a file of its own, which imports this one; or give `models` another name",
-            )
+        raise user_error(
+            "this is a model file and a sampler file in one",
+            label=f"it names build, sample and loss, and {', '.join(SAMPLER_FORM.required)} too",
+            help="move what samples into a file of its own, which imports this one; or give `models` another name",
+            span=definition(path, "models"),
         )
     return samples or ("models" in names and "build" not in names)
 

@@ -20,7 +20,7 @@ import msgspec
 
 from arachnec.cost.sparse_profile import SparseProfile, sparse_problem
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.ir.values import Formula, Term
 
@@ -152,12 +152,9 @@ def read_profile(path: str | Path) -> Profile:
     if not file.is_file():
         from arachnec.cluster.device_specs import DEVICE_SPECS
 
-        raise UserError(
-            Mistake(
-                None,
-                f"`{path}` is neither a profile file nor a known device",
-                help=f"make a profile with `arachnec profile`, or name one of {', '.join(sorted(DEVICE_SPECS))}",
-            )
+        raise user_error(
+            f"`{path}` is neither a profile file nor a known device",
+            help=f"make a profile with `arachnec profile`, or name one of {', '.join(sorted(DEVICE_SPECS))}",
         )
     span = Span(str(path), 1, 1, 1, 2)
     if file.stat().st_size > LARGEST_FILE:

@@ -21,7 +21,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.dataset_item import BadItem, clip_of_item
 from arachnec.data.dataset_raised import dataset_raised
 from arachnec.data.source_state import from_text, to_text
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 END: Final = object()  # of a dataset: None may be an item of it, which is a mistake
@@ -127,23 +127,17 @@ class BatchSource:
         clips = self._grouped() if self._batch is not None else self._whole()
         if not clips:
             if not self._given and self._in_epoch == 0:
-                raise UserError(
-                    Mistake(
-                        None,
-                        "the dataset gives no clips",
-                        help="an iterator can be used up once only: give a new one, or the dataset itself",
-                    )
+                raise user_error(
+                    "the dataset gives no clips",
+                    help="an iterator can be used up once only: give a new one, or the dataset itself",
                 )
             return None
         seen: set[str] = set()
         for clip in clips:
             if str(clip.id) in seen:
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"two clips of one batch have the id `{clip.id}`",
-                        help="ids seed a clip's noise and must differ; leave `id` out to have the clips counted",
-                    )
+                raise user_error(
+                    f"two clips of one batch have the id `{clip.id}`",
+                    help="ids seed a clip's noise and must differ; leave `id` out to have the clips counted",
                 )
             seen.add(str(clip.id))
         return tuple(clips)
@@ -181,15 +175,9 @@ class BatchSource:
             before, other = self._like.setdefault((clip.shape, name), (shape, clip.id))
             if shape != before:
                 announced, actual, expected = (" x ".join(map(str, sizes)) for sizes in (clip.shape[:3], shape, before))
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"clip `{clip.id}` announces {announced} and its `{name}` is {actual}",
-                        help=(
-                            f"`{name}` of clip `{other}`, of the same size, is {expected}: one of them is of another "
-                            "size"
-                        ),
-                    )
+                raise user_error(
+                    f"clip `{clip.id}` announces {announced} and its `{name}` is {actual}",
+                    help=f"`{name}` of clip `{other}`, of the same size, is {expected}: one of them is of another size",
                 )
         return clip
 
@@ -201,12 +189,9 @@ class BatchSource:
             self._bare = clip.id
         if self._full is not None and self._bare is not None:
             names = ", ".join(f"`{name}`" for name in self._full.tensors)
-            raise UserError(
-                Mistake(
-                    None,
-                    f"clip `{self._bare}` has no tensors, and clip `{self._full.id}` has {names}",
-                    help="give every clip the same ones: without any, `sample` makes zeros to plan with",
-                )
+            raise user_error(
+                f"clip `{self._bare}` has no tensors, and clip `{self._full.id}` has {names}",
+                help="give every clip the same ones: without any, `sample` makes zeros to plan with",
             )
 
     def _item(self, *, again: bool) -> Any:
@@ -217,13 +202,10 @@ class BatchSource:
         except StopIteration:
             announced = self._length()
             if announced is not None and self._in_epoch < announced and not self._keeps_state:
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"the dataset announced {counted(announced, 'item')} and ended after "
-                        f"{counted(self._in_epoch, 'item')}",
-                        help="correct its __len__, or find what it leaves out; a checkpoint has what was trained so far",
-                    )
+                raise user_error(
+                    f"the dataset announced {counted(announced, 'item')} and ended after "
+                    f"{counted(self._in_epoch, 'item')}",
+                    help="correct its __len__, or find what it leaves out; a checkpoint has what was trained so far",
                 ) from None
             if not (again and self._repeat and self._in_epoch and not isinstance(self._dataset, Iterator)):
                 return END

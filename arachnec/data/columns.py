@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
+from arachnec.ir.diagnostic import Diagnostic, UserError, close_to, user_error
 from arachnec.ir.nodes import Span
 
 # Of several columns for one key the first with a value is taken.
@@ -85,12 +85,8 @@ class Columns:
         for column in self.required:
             if column not in present:
                 columns_text = ", ".join(f"`{name}`" for name in present)
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"`{path}` has no column `{column}`, which --columns names",
-                        help=f"its columns are {columns_text}",
-                    )
+                raise user_error(
+                    f"`{path}` has no column `{column}`, which --columns names", help=f"its columns are {columns_text}"
                 )
 
 
@@ -177,7 +173,7 @@ class RowKeys:
         if self.extras:
             taken = f" --columns {self._known[near[0]][0]}={name} reads it as that," if near else "; --columns"
             suggestion += f"{taken} {VALUES}={name} gives it to `sample`, in `clip.values`"
-        raise UserError(Mistake(span, f"unknown key `{name}`", label="no such key", help=f"{suggestion}"))
+        raise user_error(f"unknown key `{name}`", label="no such key", help=f"{suggestion}", span=span)
 
 
 CLIP_KEYS = RowKeys(KEYS, NAMES, fractions=("fps", "target_fps"), extras=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -28,15 +28,12 @@ def read_encoded(clip: VideoClip) -> dict[str, Tensor]:
                 values[name] = file.get_tensor(TENSOR)
         except (SafetensorError, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(
-                Mistake(
-                    None,
-                    f"what `{name}` made of clip `{clip.name}` cannot be read from {path}: {reason}",
-                    help=(
-                        "run `arachnec cache` again: it encodes what is missing or cut off. Remove a file that is "
-                        "damaged otherwise"
-                    ),
-                )
+            raise user_error(
+                f"what `{name}` made of clip `{clip.name}` cannot be read from {path}: {reason}",
+                help=(
+                    "run `arachnec cache` again: it encodes what is missing or cut off. Remove a file that is damaged "
+                    "otherwise"
+                ),
             ) from None
     return values
 
@@ -75,13 +72,9 @@ def encoded_beforehand(clips: Sequence[VideoClip]) -> frozenset[str]:
     for clip in clips:
         assert first is not None
         if clip.cached.keys() != first.cached.keys():
-            raise UserError(
-                Mistake(
-                    None,
-                    f"clip `{clip.name}` has {_named(clip)} encoded beforehand, and clip `{first.name}` "
-                    f"{_named(first)}",
-                    help="an encoder runs for all clips or for none: give manifests that `arachnec cache` wrote alike",
-                )
+            raise user_error(
+                f"clip `{clip.name}` has {_named(clip)} encoded beforehand, and clip `{first.name}` {_named(first)}",
+                help="an encoder runs for all clips or for none: give manifests that `arachnec cache` wrote alike",
             )
     return frozenset(first.cached if first else ())
 

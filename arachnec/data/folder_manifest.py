@@ -16,7 +16,7 @@ from arachnec.data.columns import CLIP_KEYS, Columns
 from arachnec.data.row_values import texts
 from arachnec.data.rows import read_rows
 from arachnec.data.video import read_header
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.progress import Reporter, unreported
 
 SUFFIXES = frozenset(
@@ -47,12 +47,9 @@ def list_folder(
     which columns of the table are read. Raises ``UserError`` for a folder without files that can be read.
     """
     if not folder.is_dir():
-        raise UserError(
-            Mistake(
-                None,
-                f"there is no folder `{folder}`",
-                help="give the folder of the videos; those of the folders in it are listed, too",
-            )
+        raise user_error(
+            f"there is no folder `{folder}`",
+            help="give the folder of the videos; those of the folders in it are listed, too",
         )
     files = list(_files(folder))
     table = {} if captions is None else _table(captions, folder, columns)
@@ -83,12 +80,9 @@ def list_folder(
     if not rows:
         first = next(iter(skipped.items()), None)
         reason_text = f": {first[1]}" if first else ""
-        raise UserError(
-            Mistake(
-                None,
-                f"`{folder}` has no video or picture that can be read{reason_text}",
-                help=f"files of these kinds are looked at: {', '.join(sorted(SUFFIXES))}",
-            )
+        raise user_error(
+            f"`{folder}` has no video or picture that can be read{reason_text}",
+            help=f"files of these kinds are looked at: {', '.join(sorted(SUFFIXES))}",
         )
     without = sum(not row["caption"] for row in rows)
     return FolderRows(tuple(rows), skipped, without, len({entry.row for entry in table.values()} - used))
@@ -121,13 +115,11 @@ def _table(path: Path, folder: Path, columns: str) -> dict[str, _Caption]:
     for row in read_rows(path, replace(CLIP_KEYS, columns=Columns.of(columns))):
         file, given = row.values.get("path", row.values.get("id")), texts(row, "caption")
         if not isinstance(file, str):
-            raise UserError(
-                Mistake(
-                    row.span(),
-                    "this row of captions names no file",
-                    label="no `path`",
-                    help="add a column `path`, `video` or `file_name`, or name the one with --columns path=COLUMN",
-                )
+            raise user_error(
+                "this row of captions names no file",
+                label="no `path`",
+                help="add a column `path`, `video` or `file_name`, or name the one with --columns path=COLUMN",
+                span=row.span(),
             )
         entry = _Caption(row.number, given[0] if len(given) == 1 else list(given) or "")
         keys = [str((start / file).resolve()) for start in (path.parent, folder)]

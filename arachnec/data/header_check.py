@@ -9,7 +9,7 @@ from pathlib import Path
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import RATE_TOLERANCE, VideoHeader, count_frames, frames_taken, read_header
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 
 MOST_OPENED = 256  # videos whose headers are read before a model is traced; of more, as many, evenly spaced
 THREADS = 4
@@ -70,12 +70,8 @@ def hold_against_headers(clips: Iterable[VideoClip]) -> list[str]:
         lines = [f"  clip `{id}`: {reason}" for id, reason, _ in wrong[:LISTED]] + ["  ..."] * (len(wrong) > LISTED)
         named = f"{counted(len(wrong), 'clip')} {'is' if len(wrong) == 1 else 'are'}"
         clips_text = "\n".join(lines)
-        raise UserError(
-            Mistake(
-                None,
-                f"{named} not as the manifest says ({number} videos were looked at):\n{clips_text}",
-                help=f"{wrong[0][2]}",
-            )
+        raise user_error(
+            f"{named} not as the manifest says ({number} videos were looked at):\n{clips_text}", help=f"{wrong[0][2]}"
         )
     return _notes(looks, number, len(here))
 

@@ -23,7 +23,7 @@ from arachnec.data.row_values import (
 )
 from arachnec.data.rows import Row, read_rows
 from arachnec.data.video import VideoHeader, frames_taken, read_header
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
 MOST_IN_BATCH = 2**14  # clips that are planned at once, in some 10 s
@@ -100,12 +100,9 @@ def read_manifest(path: str | Path, batch: Batch = None, columns: str = "") -> M
             seen[str(clip.id)] = row.number
             groups.setdefault(group, []).append(clip)
     if grouped is None:
-        raise UserError(
-            Mistake(
-                None,
-                f"the manifest `{path}` lists no clips",
-                help='add a line such as {"frames": 81, "height": 480, "width": 832, "text_tokens": 226}',
-            )
+        raise user_error(
+            f"the manifest `{path}` lists no clips",
+            help='add a line such as {"frames": 81, "height": 480, "width": 832, "text_tokens": 226}',
         )
     clips = with_unique_names([clip for group in groups.values() for clip in group])
     sizes = [len(group) for group in groups.values()] if grouped else _batches(len(clips), batch)

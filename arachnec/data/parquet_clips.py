@@ -13,7 +13,7 @@ from arachnec.data.columns import CLIP_KEYS, Columns, RowKeys
 from arachnec.data.manifest import clips_of_row
 from arachnec.data.rows import NoManifest, NoPyArrow, Row, normalised, parquet_row, unpacking
 from arachnec.data.stratified import stratified
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Span
 
 WINDOW = 2**16  # rows that are shuffled with each other
@@ -63,13 +63,9 @@ class ParquetClips:
         """Raises ``UserError`` for a place in another order: some clips would come twice, and some not at all."""
         before = state.get("order", self._order_name)
         if before != self._order_name:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the clips of `{self.path}` come in another order: {self._order_name}; the checkpoint's "
-                    f"was {before}",
-                    help="resume with the same seed, `shuffle` and `stratified`, or begin a new run",
-                )
+            raise user_error(
+                f"the clips of `{self.path}` come in another order: {self._order_name}; the checkpoint's was {before}",
+                help="resume with the same seed, `shuffle` and `stratified`, or begin a new run",
             )
         self._round, self._rows, self._copies = state["round"], state["rows"], state["copies"]
         self._begun = False

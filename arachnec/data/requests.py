@@ -12,7 +12,7 @@ from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.columns import NAMES, RowKeys
 from arachnec.data.row_values import MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
 from arachnec.data.rows import Row, read_rows
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -96,12 +96,9 @@ def read_requests(path: str | Path) -> tuple[Request, ...]:
             raise UserError(SameId(row.span("id"), REQUEST, request.id, rows[name] + 1, NAMES_FILES))
         requests[name], rows[name] = request, row.number
     if not requests:
-        raise UserError(
-            Mistake(
-                None,
-                f"`{path}` lists no requests",
-                help='add a line such as {"caption": "a fox", "frames": 81, "height": 480, "width": 832}',
-            )
+        raise user_error(
+            f"`{path}` lists no requests",
+            help='add a line such as {"caption": "a fox", "frames": 81, "height": 480, "width": 832}',
         )
     return tuple(requests.values())
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from arachnec.data.columns import CLIP_KEYS, FILES, RESOLUTION, VALUES, RowKeys
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**28  # bytes
@@ -117,24 +117,18 @@ def read_rows(path: Path, keys: RowKeys = CLIP_KEYS) -> Iterator[Row]:
     """Rows in the file's order, by canonical keys. Raises ``UserError`` for a row that cannot be read."""
     if path.is_dir():
         path_text = str(path)
-        raise UserError(
-            Mistake(
-                None,
-                f"`{path_text}` is a folder, and clips are listed by a manifest",
-                help=f"`arachnec manifest {path_text} -o clips.jsonl` writes one of the videos in it",
-            )
+        raise user_error(
+            f"`{path_text}` is a folder, and clips are listed by a manifest",
+            help=f"`arachnec manifest {path_text} -o clips.jsonl` writes one of the videos in it",
         )
     if not path.is_file():
         raise UserError(NoManifest(None, str(path)))
     readers = {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UserError(
-            Mistake(
-                None,
-                f"`{path}` is not a manifest: its extension is `{path.suffix or 'missing'}`",
-                help="manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows",
-            )
+        raise user_error(
+            f"`{path}` is not a manifest: its extension is `{path.suffix or 'missing'}`",
+            help="manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows",
         )
     return _normalised(path, reader(path, keys), keys)
 
@@ -356,16 +350,14 @@ def _require_commas(path: Path, header: str, names: Sequence[str]) -> None:
     """Raises ``UserError`` for a file that is separated by something else."""
     for separator, word, written in ((";", "semicolons", ";"), ("\t", "tabs", "\\t"), ("|", "bars", "|")):
         if separator in header and (len(names) == 1 or separator in names[0]):
-            raise UserError(
-                Mistake(
-                    Span(str(path), 1, 1, 1, len(header) + 1),
-                    f"`{path}` is separated by {word}, and a .csv file is by commas",
-                    label="no comma in the names of its columns",
-                    help=(
-                        f"write it again with commas: pandas.read_csv({path.name!r}, "
-                        f"sep={written!r}).to_csv({path.name!r}, index=False)"
-                    ),
-                )
+            raise user_error(
+                f"`{path}` is separated by {word}, and a .csv file is by commas",
+                label="no comma in the names of its columns",
+                help=(
+                    f"write it again with commas: pandas.read_csv({path.name!r}, "
+                    f"sep={written!r}).to_csv({path.name!r}, index=False)"
+                ),
+                span=Span(str(path), 1, 1, 1, len(header) + 1),
             )
 
 
@@ -436,13 +428,11 @@ def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
     files |= {name: row.values[name] for key, name in others if key == "path" and row.values[name] != ""}
     if others and not keys.extras:
         key, name = others[-1]
-        raise UserError(
-            Mistake(
-                row.span(name),
-                f"`{key}` and `{name if name != key else first[key]}` are two names of one thing",
-                label="given twice",
-                help=f"keep `{key}`",
-            )
+        raise user_error(
+            f"`{key}` and `{name if name != key else first[key]}` are two names of one thing",
+            label="given twice",
+            help=f"keep `{key}`",
+            span=row.span(name),
         )
     more = {
         name: row.values[name]

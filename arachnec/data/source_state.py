@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 TAG = "__kind__"
 
@@ -39,12 +39,9 @@ def _encoded(value: Any, place: str) -> Any:
     if isinstance(value, Mapping):
         pairs = [[_encoded(key, place), _encoded(item, f"{place}[{key!r}]")] for key, item in value.items()]
         return {TAG: "dict", "rows": pairs}
-    raise UserError(
-        Mistake(
-            None,
-            f"the dataset's state_dict() has a {type(value).__name__} at `{place}`, which no checkpoint holds",
-            help="return numbers, text, bytes, lists, dicts and tensors",
-        )
+    raise user_error(
+        f"the dataset's state_dict() has a {type(value).__name__} at `{place}`, which no checkpoint holds",
+        help="return numbers, text, bytes, lists, dicts and tensors",
     )
 
 

@@ -13,7 +13,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 KINDS = ("fixed", "boundary", "adaptive")
 WINDOW = 3  # steps that the adaptive curve is smoothed over
@@ -105,4 +105,4 @@ def parse_switch(text: str) -> Switch:
 
 
 def _refused(text: str, reason: str, remedy: str) -> UserError:
-    return UserError(Mistake(None, f"`{text}` is no switch rule: {reason}", help=f"{remedy}"))
+    return user_error(f"`{text}` is no switch rule: {reason}", help=f"{remedy}")

@@ -17,7 +17,7 @@ import msgspec
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, Mark
 from arachnec.executable.folder import Executable
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Clip, integer
 
 SHOWN = 5  # ids in a message
@@ -116,21 +116,15 @@ def continued(editions: Sequence[Edition], executable: Executable, done: int) ->
     for row in sorted(latest.files.keys() & own.files.keys()):
         file, other = latest.files[row], own.files[row]
         if file != other and (file in now or other in before):  # else it has another name
-            raise UserError(
-                Mistake(
-                    None,
-                    f"row {row} of the manifest was `{file}` when the run began, and is `{other}`",
-                    help="rows without an `id` are known by their number: append new ones at the end, or give rows ids",
-                )
+            raise user_error(
+                f"row {row} of the manifest was `{file}` when the run began, and is `{other}`",
+                help="rows without an `id` are known by their number: append new ones at the end, or give rows ids",
             )
     if own.ids == latest.ids:
         if len(kept) > 1 and own.batches != latest.batches:  # of a single edition the checkpoint's digest says it
-            raise UserError(
-                Mistake(
-                    None,
-                    "the manifest has the clips of the run to resume in other batches",
-                    help="compile it with the `--batch` and the order of rows that the run goes on with",
-                )
+            raise user_error(
+                "the manifest has the clips of the run to resume in other batches",
+                help="compile it with the `--batch` and the order of rows that the run goes on with",
             )
         return kept
     begins = latest.begins + -(-(done - latest.begins) // len(latest.batches)) * len(latest.batches)
@@ -176,12 +170,9 @@ def _file_name(clip: VideoClip) -> str:
 
 def _missing(ids: Sequence[str | int]) -> UserError:
     shown = ", ".join(f"`{id}`" for id in ids[:SHOWN]) + (", ..." if len(ids) > SHOWN else "")
-    return UserError(
-        Mistake(
-            None,
-            f"the manifest lacks {counted(len(ids), 'clip')} that the run to resume trains: {shown}",
-            help="a run may go on with more clips, not with fewer: put them back, or begin another run",
-        )
+    return user_error(
+        f"the manifest lacks {counted(len(ids), 'clip')} that the run to resume trains: {shown}",
+        help="a run may go on with more clips, not with fewer: put them back, or begin another run",
     )
 
 

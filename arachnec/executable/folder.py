@@ -38,7 +38,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.long_manifest import LongManifest
 from arachnec.executable.part_files import NotExecutable, demand_readable, json_part, read_part, text_of
 from arachnec.executable.training_options import Training, verified
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
@@ -221,12 +221,9 @@ def modules_of(path: Path, modules: Sequence[str], taken: Set[str]) -> dict[str,
     taken."""
     for name in modules:
         if name in taken:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the model file imports `{name}` from its folder, and the executable has a file of that name",
-                    help="give that module another name",
-                )
+            raise user_error(
+                f"the model file imports `{name}` from its folder, and the executable has a file of that name",
+                help="give that module another name",
             )
     return {name: (path.parent / name).read_text(encoding="utf-8") for name in modules}
 
@@ -389,12 +386,9 @@ def read_header(folder: Path) -> Header:
     """``executable.json`` of an executable that trains. Raises ``UserError`` where it is missing or malformed."""
     data = read_part(folder, HEADER)
     if samples(folder):
-        raise UserError(
-            Mistake(
-                None,
-                f"{folder} is an executable that samples, and trains nothing",
-                help="give one that was compiled from a model file; `arachnec run` samples with this one",
-            )
+        raise user_error(
+            f"{folder} is an executable that samples, and trains nothing",
+            help="give one that was compiled from a model file; `arachnec run` samples with this one",
         )
     header = json_part(folder, HEADER, data, Header)
     if header.format != FORMAT:

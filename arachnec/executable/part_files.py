@@ -9,7 +9,7 @@ from typing import TypeVar
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, writing
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error, writing
 from arachnec.ir.syntax_errors import TextTooLarge
 
 LIMIT_BYTES = 256 * 2**20
@@ -44,12 +44,8 @@ def json_part(folder: Path, name: str, data: bytes, kind: type[Read]) -> Read:
     try:
         msgspec.json.decode(data, type=msgspec.Raw)  # before its fields: those of a file cut short may be others
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(
-            Mistake(
-                None,
-                f"{folder}/{name} is cut short or damaged: {error}",
-                help="copy the folder again, or compile it again",
-            )
+        raise user_error(
+            f"{folder}/{name} is cut short or damaged: {error}", help="copy the folder again, or compile it again"
         ) from None
     try:
         return msgspec.json.decode(data, type=kind)

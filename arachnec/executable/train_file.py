@@ -26,7 +26,7 @@ from arachnec.executable.training_options import (
     bad_value,
     verified,
 )
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**20  # bytes
@@ -111,12 +111,9 @@ def training_of(
 def read_train_file(path: Path) -> Given:
     """A TOML file's tables. Raises ``UserError`` where it is none."""
     if not path.is_file():
-        raise UserError(
-            Mistake(
-                None,
-                f"there is no training file `{path}`",
-                help="give the path of a TOML file; docs/training_options.md lists its keys",
-            )
+        raise user_error(
+            f"there is no training file `{path}`",
+            help="give the path of a TOML file; docs/training_options.md lists its keys",
         )
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(BadTrainFile(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
@@ -136,12 +133,8 @@ def setting(text: str) -> Given:
     key, equals, value = text.partition("=")
     names = [name.strip() for name in key.split(".")]
     if not equals or not all(names):
-        raise UserError(
-            Mistake(
-                None,
-                f"`--set {text}` sets nothing",
-                help="write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1",
-            )
+        raise user_error(
+            f"`--set {text}` sets nothing", help="write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1"
         )
     try:
         read = tomllib.loads(f"value = {value}")

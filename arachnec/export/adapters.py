@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.export.model_values import ModelValues
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.adapters import BASE, COPY, ORIGINAL, WRAPPER, adapted_layers, original_names
 
 COMPONENT = "transformer"  # of a Diffusers pipeline
@@ -42,13 +42,10 @@ class Merging:
         self._latest: tuple[str, dict[str, Tensor]] = "", {}
         for path, layer in self._layers.items():
             if not callable(getattr(layer, "merge", None)):
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"the adapter at {path} cannot be added into the layer below it: {type(layer).__name__} has "
-                        "no merge()",
-                        help="use peft's adapters, or give the class `merge()`, which adds itself to `base_layer`",
-                    )
+                raise user_error(
+                    f"the adapter at {path} cannot be added into the layer below it: {type(layer).__name__} has no "
+                    "merge()",
+                    help="use peft's adapters, or give the class `merge()`, which adds itself to `base_layer`",
                 )
 
     def value(self, name: str) -> Tensor:
@@ -98,34 +95,25 @@ def _adapter(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, Any]]:
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
     used = _used(model, list(configs))
     if not used:
-        raise UserError(
-            Mistake(
-                None,
-                "the model has no adapter of peft",
-                help="leave --lora out to write the whole model, or add one: model.add_adapter(LoraConfig(...))",
-            )
+        raise user_error(
+            "the model has no adapter of peft",
+            help="leave --lora out to write the whole model, or add one: model.add_adapter(LoraConfig(...))",
         )
     if len(used) > 1:
-        raise UserError(
-            Mistake(
-                None,
-                f"the model computes with the adapters {', '.join(used)}, and a LoRA file holds one",
-                help=(
-                    "leave --lora out: the whole model is written, with all of them added in; or have build() use one "
-                    f'alone: model.set_adapter("{used[-1]}")'
-                ),
-            )
+        raise user_error(
+            f"the model computes with the adapters {', '.join(used)}, and a LoRA file holds one",
+            help=(
+                "leave --lora out: the whole model is written, with all of them added in; or have build() use one "
+                f'alone: model.set_adapter("{used[-1]}")'
+            ),
         )
     originals = original_names(model)
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
     more = [name for name in trained if originals[name] is not None or f".{COPY}." in f".{name}."]
     if more:
-        raise UserError(
-            Mistake(
-                None,
-                f"more than the adapter has trained, which no LoRA file holds: {', '.join(more)}",
-                help="leave --lora out: the whole model is written, with the adapter added in",
-            )
+        raise user_error(
+            f"more than the adapter has trained, which no LoRA file holds: {', '.join(more)}",
+            help="leave --lora out: the whole model is written, with the adapter added in",
         )
     from peft import get_peft_model_state_dict
 

@@ -18,7 +18,7 @@ from arachnec.executable.folder import Executable
 from arachnec.export.adapters import Merging, lora_file, merged_sources, peft_files
 from arachnec.export.model_values import META, ModelValues, TrainedModel, model_values
 from arachnec.export.trained_values import trained_values
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.adapters import WRAPPER, plain_model
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import folded, model_folder
@@ -82,12 +82,9 @@ def _demand_other(output: Path, init: Path | None, executable: Path, checkpoint:
         read |= {init: "the weights of --init", model_folder(init): "the weights of --init"}
     for folder, what in read.items():
         if output.resolve() == folder.resolve():
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`{output}` holds {what}, which an export reads and does not overwrite",
-                    help="give another folder with -o",
-                )
+            raise user_error(
+                f"`{output}` holds {what}, which an export reads and does not overwrite",
+                help="give another folder with -o",
             )
 
 
@@ -145,12 +142,9 @@ def _precision(model: nn.Module, name: str, value: Tensor, dtype: str | None) ->
 def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     result = value.to(dtype)
     if dtype == torch.float16 and not torch.isfinite(result).all() and torch.isfinite(value).all():
-        raise UserError(
-            Mistake(
-                None,
-                f"{name} has values up to {float(value.abs().max()):.3g}, which fp16 does not hold",
-                help="export with --dtype bf16 or fp32",
-            )
+        raise user_error(
+            f"{name} has values up to {float(value.abs().max()):.3g}, which fp16 does not hold",
+            help="export with --dtype bf16 or fp32",
         )
     return result
 
@@ -165,15 +159,12 @@ def _demand_names(model: nn.Module, names: set[str]) -> None:
     if known != names:
         lists = (("more", sorted(names - known)), ("less", sorted(known - names)))
         more, less = (f"\n  {what}: {', '.join(folded(of))}" if of else "" for what, of in lists)
-        raise UserError(
-            Mistake(
-                None,
-                f"the model of build() has other tensors than {kind.__name__} makes of the same config:{more}{less}",
-                help=(
-                    "wrap layers with peft's adapters, which are added in; other changes need a class of their own, "
-                    "whose from_pretrained knows these names"
-                ),
-            )
+        raise user_error(
+            f"the model of build() has other tensors than {kind.__name__} makes of the same config:{more}{less}",
+            help=(
+                "wrap layers with peft's adapters, which are added in; other changes need a class of their own, whose "
+                "from_pretrained knows these names"
+            ),
         )
 
 

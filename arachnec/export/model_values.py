@@ -17,7 +17,7 @@ from arachnec.backends.cascade_step import build_model
 from arachnec.executable.folder import MODEL, Executable
 from arachnec.executable.training_options import Training
 from arachnec.export.trained_values import TrainedValues
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import InitialWeights, initial_weights, model_folder
 from arachnec.models.weight_files import weight_files
@@ -73,13 +73,9 @@ class ModelValues:
             return
         values = [self.named[name] for name in names]
         if any(isinstance(value, nn.Parameter) and id(value) not in self._trained_names for value in values):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the frozen weights of the checkpoint {self.trained.path} are in the folder that its run "
-                    "began with",
-                    help="give it as --init FOLDER, or write what has trained alone: --lora",
-                )
+            raise user_error(
+                f"the frozen weights of the checkpoint {self.trained.path} are in the folder that its run began with",
+                help="give it as --init FOLDER, or write what has trained alone: --lora",
             )
 
     @cached_property
@@ -112,11 +108,8 @@ def model_values(of: TrainedModel, trained: TrainedValues, init: Path | None) ->
         model = build()
     initial = None if init is None else initial_weights(init, model)
     if init is not None and trained.position.init not in ("", weight_files(model_folder(init)).fingerprint()):
-        raise UserError(
-            Mistake(
-                None,
-                f"the run of the checkpoint {trained.path} did not begin with the weights in {init}",
-                help="give the folder that was --init of the run",
-            )
+        raise user_error(
+            f"the run of the checkpoint {trained.path} did not begin with the weights in {init}",
+            help="give the folder that was --init of the run",
         )
     return ModelValues(model, trained, initial, build)

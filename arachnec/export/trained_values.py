@@ -12,7 +12,7 @@ from torch import Tensor
 from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs
 from arachnec.checkpoint.folder import Position, committed, is_intact, read_commit
 from arachnec.checkpoint.parts import AVERAGE, IN_USE, MASTER, Part
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 BUFFER = "buffer"
 
@@ -57,28 +57,19 @@ def trained_values(folder: Path, digest: str, executable: Path, *, averages: boo
         if commit is None or not all(is_intact(path, record) for record in commit.files):
             continue
         if commit.position.model != digest:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the checkpoint {path} was not made with the model file of {executable}",
-                    help="give the executable that its run was started with, or of your own loop the model file",
-                )
+            raise user_error(
+                f"the checkpoint {path} was not made with the model file of {executable}",
+                help="give the executable that its run was started with, or of your own loop the model file",
             )
         stored = stored_runs(path, [record.name for record in commit.files])
         if averages and not any(key.startswith(f"{AVERAGE}/") for key in stored):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the checkpoint {path} has no averages of the weights",
-                    help="leave --ema out, or train with an average: arachnec run ... --ema 0.999",
-                )
+            raise user_error(
+                f"the checkpoint {path} has no averages of the weights",
+                help="leave --ema out, or train with an average: arachnec run ... --ema 0.999",
             )
         own = IN_USE if any(key.startswith(f"{IN_USE}/") for key in stored) else MASTER
         return TrainedValues(path, commit.position, AVERAGE if averages else own, stored)
-    raise UserError(
-        Mistake(
-            None,
-            f"{folder} holds no whole checkpoint",
-            help="give the folder that was --checkpoint of the run, or one step's folder in it",
-        )
+    raise user_error(
+        f"{folder} holds no whole checkpoint",
+        help="give the folder that was --checkpoint of the run, or one step's folder in it",
     )

@@ -15,7 +15,7 @@ from arachnec.executable.folder import REPORT
 from arachnec.executable.sampling_folder import Settings, write_sampling_executable
 from arachnec.generation.plan import ordered, planned, traced
 from arachnec.generation.switches_seen import Seen
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
@@ -75,13 +75,11 @@ def asked(
     file = load_sampler_file(sampler)
     option = f"--switch {switch}" if switch is not None else "--history restart" if history == "restart" else None
     if option is not None and len(file.names()) == 1:
-        raise UserError(
-            Mistake(
-                file.span("models"),
-                f"`{option}` says when a second model takes over, and the sampler file has `{file.names()[0]}` alone",
-                label="one model",
-                help="leave the option out, or name a second model in `models`",
-            )
+        raise user_error(
+            f"`{option}` says when a second model takes over, and the sampler file has `{file.names()[0]}` alone",
+            label="one model",
+            help="leave the option out, or name a second model in `models`",
+            span=file.span("models"),
         )
     alone = pipeline is not None and any(getattr(step, "models", 2) == 1 for step in pipeline.passes)
     names = ordered(file, first)[: 1 if alone else None]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from arachnec.checkpoint.trained_predictors import TrainedPredictors
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities, sparse_layers
 from arachnec.ir.head_division import parts_by_layer
@@ -40,12 +40,9 @@ def with_predictors(stage: Stage, graphs: Sequence[Graph], trained: TrainedPredi
     """A traced model with the layers whose predictors are ready, as ``learned``. Raises ``UserError`` for those of
     another model."""
     if "graphs" in stage.attrs:
-        raise UserError(
-            Mistake(
-                None,
-                f"`{stage.name}` has predictors, and its blocks have a graph for each clip shape: none can be sparse",
-                help="take the model out of `predictors()`",
-            )
+        raise user_error(
+            f"`{stage.name}` has predictors, and its blocks have a graph for each clip shape: none can be sparse",
+            help="take the model out of `predictors()`",
         )
     known = attentions_of(stage, graphs)
     numbers = {path: number for number, (path, _) in enumerate(layers_of(stage)) if number in known}

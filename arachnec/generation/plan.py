@@ -14,7 +14,7 @@ from arachnec.generation.encoded import Encoders
 from arachnec.generation.learned_layers import with_predictors
 from arachnec.generation.model_kind import model_kind
 from arachnec.generation.switches_seen import Seen
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.values import Symbol, Value
@@ -102,9 +102,7 @@ def ordered(sampler: SamplerFile, first: str | None) -> tuple[str, ...]:
     if first is None:
         return names
     if first not in names:
-        raise UserError(
-            Mistake(None, f"the sampler file has no model `{first}`", help=f"its models are {', '.join(names)}")
-        )
+        raise user_error(f"the sampler file has no model `{first}`", help=f"its models are {', '.join(names)}")
     return (first, *(name for name in names if name != first))
 
 
@@ -173,16 +171,10 @@ def demand_steps(sampling: Sampling, requests: Sequence[Request]) -> None:
     for request in requests:
         steps = len(sampling.schedule(request))
         if steps < least:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"request `{request.id}` has {counted(steps, 'step')}, and `{rule}` switches after {least} "
-                    "at the earliest",
-                    help=(
-                        f"give it at least {least} steps, or switch earlier: after all of a request's steps is the "
-                        "latest"
-                    ),
-                )
+            raise user_error(
+                f"request `{request.id}` has {counted(steps, 'step')}, and `{rule}` switches after {least} at the "
+                "earliest",
+                help=f"give it at least {least} steps, or switch earlier: after all of a request's steps is the latest",
             )
 
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Protocol
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Module, quantity
 from arachnec.ir.sampling import outcomes_of
 from arachnec.launch.timeouts import GROUP_TIMEOUT
@@ -61,12 +61,9 @@ class Rounds:
             self.store.set(f"comes/{round}", str(self.rank))
         while not self.store.check([f"program/{round}"]):
             if time.monotonic() - started > GROUP_TIMEOUT.total_seconds():
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"rank {self.rank} waits in vain for the program of round {round}",
-                        help="rank 0, which plans it, has ended or hangs; its own output says more",
-                    )
+                raise user_error(
+                    f"rank {self.rank} waits in vain for the program of round {round}",
+                    help="rank 0, which plans it, has ended or hangs; its own output says more",
                 )
             time.sleep(POLL_S)
         text = self.store.get(f"program/{round}").decode()

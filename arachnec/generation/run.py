@@ -173,8 +173,8 @@ def run_here(generation: Generation, stall_timeout: float | None = None) -> dict
                     None,
                     f"request `{row['id']}` has no result: {row['failed']}",
                     help=(
-                        "all other requests are finished; check its guidance, and the weights and their precision, and run "
-                        "again"
+                        "all other requests are finished; check its guidance, and the weights and their precision, "
+                        "and run again"
                     ),
                 )
                 for row in failed

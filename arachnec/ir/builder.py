@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from lark import Token, Transformer
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import (
     NO_ATTRIBUTES,
     Cascade,
@@ -298,23 +298,19 @@ def _without(attrs: Attributes, name: str) -> Attributes:
 
 def _level(attrs: Attributes, module: Token) -> Level:
     if "level" not in attrs:
-        raise UserError(
-            Mistake(
-                span_of(module),
-                f"module `@{name_of(module)}` does not say its level",
-                label="no `level` among its attributes",
-                help=f'write `attributes {{ level = "traced" }}`; levels are {LEVELS}',
-            )
+        raise user_error(
+            f"module `@{name_of(module)}` does not say its level",
+            label="no `level` among its attributes",
+            help=f'write `attributes {{ level = "traced" }}`; levels are {LEVELS}',
+            span=span_of(module),
         )
     word = attrs["level"]
     for level in Level:
         if level.word == word:
             return level
-    raise UserError(
-        Mistake(
-            attrs.span("level"),
-            f"there is no level {json.dumps(str(word))}",
-            label="not a level",
-            help=f"levels are {LEVELS}",
-        )
+    raise user_error(
+        f"there is no level {json.dumps(str(word))}",
+        label="not a level",
+        help=f"levels are {LEVELS}",
+        span=attrs.span("level"),
     )

@@ -2,7 +2,7 @@
 
 The message stands where it is raised::
 
-    raise UserError(Mistake(span, f"unknown key `{key}`", label="no such key", help="did you mean `frames`?"))
+    raise user_error(f"unknown key `{key}`", label="no such key", help="did you mean `frames`?", span=span)
 
 A kind of mistake that code or a test tells apart is a class, with texts as format strings over its own fields::
 
@@ -75,6 +75,11 @@ class UserError(Exception):
     def __init__(self, *diagnostics: Diagnostic) -> None:
         super().__init__("\n".join(d.message for d in diagnostics[:MOST_SHOWN]))
         self.diagnostics = diagnostics
+
+
+def user_error(title: str, *, label: str = "", help: str = "", span: Span | None = None) -> UserError:
+    """The error of one mistake that is only reported."""
+    return UserError(Mistake(span, title, label, help))
 
 
 @dataclass(frozen=True)

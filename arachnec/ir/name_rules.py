@@ -247,8 +247,8 @@ def fused_regions_are_apart(index: ModuleIndex) -> Problems:
             span = next(region.span for region in graph.fused if region.name == cycle)
             yield Mistake(
                 span,
-                f"fused `{symbol(cycle)}` waits for itself: something outside it reads what it makes, and it "
-                "reads that",
+                f"fused `{symbol(cycle)}` waits for itself: something outside it reads what it makes, and it reads "
+                "that",
                 label="neither can run first",
                 help="split the region where its value leaves it",
             )

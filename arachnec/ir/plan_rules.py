@@ -271,8 +271,8 @@ def cells_are_whole(index: ModuleIndex) -> Problems:
                 f"{label(cascade)} takes ranks {ranks}, which are no whole cells of {size}",
                 label="no whole cells",
                 help=(
-                    f"the members of a cell hold the parameters of `{symbol(cascade.stage)}` together, so they run "
-                    f"its cascades together: name ranks {size} by {size}, from a multiple of {size} on"
+                    f"the members of a cell hold the parameters of `{symbol(cascade.stage)}` together, so they run its "
+                    f"cascades together: name ranks {size} by {size}, from a multiple of {size} on"
                 ),
             )
 

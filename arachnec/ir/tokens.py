@@ -15,7 +15,7 @@ from typing import cast
 from lark import Token
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import TensorType
 from arachnec.ir.printer import LONGEST_RANGE
 from arachnec.ir.span import Span
@@ -40,13 +40,11 @@ def string_of(token: Token, text: str) -> str:
     try:
         return cast(str, json.loads(text, strict=False))
     except ValueError:
-        raise UserError(
-            Mistake(
-                span_of(token),
-                "a string with an escape that does not exist",
-                label="in this string",
-                help='escapes are those of JSON: `\\"`, `\\\\`, `\\n`, `\\t`, `\\u0041`',
-            )
+        raise user_error(
+            "a string with an escape that does not exist",
+            label="in this string",
+            help='escapes are those of JSON: `\\"`, `\\\\`, `\\n`, `\\t`, `\\u0041`',
+            span=span_of(token),
         ) from None
 
 
@@ -69,23 +67,19 @@ def range_of(token: Token, text: str) -> range:
         raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{text[:12]}..."))
     low, high = int(first), int(last or first)
     if high < low or high - low >= LONGEST_RANGE:
-        raise UserError(
-            Mistake(
-                span_of(token),
-                f"`{text}` is not a range",
-                label="in this list",
-                help=f"a range counts up, `4..7`, and has at most {LONGEST_RANGE} numbers",
-            )
+        raise user_error(
+            f"`{text}` is not a range",
+            label="in this list",
+            help=f"a range counts up, `4..7`, and has at most {LONGEST_RANGE} numbers",
+            span=span_of(token),
         )
     return range(low, high + 1)
 
 
 def integers_of(values: Sequence[object], node: Span) -> tuple[int, ...]:
     if not all(type(value) is int for value in values):
-        raise UserError(
-            Mistake(
-                node, "expected a list of integers", label="its list holds something else", help="write `[0..3, 6]`"
-            )
+        raise user_error(
+            "expected a list of integers", label="its list holds something else", help="write `[0..3, 6]`", span=node
         )
     return tuple(cast("Sequence[int]", values))
 

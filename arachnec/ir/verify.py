@@ -173,9 +173,7 @@ def _variables(node: Attributed, name: str, value: Formula) -> Iterator[Diagnost
                     _place(node, name),
                     f"the formula `{name}` of {label(node)} speaks of `{variable}`",
                     label="no such variable",
-                    help=(
-                        "variables are B (clips in the micro-batch), S (tokens of a clip), T (text tokens of a clip)"
-                    ),
+                    help="variables are B (clips in the micro-batch), S (tokens of a clip), T (text tokens of a clip)",
                 )
                 return
 

@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from arachnec.cluster.device_selection import TorchDevices, select_device, use_device
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.failure import failure_of
 from arachnec.launch.progress import Progress
@@ -71,15 +71,12 @@ class OwnScript:
         if dist.is_initialized():
             backend = str(dist.get_backend_config())
             if "gloo" not in backend:
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"the default process group has the backend {backend}, and none for tensors of the host",
-                        help=(
-                            'make it with init_process_group("cpu:gloo,cuda:nccl"), or leave it to Engine: it makes '
-                            "one under torchrun"
-                        ),
-                    )
+                raise user_error(
+                    f"the default process group has the backend {backend}, and none for tensors of the host",
+                    help=(
+                        'make it with init_process_group("cpu:gloo,cuda:nccl"), or leave it to Engine: it makes one '
+                        "under torchrun"
+                    ),
                 )
             script = cls(use_device(select_device(cpu, os.environ, TorchDevices())))
         else:

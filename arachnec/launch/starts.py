@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -25,12 +25,9 @@ POLL_S = 0.05
 def missing(ranks: Sequence[int], world: int, seconds: float) -> UserError:
     """The error of ranks that others have waited for."""
     named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return UserError(
-        Mistake(
-            None,
-            f"{named} of {world} did not come within {seconds:.0f} s",
-            help="look at the output of their hosts; --start-timeout gives them longer",
-        )
+    return user_error(
+        f"{named} of {world} did not come within {seconds:.0f} s",
+        help="look at the output of their hosts; --start-timeout gives them longer",
     )
 
 

@@ -389,11 +389,11 @@ class Watchdog:
         everyone = _listed(self._places(range(self._world)))
         return Mistake(
             None,
-            f"rank {me.rank} on host {me.host} is silent: in {own.phase} it has been in {own.doing} for "
-            f"{seconds:.0f} s{others}",
+            f"rank {me.rank} on host {me.host} is silent: in {own.phase} it has been in {own.doing} for {seconds:.0f} "
+            f"s{others}",
             help=(
-                f"its limit is {own.limit:g} s; if it was only slow, raise that with --stall-timeout; ranks stood "
-                f"at:\n{everyone}"
+                f"its limit is {own.limit:g} s; if it was only slow, raise that with --stall-timeout; ranks stood at:\n"
+                f"{everyone}"
             ),
         )
 
@@ -406,8 +406,8 @@ class Watchdog:
             return None
         return Mistake(
             None,
-            f"rank {left.rank} left its loop after {counted(left.steps, 'step')}, and rank {self._me.rank} is "
-            f"in step {self._step}",
+            f"rank {left.rank} left its loop after {counted(left.steps, 'step')}, and rank {self._me.rank} is in step "
+            f"{self._step}",
             help=(
                 "a step needs all ranks: leave the loop on every rank behind the same step, by break, return, "
                 "sys.exit or an exception that you catch"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from arachnec.cluster.device_specs import find_device_specs
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Phase, Stage
 from arachnec.kernels.attention.attention_backend import PREFERENCE, Capability, attention_backend
 
@@ -13,12 +13,10 @@ from arachnec.kernels.attention.attention_backend import PREFERENCE, Capability,
 def demand_known(name: object, node: Cascade | Instruction) -> None:
     """Raises UserError, at the node, for a name that no kernel family has."""
     if name not in PREFERENCE:
-        raise UserError(
-            Mistake(
-                node.attrs.span("attention") or node.span,
-                f"there is no attention back end `{name}`",
-                help=f"write one of {', '.join(PREFERENCE)}, or leave `attention` out",
-            )
+        raise user_error(
+            f"there is no attention back end `{name}`",
+            help=f"write one of {', '.join(PREFERENCE)}, or leave `attention` out",
+            span=node.attrs.span("attention") or node.span,
         )
 
 

@@ -20,7 +20,7 @@ from arachnec.cost.compute import Compute, Load
 from arachnec.cost.recomputation import share_recomputed
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import Attention
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, formula
 from arachnec.ir.recomputation import recomputed_blocks
@@ -104,13 +104,11 @@ def depths(cascades: tuple[Cascade, ...]) -> dict[str, int]:
         waiting[cascade.name] = len(cascade.inputs)
         for name in cascade.inputs:
             if name not in by_name:
-                raise UserError(
-                    Mistake(
-                        cascade.span,
-                        f"%{cascade.name} reads %{name}, and there is no such cascade",
-                        label="unknown input",
-                        help="name a cascade of this module",
-                    )
+                raise user_error(
+                    f"%{cascade.name} reads %{name}, and there is no such cascade",
+                    label="unknown input",
+                    help="name a cascade of this module",
+                    span=cascade.span,
                 )
             readers[name].append(cascade.name)
     depth = {name: 0 for name, count in waiting.items() if count == 0}

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module, integers
 from arachnec.kernels.attention.process_groups import ProcessGroups
@@ -109,16 +109,12 @@ class GradientSynchronisation:
             nonlocal begun
             place = waiting[name]
             if place < begun:
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"the gradient of `{name}` came twice in one backward, the second time after its all-reduce "
-                        "began",
-                        help=(
-                            "a backward inside the model's own backward does this, as reentrant checkpointing does: "
-                            "let arachnec recompute instead, or compile without the pass `bucket`"
-                        ),
-                    )
+                raise user_error(
+                    f"the gradient of `{name}` came twice in one backward, the second time after its all-reduce began",
+                    help=(
+                        "a backward inside the model's own backward does this, as reentrant checkpointing does: let "
+                        "arachnec recompute instead, or compile without the pass `bucket`"
+                    ),
                 )
             missing[place] -= 1
             while begun < len(reduces) and missing[begun] <= 0:

@@ -25,7 +25,7 @@ from arachnec.checkpoint.class_states import CLASSES, ClassState, class_tensor
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.cost.sparse_attention import faster_sparse
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import Mistake, UserError, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import LayerDensity, latest_densities, layer_densities, sparse_layers, sparse_stages
 from arachnec.ir.head_division import HeadPart, parts_by_layer
@@ -340,15 +340,9 @@ class SparsePredictors:
         seen = {number: row for number, row in known.items() if not bool((weights_of(row[0]) <= 0).any())}
         for number, (totals, gradients) in seen.items():
             if not bool(totals.isfinite().all()) or not all(bool(g.isfinite().all()) for g in gradients):
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"the attention scores of layer {number} are not finite in step {step}, though the loss is",
-                        help=(
-                            "no keys can be chosen by them: train in fp32 or bf16, or leave this layer out of "
-                            "`sparsify`"
-                        ),
-                    )
+                raise user_error(
+                    f"the attention scores of layer {number} are not finite in step {step}, though the loss is",
+                    help="no keys can be chosen by them: train in fp32 or bf16, or leave this layer out of `sparsify`",
                 )
         for number, (totals, gradients) in seen.items():
             state, weights = self.layers[number], weights_of(totals)

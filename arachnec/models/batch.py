@@ -15,7 +15,7 @@ from typing_extensions import TypeIs
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import read_encoded
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.argument_trees import flatten
 from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile, check_sample
@@ -105,12 +105,9 @@ def prediction_of(output: Any) -> Tensor:
     elif isinstance(output, tuple | list) or is_dataclass(output):
         output = next(iter(flatten(output)[0]), None)
     if not isinstance(output, Tensor):
-        raise UserError(
-            Mistake(
-                None,
-                f"the model's forward returned {type(output).__name__} in place of a prediction",
-                help="return a tensor, or a tuple or mapping whose first element is one",
-            )
+        raise user_error(
+            f"the model's forward returned {type(output).__name__} in place of a prediction",
+            help="return a tensor, or a tuple or mapping whose first element is one",
         )
     return output
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.manifest import Manifest
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.models.file import ModelFile
 
 if TYPE_CHECKING:
@@ -76,12 +76,9 @@ class CaptionCounter:
         tokens, (_, most) = self.tokens(clip.texts), self._rules
         if most is not None and tokens > most:
             if self.refuse:
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"the caption of clip `{clip.name}` has {tokens} text tokens, and the model takes {most}",
-                        help="shorten the caption, or leave out `long_captions`: it is cut then, as the pipeline does it",
-                    )
+                raise user_error(
+                    f"the caption of clip `{clip.name}` has {tokens} text tokens, and the model takes {most}",
+                    help="shorten the caption, or leave out `long_captions`: it is cut then, as the pipeline does it",
                 )
             self.cut, self.longest, tokens = self.cut + 1, max(self.longest, tokens), most
         return replace(clip, text_tokens=tokens, counted=False)

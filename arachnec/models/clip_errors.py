@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.users_code import OURS, users_frames
 from arachnec.models.file import ModelFileRaised, raised_by_user, ran_out_of_memory
 
@@ -33,15 +33,12 @@ def naming(clips: Sequence[VideoClip], encoder: str | None = None) -> Iterator[N
         if not _of_a_graph(error):
             raise
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UserError(
-            Mistake(
-                None,
-                f"the model cannot run on {shown_clips(clips)}: {reason}",
-                help=(
-                    "what sample() gave for it has other shapes or types than for the clips the model was traced with: "
-                    "compare them"
-                ),
-            )
+        raise user_error(
+            f"the model cannot run on {shown_clips(clips)}: {reason}",
+            help=(
+                "what sample() gave for it has other shapes or types than for the clips the model was traced with: "
+                "compare them"
+            ),
         ) from error
 
 

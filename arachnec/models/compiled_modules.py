@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,12 +26,9 @@ def without_compilation(model: nn.Module) -> nn.Module:
     model = _original(model)
     for path, module in model.named_modules():
         if isinstance(module, sys.modules["torch"].jit.ScriptModule):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`{path or type(module).__name__}` is compiled by TorchScript",
-                    help="build the module itself, without torch.jit.script and torch.jit.trace",
-                )
+            raise user_error(
+                f"`{path or type(module).__name__}` is compiled by TorchScript",
+                help="build the module itself, without torch.jit.script and torch.jit.trace",
             )
     for module in list(model.modules()):
         for name, child in module._modules.items():

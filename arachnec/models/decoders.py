@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.file import called, own_errors
 from arachnec.models.latents import decode
 from arachnec.models.sampler_file import SamplerFile, request_of
@@ -62,13 +62,11 @@ def decoded(sampler: SamplerFile, decoder: nn.Module, latents: Tensor) -> Tensor
         pixels = decoder(latents)
     if not isinstance(pixels, Tensor) or pixels.ndim != 5 or pixels.shape[:2] != (1, 3) or 0 in pixels.shape:
         got = str(list(pixels.shape)) if isinstance(pixels, Tensor) else called(pixels)
-        raise UserError(
-            Mistake(
-                sampler.span("decoder"),
-                f"the decoder gives {got} for latents {list(latents.shape)}",
-                label="must return a module that gives pixels",
-                help="give a floating-point tensor [1, 3, frames, height, width] on [-1, 1]",
-            )
+        raise user_error(
+            f"the decoder gives {got} for latents {list(latents.shape)}",
+            label="must return a module that gives pixels",
+            help="give a floating-point tensor [1, 3, frames, height, width] on [-1, 1]",
+            span=sampler.span("decoder"),
         )
     return pixels
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.ir.users_code import line_of, users_frames
 from arachnec.models.adapters_on_meta import built_by_libraries
@@ -156,9 +156,7 @@ def demand_python_file(path: str | Path, form: FileForm) -> Path:
     if not path.is_file() or path.suffix != ".py":
         *calls, last = map(form.call, form.required)
         functions_text = f"{', '.join(calls)} and {last}"
-        raise UserError(
-            Mistake(None, f"there is no {form.kind} `{path}`", help=f"give a Python file with {functions_text}")
-        )
+        raise user_error(f"there is no {form.kind} `{path}`", help=f"give a Python file with {functions_text}")
     return path
 
 
@@ -208,13 +206,11 @@ def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
             n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
         )
         place = Span(str(path), 1, 1, 1, 1)
-        raise UserError(
-            Mistake(
-                place,
-                f"the {form.kind} has no `{name}`",
-                label=f"found here: {defined or 'no functions'}",
-                help=f"add `def {name}({arguments})`; {form.page} says what it returns",
-            )
+        raise user_error(
+            f"the {form.kind} has no `{name}`",
+            label=f"found here: {defined or 'no functions'}",
+            help=f"add `def {name}({arguments})`; {form.page} says what it returns",
+            span=place,
         )
     if name in MAKE_MODULES and _is_module(function):  # callable with anything
         raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {type(function).__name__}(...)"))

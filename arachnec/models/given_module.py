@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.file import MODEL_FILE, ModelFile, checked_function
 from arachnec.models.pretrained_on_meta import without_values
@@ -34,12 +34,9 @@ class NothingGiven(Diagnostic):
 def with_own_optimizer(model_file: ModelFile, optimizer: object) -> ModelFile:
     """The model file with this function in place of its ``optimizer``. Raises ``UserError`` where it is none."""
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise UserError(
-            Mistake(
-                None,
-                f"`optimizer` is a {type(optimizer).__name__}, not a function of the parameters",
-                help="give one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
-            )
+        raise user_error(
+            f"`optimizer` is a {type(optimizer).__name__}, not a function of the parameters",
+            help="give one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
         )
     return replace(model_file, optimizer=guarded(optimizer, "optimizer"))
 

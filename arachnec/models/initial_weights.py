@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.adapters import made_of_weights, original_names, plain_model
 from arachnec.models.file import load_model_file
 from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weight_files
@@ -105,16 +105,13 @@ def beginning_weights(folder: Path, model: nn.Module) -> InitialWeights:
     before is made of other weights: the run would begin with another model than the folder's."""
     weights = initial_weights(folder, model)
     if setting := made_of_weights(model):
-        raise UserError(
-            Mistake(
-                None,
-                f"an adapter with {setting} is made of the weights that are there when it is added, and those in "
-                f"{folder} are read after that",
-                help=(
-                    "have build() load the model from a folder and then add the adapter, encoders() load theirs, and "
-                    f"leave --init out; or take an adapter that is drawn alone, as LoRA's is without {setting}"
-                ),
-            )
+        raise user_error(
+            f"an adapter with {setting} is made of the weights that are there when it is added, and those in {folder} "
+            "are read after that",
+            help=(
+                "have build() load the model from a folder and then add the adapter, encoders() load theirs, and "
+                f"leave --init out; or take an adapter that is drawn alone, as LoRA's is without {setting}"
+            ),
         )
     return weights
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 
 STATS = ("latents_mean", "latents_std")
 
@@ -41,16 +41,11 @@ def encode(vae: Any, pixels: Tensor) -> Tensor:
     elif hasattr(given, "latent"):
         latents = given.latent
     else:
-        raise UserError(
-            Mistake(
-                None,
-                f"{type(vae).__name__}.encode() gives {type(given).__name__}, which has no `latent_dist` and no "
-                "`latent`",
-                help=(
-                    "write an encoder of your own: a module with load(clip, device) and forward(loaded): "
-                    "docs/your_model.md"
-                ),
-            )
+        raise user_error(
+            f"{type(vae).__name__}.encode() gives {type(given).__name__}, which has no `latent_dist` and no `latent`",
+            help=(
+                "write an encoder of your own: a module with load(clip, device) and forward(loaded): docs/your_model.md"
+            ),
         )
     if not videos:
         latents = _videos(latents, frames)

@@ -15,7 +15,7 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.span import Span
 
 MOST = 256
@@ -49,12 +49,10 @@ def neighbours(path: Path) -> tuple[str, ...]:
                     files[relative] = None
                     waiting.append((part, _package_of(relative)))
         if len(files) > MOST:
-            raise UserError(
-                Mistake(
-                    Span(str(path), 1, 1, 1, 1),
-                    f"the model file imports {len(files)} modules from its own folder",
-                    help=f"install them as a package: an executable carries at most {MOST}",
-                )
+            raise user_error(
+                f"the model file imports {len(files)} modules from its own folder",
+                help=f"install them as a package: an executable carries at most {MOST}",
+                span=Span(str(path), 1, 1, 1, 1),
             )
     return tuple(sorted(files))
 

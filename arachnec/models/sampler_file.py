@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arachnec.checkpoint.trained_predictors import TrainedPredictors, trained_predictors
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import STEPS, Request
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
 from arachnec.models.compiled_modules import without_compilation
@@ -92,12 +92,10 @@ class SamplerFile:
             with own_errors(self.path, "models()", "sampler file"):
                 model = model()
         if not isinstance(model, torch.nn.Module):
-            raise UserError(
-                Mistake(
-                    self.span("models"),
-                    f"the model `{name}` is built as {called(model)}, not as a module",
-                    help="have its function in models() return a torch.nn.Module",
-                )
+            raise user_error(
+                f"the model `{name}` is built as {called(model)}, not as a module",
+                help="have its function in models() return a torch.nn.Module",
+                span=self.span("models"),
             )
         return without_compilation(model)
 
@@ -111,12 +109,10 @@ class SamplerFile:
         places = {} if self.predictors is None else self.predictors()
         stray = next((other for other in places if other not in self.names()), None)
         if stray is not None:
-            raise UserError(
-                Mistake(
-                    self.span("predictors"),
-                    f"`predictors` names `{stray}`, which is no model of the file",
-                    help=f"its models are {', '.join(self.names())}",
-                )
+            raise user_error(
+                f"`predictors` names `{stray}`, which is no model of the file",
+                help=f"its models are {', '.join(self.names())}",
+                span=self.span("predictors"),
             )
         return trained_predictors(Path(places[name])) if name in places else None
 
@@ -137,13 +133,11 @@ class SamplerFile:
             raise UserError(TooLarge(self.span("start"), request.id, *size)) from error
         if not isinstance(latents, torch.Tensor) or not latents.is_floating_point() or latents.shape[:1] != (1,):
             actual = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, torch.Tensor) else called(latents)
-            raise UserError(
-                Mistake(
-                    self.span("start"),
-                    f"`start` returned {actual} for request `{request.id}`",
-                    label="must return latents",
-                    help="return a floating-point tensor [1, ...]: the noise that the first step is given",
-                )
+            raise user_error(
+                f"`start` returned {actual} for request `{request.id}`",
+                label="must return latents",
+                help="return a floating-point tensor [1, ...]: the noise that the first step is given",
+                span=self.span("start"),
             )
         return latents
 
@@ -154,26 +148,22 @@ class SamplerFile:
         arguments = self.arguments(name, latents, timestep, request, conditional)
         if arguments is None and not conditional:
             place = self.span("arguments")
-            raise UserError(
-                Mistake(
-                    place,
-                    f"request `{request.id}` has guidance {self.scale(name, request)}, and `arguments` has no "
-                    "unconditional branch",
-                    label="returned None for conditional=False",
-                    help=(
-                        "return the arguments of the negative prompt (`request.clip(conditional=False)`), or give the "
-                        "request `guidance` 1"
-                    ),
-                )
+            raise user_error(
+                f"request `{request.id}` has guidance {self.scale(name, request)}, and `arguments` has no "
+                "unconditional branch",
+                label="returned None for conditional=False",
+                help=(
+                    "return the arguments of the negative prompt (`request.clip(conditional=False)`), or give the "
+                    "request `guidance` 1"
+                ),
+                span=place,
             )
         if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
-            raise UserError(
-                Mistake(
-                    self.span("arguments"),
-                    f"`arguments` returned {called(arguments)} for request `{request.id}`",
-                    label="must return a dict",
-                    help="return forward's keyword arguments by name; docs/sampling.md has an example",
-                )
+            raise user_error(
+                f"`arguments` returned {called(arguments)} for request `{request.id}`",
+                label="must return a dict",
+                help="return forward's keyword arguments by name; docs/sampling.md has an example",
+                span=self.span("arguments"),
             )
         return arguments
 

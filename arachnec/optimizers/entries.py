@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from arachnec.data.source_state import from_text, to_text
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 NUMBERS = (bool, int, float, str, type(None))
 # What torch itself has in every optimizer, and what its schedulers add.
@@ -109,12 +109,9 @@ class KeptEntries:
         filled: Filled = {id(value): [] for value in self.optimizer.defaults.values()}  # each group has these very ones
         stored = from_text(text)
         if len(stored) != len(self._keys):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the checkpoint has entries of {type(self.optimizer).__name__} for another number of groups",
-                    help="make the groups that it was made with: what is estimated in them goes on with each",
-                )
+            raise user_error(
+                f"the checkpoint has entries of {type(self.optimizer).__name__} for another number of groups",
+                help="make the groups that it was made with: what is estimated in them goes on with each",
             )
         for place, keys, kept in zip(places(self.optimizer), self._keys, stored, strict=True):
             keys |= kept.keys()

@@ -13,7 +13,7 @@ import msgspec
 from torch import Tensor, nn
 
 from arachnec.executable.training_options import OWN_OPTIMIZER, Training
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module, Stage
 from arachnec.ir.state_placement import with_kept
 from arachnec.models.file import ModelFile
@@ -87,15 +87,12 @@ def demand_whole_tensors(module: Module, recipe: Recipe) -> None:
     for stage in module.stages:
         for attribute, reason in PARTS.items():
             if stage.trained and attribute in stage.attrs:
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"{recipe.name} updates whole tensors, and of @{stage.name} {reason}",
-                        help=(
-                            "an update of a part is not that part of its update; take an elementwise optimizer such as "
-                            "AdamW, devices that hold the whole state, or `--passes` without what deals it out"
-                        ),
-                    )
+                raise user_error(
+                    f"{recipe.name} updates whole tensors, and of @{stage.name} {reason}",
+                    help=(
+                        "an update of a part is not that part of its update; take an elementwise optimizer such as "
+                        "AdamW, devices that hold the whole state, or `--passes` without what deals it out"
+                    ),
                 )
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.users_code import users_line
 from arachnec.optimizers.entries import changed, is_entry, places, snapshot, wrapped_with_state
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, master_dtype
@@ -45,13 +45,11 @@ def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dt
                 continue
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             remedy = "correct it, or choose another optimizer, or groups"
-            raise UserError(
-                Mistake(
-                    users_line(error),
-                    f"{recipe.name} cannot update a tensor of shape {tuple(shape)}: {reason}",
-                    label="raised here",
-                    help=f"what it keeps is counted before launch by one update with a drawn gradient; {remedy}",
-                )
+            raise user_error(
+                f"{recipe.name} cannot update a tensor of shape {tuple(shape)}: {reason}",
+                label="raised here",
+                help=f"what it keeps is counted before launch by one update with a drawn gradient; {remedy}",
+                span=users_line(error),
             ) from error
         if (inner := wrapped_with_state(optimizer)) is not None:
             kind = f"{_kind(inner[1])} with a state of its own"

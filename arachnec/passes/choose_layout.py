@@ -18,7 +18,7 @@ from typing import ClassVar
 from arachnec.analysis.uses import Values
 from arachnec.cost.synchronisation import reduce_time
 from arachnec.cost.table import Rows
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Clip, Level, Module, integer
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.tensor_parallel import divided_encoders
@@ -241,10 +241,8 @@ def _run(passes: Sequence[Pass], module: Module, begin: int = 0) -> Module:
 def _held(module: Module, name: str) -> Module:
     table = {layout.name: layout for layout in layouts(module)}
     if name not in table:
-        raise UserError(
-            Mistake(
-                None, f"this model has no layout `{name}` on this cluster", help=f"its layouts are {', '.join(table)}"
-            )
+        raise user_error(
+            f"this model has no layout `{name}` on this cluster", help=f"its layouts are {', '.join(table)}"
         )
     return applied(module, table[name])
 

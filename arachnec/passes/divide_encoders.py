@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parameter_cells import cell_fits
 from arachnec.passes.infra.base import Count, Pass, Scope
@@ -49,16 +49,13 @@ class DivideEncoders(Pass):
         able = dividable(module, self.ranks) if cell_fits(self.ranks, cluster.nodes, cluster.gpus) else []
         if not able or any(isinstance(step, SchedulePipeline) for step in self.following):
             reasons = "".join(f"; {reason}" for reason in reasons_whole(module))
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`divide-encoders{{ranks={self.ranks}}}` divides no encoder on {cluster.nodes} x {cluster.gpus} "
-                    f"ranks{reasons}",
-                    help=(
-                        "`ranks` divide those of a machine, or are whole machines and divide all, and are at most the "
-                        "encoder's heads, or groups of heads; a pipeline's encoders run on a rank each"
-                    ),
-                )
+            raise user_error(
+                f"`divide-encoders{{ranks={self.ranks}}}` divides no encoder on {cluster.nodes} x {cluster.gpus} "
+                f"ranks{reasons}",
+                help=(
+                    "`ranks` divide those of a machine, or are whole machines and divide all, and are at most the "
+                    "encoder's heads, or groups of heads; a pipeline's encoders run on a rank each"
+                ),
             )
         return divided(module, able, self.ranks)
 

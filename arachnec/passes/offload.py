@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.host_placement import PLACED
 from arachnec.ir.nodes import Level, Module, integer
 from arachnec.ir.stage_sizes import gib
@@ -55,12 +55,9 @@ class Offload(Pass):
     def run(self, module: Module) -> Module:
         if self.what not in CHOICES:
             choices_text = ", ".join(f"`{choice}`" for choice in CHOICES)
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`offload{{what={self.what}}}` puts nothing into host memory",
-                    help=f"`what` is one of {choices_text}; each comes with those before it",
-                )
+            raise user_error(
+                f"`offload{{what={self.what}}}` puts nothing into host memory",
+                help=f"`what` is one of {choices_text}; each comes with those before it",
             )
         if module.cluster is None or self.what == "none":
             return module
@@ -73,15 +70,12 @@ class Offload(Pass):
         except UserError:
             return placed  # a clip that fits nowhere is refused where it is planned
         if needed > usable:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`offload{{what={self.what}}}` takes {needed:.4g} GiB of a node's host, there are {usable:.4g}",
-                    help=(
-                        f'give it `host_memory = "{stated_for(needed):.0f} GiB"`, of which a tenth stays free, or put '
-                        "less there"
-                    ),
-                )
+            raise user_error(
+                f"`offload{{what={self.what}}}` takes {needed:.4g} GiB of a node's host, there are {usable:.4g}",
+                help=(
+                    f'give it `host_memory = "{stated_for(needed):.0f} GiB"`, of which a tenth stays free, or put '
+                    "less there"
+                ),
             )
         return placed
 

@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import ClassVar, Literal
 
 from arachnec.cost.profile import exponent_of, read_profile
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import formula_in, is_encoder, most_clips
@@ -66,18 +66,12 @@ class Partition(Pass):
 
     def run(self, module: Module) -> Module:
         if not module.clips:
-            raise UserError(
-                Mistake(None, "there are no clips to train on", help="the manifest needs at least one clip")
-            )
+            raise user_error("there are no clips to train on", help="the manifest needs at least one clip")
         if self.policy == "encode":
             return _encoders_alone(module)
         trained = [stage for stage in module.stages if stage.trained]
         if not trained:
-            raise UserError(
-                Mistake(
-                    None, "no stage of the module is trained", help="at least one parameter must require a gradient"
-                )
-            )
+            raise user_error("no stage of the module is trained", help="at least one parameter must require a gradient")
         batches = self._batches(module, trained[0])
         stages = tuple(without_figures(stage) for stage in module.stages)
         split = self.split_backward or module.attrs.get("schedule") in SPLITTING
@@ -122,23 +116,17 @@ class Partition(Pass):
     def _exponent(self, module: Module, stage: Stage) -> float:
         if self.p == "profile" or (self.p is None and self.profile is not None):
             if self.profile is None:
-                raise UserError(
-                    Mistake(
-                        None,
-                        "`partition{p=profile}` needs a profile",
-                        help="write `partition{p=profile,profile=FILE}`; `arachnec profile` makes such a file",
-                    )
+                raise user_error(
+                    "`partition{p=profile}` needs a profile",
+                    help="write `partition{p=profile,profile=FILE}`; `arachnec profile` makes such a file",
                 )
             measured = exponent_of(read_profile(self.profile), stage.name)
             if measured is not None:
                 return measured
             if self.p == "profile" and len({clip.tokens for clip in module.clips}) > 1:
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"`{self.profile}` has `@{stage.name}` at one length only, which says no exponent p",
-                        help="profile clips of several lengths, or leave `p` out: it then follows from the stage's FLOPs",
-                    )
+                raise user_error(
+                    f"`{self.profile}` has `@{stage.name}` at one length only, which says no exponent p",
+                    help="profile clips of several lengths, or leave `p` out: it then follows from the stage's FLOPs",
                 )
         if self.p is None or self.p == "profile":
             return fitted_exponent(stage, module.clips)
@@ -147,12 +135,9 @@ class Partition(Pass):
         except ValueError:
             p = 0.0
         if not 1 <= p <= 3:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the exponent p = {self.p} of `partition` is not between 1 and 3",
-                    help="time grows at least with the tokens and at most with a little more than their square",
-                )
+            raise user_error(
+                f"the exponent p = {self.p} of `partition` is not between 1 and 3",
+                help="time grows at least with the tokens and at most with a little more than their square",
             )
         return p
 
@@ -160,12 +145,9 @@ class Partition(Pass):
 def _encoders_alone(module: Module) -> Module:
     encoders = tuple(stage for stage in module.stages if is_encoder(stage))
     if not encoders:
-        raise UserError(
-            Mistake(
-                None,
-                "no stage of the module is an encoder",
-                help="`partition{policy=encode}` is for models whose file has encoders()",
-            )
+        raise user_error(
+            "no stage of the module is an encoder",
+            help="`partition{policy=encode}` is for models whose file has encoders()",
         )
     nodes = cascades([(clip,) for clip in module.clips], encoders)
     return replace(module, level=Level.PARTITIONED, stages=encoders, graphs=(), cascades=nodes)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.baselines.knapformer import best_bags, cuts
@@ -27,22 +27,15 @@ class ScheduleKnapformer(Pass):
         world = cost.cluster.world
         written = ", ".join(map(str, self.bags))
         if self.bags and (min(self.bags) < 1 or sum(self.bags) > world):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"bags of {written} GPUs on a cluster of {world}",
-                    help=f"give sizes of at least 1 that sum to at most {world}",
-                )
+            raise user_error(
+                f"bags of {written} GPUs on a cluster of {world}",
+                help=f"give sizes of at least 1 that sum to at most {world}",
             )
         problem = problem_of(module, cost)
         schedule = best_bags(problem, [self.bags] if self.bags else cuts(world))
         if schedule is None:
             widest = max(job.choices[0].degree for job in problem.jobs)
-            raise UserError(
-                Mistake(
-                    None,
-                    f"no bag of {written} GPUs holds the longest clip",
-                    help=f"one bag must have at least {widest} GPUs",
-                )
+            raise user_error(
+                f"no bag of {written} GPUs holds the longest clip", help=f"one bag must have at least {widest} GPUs"
             )
         return with_schedule(module, cost, problem, schedule)

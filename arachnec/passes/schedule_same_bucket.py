@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.baselines.same_bucket import bucket_by_bucket
@@ -32,12 +32,9 @@ class ScheduleSameBucket(Pass):
         cost = CostModel(module)
         world = cost.cluster.world
         if self.degree is not None and not 1 <= self.degree <= world:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`schedule-same-bucket{{degree={self.degree}}}` on a cluster of {counted(world, 'GPU')}",
-                    help=f"give a degree from 1 to {world}",
-                )
+            raise user_error(
+                f"`schedule-same-bucket{{degree={self.degree}}}` on a cluster of {counted(world, 'GPU')}",
+                help=f"give a degree from 1 to {world}",
             )
         problem = problem_of(module, cost)
         schedule = bucket_by_bucket(module, problem, self.degree)

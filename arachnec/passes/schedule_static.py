@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.formulate import problem_of, with_schedule
@@ -40,12 +40,9 @@ class ScheduleStatic(Pass):
         cost = CostModel(module)
         world = cost.cluster.world
         if self.degree is not None and not 1 <= self.degree <= world:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`schedule-static{{degree={self.degree}}}` on a cluster of {counted(world, 'GPU')}",
-                    help=f"give a degree from 1 to {world}",
-                )
+            raise user_error(
+                f"`schedule-static{{degree={self.degree}}}` on a cluster of {counted(world, 'GPU')}",
+                help=f"give a degree from 1 to {world}",
             )
         problem = problem_of(module, cost)
         return with_schedule(module, cost, problem, self._schedule(problem))

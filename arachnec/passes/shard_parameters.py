@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.parameter_cells import cell_fits
 from arachnec.passes.infra.base import Count, Pass, Scope
@@ -68,14 +68,11 @@ class ShardParameters(Pass):
         if size < 1 or not fits(size):
             fitting = ", ".join(str(size) for size in range(1, ranks + 1) if fits(size))
             stages = f", {ranks} of each stage" if parts else ""
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`shard-parameters{{cell={self.cell}}}` on {cluster.nodes} x {cluster.gpus} ranks{stages}",
-                    help=(
-                        "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: "
-                        f"{fitting}; `node` is a machine, `world` all"
-                    ),
-                )
+            raise user_error(
+                f"`shard-parameters{{cell={self.cell}}}` on {cluster.nodes} x {cluster.gpus} ranks{stages}",
+                help=(
+                    f"a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; "
+                    "`node` is a machine, `world` all"
+                ),
             )
         return size

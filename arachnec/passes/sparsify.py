@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import learned_densities
 from arachnec.ir.length_classes import ByLength
@@ -190,15 +190,12 @@ class Sparsify(Pass):
         if not models:
             return
         if self.file is not None:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`sparsify{{file={self.file}}}` is for training",
-                    help=(
-                        "leave `file` out: models that sample have the densities that were measured as their "
-                        "predictors were trained; `density` sets one for all heads"
-                    ),
-                )
+            raise user_error(
+                f"`sparsify{{file={self.file}}}` is for training",
+                help=(
+                    "leave `file` out: models that sample have the densities that were measured as their predictors "
+                    "were trained; `density` sets one for all heads"
+                ),
             )
         names, example = " and ".join(f"`{stage.name}`" for stage in models), f'"{models[0].name}"'
         learned = [learned_densities(stage) for stage in models]

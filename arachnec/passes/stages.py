@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
@@ -71,12 +71,10 @@ class Stages(Pass):
         if self.cuts is None:
             return balanced_cuts(stage, self._count(module, stage), module.clips)
         if self.p is not None and self.p != len(self.cuts) + 1:
-            raise UserError(
-                Mistake(
-                    stage.span,
-                    f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and p is {self.p}",
-                    help="give `cuts` or `p`",
-                )
+            raise user_error(
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and p is {self.p}",
+                help="give `cuts` or `p`",
+                span=stage.span,
             )
         demand_cuts(stage, self.cuts)
         return self.cuts

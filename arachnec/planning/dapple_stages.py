@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from arachnec.cost.memory import GIB
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cluster, Stage
 from arachnec.ir.stage_sizes import gradient_bytes
@@ -127,21 +127,15 @@ def by_blocks(profile: LayerProfile, stage: Stage) -> LayerProfile:
     at = {layer.name: number for number, layer in enumerate(profile.layers)}
     lacking = next((name for name in names if name not in at), None)
     if lacking is not None:
-        raise UserError(
-            Mistake(
-                None,
-                f"the profile has no layer named `{lacking}`, and @{stage.name} has such a block",
-                help="name a block's line by its path in the model; lines before the first block are the embedding",
-            )
+        raise user_error(
+            f"the profile has no layer named `{lacking}`, and @{stage.name} has such a block",
+            help="name a block's line by its path in the model; lines before the first block are the embedding",
         )
     for before, after in pairwise(names):
         if at[after] < at[before]:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the profile has `{after}` before `{before}`, and @{stage.name} runs it behind",
-                    help="give the blocks' edges in the order in which the model runs them",
-                )
+            raise user_error(
+                f"the profile has `{after}` before `{before}`, and @{stage.name} runs it behind",
+                help="give the blocks' edges in the order in which the model runs them",
             )
     bounds = [0, *(at[name] + 1 for name in names[:-1]), len(profile.layers)]
     joined = []

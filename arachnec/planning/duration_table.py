@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from arachnec.ir.bounds import LARGEST
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
+from arachnec.ir.diagnostic import Diagnostic, UserError, close_to, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
@@ -51,7 +51,7 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
     """The cascades of a table on a cluster. Raises UserError with one diagnostic for a malformed table."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(Mistake(None, f"there is no file `{path}`", help=f"give a JSON file such as {EXAMPLE}"))
+        raise user_error(f"there is no file `{path}`", help=f"give a JSON file such as {EXAMPLE}")
     if file.stat().st_size > LARGEST_FILE:
         raise UserError(NotJson(None, f"it is larger than {LARGEST_FILE >> 20} MiB"))
     try:
@@ -75,13 +75,11 @@ def _once(file: Path, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, 
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise UserError(
-                Mistake(
-                    _second(str(file), text, key),
-                    f"`{key}` is given twice in one object",
-                    label="the second one",
-                    help="keep one of them",
-                )
+            raise user_error(
+                f"`{key}` is given twice in one object",
+                label="the second one",
+                help="keep one of them",
+                span=_second(str(file), text, key),
             )
         values[key] = value
     return values
@@ -112,9 +110,7 @@ class _Reader:
         if not isinstance(tasks, list):
             raise self._bad("`tasks`", tasks, "a list of tasks", "tasks")
         if not tasks:
-            raise UserError(
-                Mistake(self._span("tasks"), "the table has no tasks", help=f"a table looks like {EXAMPLE}")
-            )
+            raise user_error("the table has no tasks", help=f"a table looks like {EXAMPLE}", span=self._span("tasks"))
         cascades: list[Cascade] = []
         names: dict[str, str] = {}
         last: set[str] = set()
@@ -192,26 +188,22 @@ class _Reader:
         for key in value:
             if key not in known:
                 suggestion = close_to(key, known, 0.0)[0]
-                raise UserError(
-                    Mistake(
-                        self._span(key),
-                        f"unknown key `{key}` in {where}",
-                        label="no such key",
-                        help=f"did you mean `{suggestion}`? Known are {', '.join(known)}",
-                    )
+                raise user_error(
+                    f"unknown key `{key}` in {where}",
+                    label="no such key",
+                    help=f"did you mean `{suggestion}`? Known are {', '.join(known)}",
+                    span=self._span(key),
                 )
         return value
 
     def _bad(self, where: str, value: Any, expected: str, near: str) -> UserError:
         shown = "missing" if value is None else json.dumps(value) if not isinstance(value, str) else value
         shown = shown[:80].encode(errors="replace").decode()
-        return UserError(
-            Mistake(
-                self._span(near),
-                f"{where} is {shown}, expected {expected}",
-                label=f"expected {expected}",
-                help=f"a table looks like {EXAMPLE}",
-            )
+        return user_error(
+            f"{where} is {shown}, expected {expected}",
+            label=f"expected {expected}",
+            help=f"a table looks like {EXAMPLE}",
+            span=self._span(near),
         )
 
     def _span(self, word: str) -> Span:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from arachnec.cost.memory import RESERVE
 from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integers
 from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
@@ -110,13 +110,11 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         degrees = sorted(times_of(cascade)) or [0]
         listed = ", ".join(str(degree) for degree in degrees)
         gpus = counted(cost.cluster.world, "GPU")
-        raise UserError(
-            Mistake(
-                cascade.span,
-                f"{describe(cascade)} has no legal degree on {gpus}",
-                label=f"legal are {listed}",
-                help=f"use a cluster of at least {counted(degrees[0], 'GPU')}, or measure it at a smaller degree",
-            )
+        raise user_error(
+            f"{describe(cascade)} has no legal degree on {gpus}",
+            label=f"legal are {listed}",
+            help=f"use a cluster of at least {counted(degrees[0], 'GPU')}, or measure it at a smaller degree",
+            span=cascade.span,
         )
     spare = cost.spare(cost.cluster.memory) - held
     options = cost.table.options(cascade) if spare >= 0 else _options_next_to(cascade, cost, legal, spare)
@@ -128,14 +126,12 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
     if not choices and cost.table.options(cascade):
         smallest = min(cost.memory(cascade, degree) for degree in legal)
         room = cost.largest_memory - cost.resident - cost.communicators
-        raise UserError(
-            Mistake(
-                cascade.span,
-                f"{describe(cascade)} needs {smallest:.3f} GiB per GPU beside {held:.3f} GiB that other encoders "
-                f"made of the same clips, there are {room:.3f}",
-                label="does not fit beside the outputs of the others",
-                help="use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one",
-            )
+        raise user_error(
+            f"{describe(cascade)} needs {smallest:.3f} GiB per GPU beside {held:.3f} GiB that other encoders made of "
+            f"the same clips, there are {room:.3f}",
+            label="does not fit beside the outputs of the others",
+            help="use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one",
+            span=cascade.span,
         )
     if not choices and not any(cost.table.ways(cascade, degree) for degree in legal):
         raise UserError(_not_divided(cascade, cost, legal[0]))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import cast, get_args
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Level, Module, quantity
 from arachnec.planning.layout_bound import least_by_degree
 from arachnec.planning.pipeline_orders import ScheduleName, stages_each
@@ -27,12 +27,10 @@ def scheduled_stages(module: Module, *, quick: bool = False, bounded: bool = Tru
     """
     name = str(module.attrs["schedule"])
     if name not in get_args(ScheduleName):
-        raise UserError(
-            Mistake(
-                module.span,
-                f"there is no pipeline schedule `{name}`",
-                help="leave `schedule` out of the module's attributes, or name one of `schedule-pipeline`",
-            )
+        raise user_error(
+            f"there is no pipeline schedule `{name}`",
+            help="leave `schedule` out of the module's attributes, or name one of `schedule-pipeline`",
+            span=module.span,
         )
     schedule = cast(ScheduleName, name)
     cost, degree = CostModel(module), None

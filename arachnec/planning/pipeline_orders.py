@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Literal, TypeAlias
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.pipelining.action import PipelineSchedule
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
@@ -27,12 +27,9 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
     """Ranks of one pipeline. Raises UserError where its stages do not go on them evenly."""
     per_rank = stages_each(name, v)
     if stages % per_rank:
-        raise UserError(
-            Mistake(
-                None,
-                f"`{name}` puts {per_rank} stages on every rank, and the model has {stages}",
-                help=f"give `stages` a p that {per_rank} divides",
-            )
+        raise user_error(
+            f"`{name}` puts {per_rank} stages on every rank, and the model has {stages}",
+            help=f"give `stages` a p that {per_rank} divides",
         )
     return stages // per_rank
 

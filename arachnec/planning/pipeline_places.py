@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from math import gcd
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.pipelining.action import Order, PipelineSchedule
@@ -109,13 +109,10 @@ def places_of(
     if stated:
         places = _planned(parts, stated)
         if not places.equal and name != "dapple":
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the stages lie on {[len(place) for place in stated]} ranks, and schedule `{name}` wants the "
-                    "same number for all",
-                    help="use `schedule=dapple`, whose replicas of a stage take turns, or places of equal size",
-                )
+            raise user_error(
+                f"the stages lie on {[len(place) for place in stated]} ranks, and schedule `{name}` wants the same "
+                "number for all",
+                help="use `schedule=dapple`, whose replicas of a stage take turns, or places of equal size",
             )
         if name == "planned":
             return places
@@ -123,13 +120,10 @@ def places_of(
     placement = _placement(schedule, len(parts), ranks) if given is None else given.placement
     if stated:
         if placement != places.placement:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"schedule `{name}` puts the stages on the pipeline's ranks {list(placement)}, they lie on "
-                    f"{list(places.placement)}",
-                    help="use `schedule=planned`, which takes stages where they lie",
-                )
+            raise user_error(
+                f"schedule `{name}` puts the stages on the pipeline's ranks {list(placement)}, they lie on "
+                f"{list(places.placement)}",
+                help="use `schedule=planned`, which takes stages where they lie",
             )
         return places
     if ranks > world or world % ranks:
@@ -149,13 +143,11 @@ def runs_of(degrees: Sequence[int], world: int) -> Places:
 def _stated(part: Stage, world: int) -> Ranks:
     place = integers(part.attrs["place"])
     if not place or len(set(place)) < len(place) or not set(place) <= set(range(world)):
-        raise UserError(
-            Mistake(
-                part.span,
-                f"{list(place)} is no place for stage @{part.name}",
-                label="its `place`",
-                help=f"give it some of the ranks 0 to {world - 1}, each once",
-            )
+        raise user_error(
+            f"{list(place)} is no place for stage @{part.name}",
+            label="its `place`",
+            help=f"give it some of the ranks 0 to {world - 1}, each once",
+            span=part.span,
         )
     return place
 
@@ -163,24 +155,20 @@ def _stated(part: Stage, world: int) -> Ranks:
 def _planned(parts: Sequence[Stage], stated: Sequence[Ranks]) -> Places:
     if len(stated) < len(parts):
         bare = next(part for part in parts if "place" not in part.attrs)
-        raise UserError(
-            Mistake(
-                bare.span,
-                f"stage @{bare.name} has no `place`, and others have",
-                label="lies nowhere",
-                help="give every stage of the pipeline a `place`, or none",
-            )
+        raise user_error(
+            f"stage @{bare.name} has no `place`, and others have",
+            label="lies nowhere",
+            help="give every stage of the pipeline a `place`, or none",
+            span=bare.span,
         )
     for (a, one), (b, other) in combinations(zip(parts, stated, strict=True), 2):
         common = sorted(set(one) & set(other))
         if common and one != other:
-            raise UserError(
-                Mistake(
-                    b.span,
-                    f"rank {common[0]} holds @{b.name} and @{a.name}, whose places differ otherwise",
-                    label="shares a part of its ranks",
-                    help="two stages of a pipeline have the same `place`, or no rank in common",
-                )
+            raise user_error(
+                f"rank {common[0]} holds @{b.name} and @{a.name}, whose places differ otherwise",
+                label="shares a part of its ranks",
+                help="two stages of a pipeline have the same `place`, or no rank in common",
+                span=b.span,
             )
     runs = tuple(dict.fromkeys(stated))
     return Places(runs, tuple(runs.index(place) for place in stated))

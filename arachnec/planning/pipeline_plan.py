@@ -17,7 +17,7 @@ from pathlib import Path
 from arachnec.cluster.topology import handoff_time, machine_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
@@ -100,9 +100,7 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -
     """The shortest plan, so many GiB left free on every rank for what waits; and the GiB that it needs beside that."""
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
-        raise UserError(
-            Mistake(None, "the module has no pipeline to schedule", help="put `stages{p=4}` before `partition`")
-        )
+        raise user_error("the module has no pipeline to schedule", help="put `stages{p=4}` before `partition`")
     given = None if options.orders is None else read_csv(Path(options.orders), len(parts))
     places, widths = _layouts(options, parts, cost.cluster.world, given)
     batches = micro_batches(module, parts)
@@ -137,12 +135,9 @@ def demand_batch(k: int, module: Module, plans: Sequence[_Plan]) -> None:
     """Raises UserError where no replica has so many in the first iteration; a later one may have fewer."""
     most = max(len(batches) for plan in plans for batches in plan.replicas)
     if k > most and not any(integer(clip.attrs.get("iteration", 0)) for clip in module.clips):
-        raise UserError(
-            Mistake(
-                None,
-                f"groups of {k} micro-batches, and no replica of the pipeline has more than {most}",
-                help=f"give `kfkb` a k of at most {most}, or none: then it is chosen",
-            )
+        raise user_error(
+            f"groups of {k} micro-batches, and no replica of the pipeline has more than {most}",
+            help=f"give `kfkb` a k of at most {most}, or none: then it is chosen",
         )
 
 
@@ -152,13 +147,10 @@ def demand_group(k: int, plans: Sequence[_Plan]) -> None:
         lower = (replace(plan, options=replace(plan.options, k=smaller)) for plan in plans)
         if any(plan.fits for plan in lower):
             needed = min(max(plan.needed) + plan.waiting for plan in plans)
-            raise UserError(
-                Mistake(
-                    None,
-                    f"groups of {k} micro-batches need {needed:.4g} GiB on a rank, devices have "
-                    f"{limit_of(plans[0].cost):.4g}",
-                    help=f"give `kfkb` a k of at most {smaller}, or none: then it is chosen",
-                )
+            raise user_error(
+                f"groups of {k} micro-batches need {needed:.4g} GiB on a rank, devices have "
+                f"{limit_of(plans[0].cost):.4g}",
+                help=f"give `kfkb` a k of at most {smaller}, or none: then it is chosen",
             )
 
 
@@ -170,15 +162,12 @@ def _layouts(
     if (degrees := options.degrees) is not None:
         ranks = pipeline_ranks(options.schedule, len(parts), options.v)
         if len(degrees) != len(parts) or ranks != len(parts) or min(degrees) < 1 or world % sum(degrees):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"degrees {list(degrees)} do not fit {len(parts)} stages on {world} ranks",
-                    help=(
-                        f"give one degree for each stage, their sum dividing {world}, and a schedule with one stage on "
-                        "a rank"
-                    ),
-                )
+            raise user_error(
+                f"degrees {list(degrees)} do not fit {len(parts)} stages on {world} ranks",
+                help=(
+                    f"give one degree for each stage, their sum dividing {world}, and a schedule with one stage on a "
+                    "rank"
+                ),
             )
         if any(degree % cell for degree in degrees):
             raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
@@ -187,12 +176,9 @@ def _layouts(
     places = places_of(parts, options.schedule, options.v, world, given)
     most = places.most_degree
     if options.degree is not None and (options.degree < 1 or most % options.degree):
-        raise UserError(
-            Mistake(
-                None,
-                f"degree {options.degree} does not divide the {most} ranks of each stage",
-                help=f"give a degree that divides {most}, or leave it out",
-            )
+        raise user_error(
+            f"degree {options.degree} does not divide the {most} ranks of each stage",
+            help=f"give a degree that divides {most}, or leave it out",
         )
     if (options.degree or cell) % cell or not all(whole_cells(run, cell) for run in places.runs):
         raise UserError(CellDoesNotDivide(None, cell, most, options.degree or most))
@@ -211,12 +197,9 @@ def _demand_listed(parts: Sequence[Stage], degrees: Sequence[int]) -> None:
     for part, degree in zip(parts, degrees, strict=True):
         if not _lists(part, degree):
             listed = ", ".join(map(str, integers(part.attrs["degrees"])))
-            raise UserError(
-                Mistake(
-                    None,
-                    f"a micro-batch cannot run on {degree} ranks of @{part.name}",
-                    help=f"this stage runs on {listed}: give one of these that divides its ranks, or leave it out",
-                )
+            raise user_error(
+                f"a micro-batch cannot run on {degree} ranks of @{part.name}",
+                help=f"this stage runs on {listed}: give one of these that divides its ranks, or leave it out",
             )
 
 

@@ -16,7 +16,7 @@ from itertools import accumulate
 
 from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Phase
 from arachnec.ir.parameter_cells import own_cell
 from arachnec.ir.tensor_parallel import ranks_together
@@ -194,14 +194,12 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
             begin = cascade.start + TOLERANCE
             free = [rank for rank in world if planned[rank] <= begin]
             if len(free) < cascade.width:
-                raise UserError(
-                    Mistake(
-                        cascade.span,
-                        f"%{cascade.name} takes {cascade.width} ranks at {cascade.start:g} ms, and the schedule "
-                        f"leaves {len(free)} free then",
-                        label=f"{cascade.width} ranks at {cascade.start:g} ms",
-                        help="schedule the cascades again, or start it later or on fewer ranks",
-                    )
+                raise user_error(
+                    f"%{cascade.name} takes {cascade.width} ranks at {cascade.start:g} ms, and the schedule leaves "
+                    f"{len(free)} free then",
+                    label=f"{cascade.width} ranks at {cascade.start:g} ms",
+                    help="schedule the cascades again, or start it later or on fewer ranks",
+                    span=cascade.span,
                 )
             placed = place_among(cascade, free, inputs, actual, cost, pick)
             if topology and len({rack_of(cost.cluster, rank) for rank in placed.ranks}) > 1:

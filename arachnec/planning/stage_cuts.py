@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers
@@ -26,34 +26,28 @@ def demand_cuttable(stage: Stage) -> None:
     """Raises UserError for a part of a stage, and for a stage without figures for its parts or with one in host
     memory."""
     if "part_of" in stage.attrs:
-        raise UserError(
-            Mistake(
-                stage.span,
-                f"@{stage.attrs['part_of']!s} is cut into stages already",
-                label="one of them",
-                help="a pipeline has one pass that cuts: `stages`, `stages-dapple` or `stages-adaptis`",
-            )
+        raise user_error(
+            f"@{stage.attrs['part_of']!s} is cut into stages already",
+            label="one of them",
+            help="a pipeline has one pass that cuts: `stages`, `stages-dapple` or `stages-adaptis`",
+            span=stage.span,
         )
     placed = stage.attrs.get("host")
     if isinstance(placed, tuple) and placed:
         what_text = ", ".join(f'"{name}"' for name in placed)
-        raise UserError(
-            Mistake(
-                stage.span,
-                f"@{stage.name} lies in host memory already, and cannot be cut",
-                label=f"has `host = [{what_text}]`",
-                help="put `offload` behind `stages`: every stage then has its own part there",
-            )
+        raise user_error(
+            f"@{stage.name} lies in host memory already, and cannot be cut",
+            label=f"has `host = [{what_text}]`",
+            help="put `offload` behind `stages`: every stage then has its own part there",
+            span=stage.span,
         )
     if any(name not in stage.attrs for name in FIGURES):
         reason = stage.attrs.get(UNCUT) or "`trace` says nothing of its parts"
-        raise UserError(
-            Mistake(
-                stage.span,
-                f"stage @{stage.name} cannot be cut: {reason}",
-                label="has no `cuts`",
-                help="call every block once, and pass on what can be followed; or leave `stages` out",
-            )
+        raise user_error(
+            f"stage @{stage.name} cannot be cut: {reason}",
+            label="has no `cuts`",
+            help="call every block once, and pass on what can be followed; or leave `stages` out",
+            span=stage.span,
         )
 
 
@@ -63,24 +57,20 @@ def demand_cuts(stage: Stage, cuts: Sequence[int]) -> None:
     for before, after in pairwise(cuts):
         if after <= before:
             last_text = layers - 1
-            raise UserError(
-                Mistake(
-                    stage.span,
-                    f"the cuts {list(cuts)} of @{stage.name} are not in order: {after} stands behind {before}",
-                    label=f"has blocks 0 to {last_text}",
-                    help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_text}",
-                )
+            raise user_error(
+                f"the cuts {list(cuts)} of @{stage.name} are not in order: {after} stands behind {before}",
+                label=f"has blocks 0 to {last_text}",
+                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_text}",
+                span=stage.span,
             )
     for cut in cuts:
         if not 0 < cut < layers:
             last_text = layers - 1
-            raise UserError(
-                Mistake(
-                    stage.span,
-                    f"cut {cut} of @{stage.name} leaves a stage without blocks",
-                    label=f"has blocks 0 to {last_text}",
-                    help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_text}",
-                )
+            raise user_error(
+                f"cut {cut} of @{stage.name} leaves a stage without blocks",
+                label=f"has blocks 0 to {last_text}",
+                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_text}",
+                span=stage.span,
             )
 
 
@@ -92,13 +82,11 @@ def balanced_cuts(stage: Stage, stages: int, clips: Sequence[Clip]) -> tuple[int
     work = layer_work(stage, clips)
     layers = len(work)
     if not 1 <= stages <= layers:
-        raise UserError(
-            Mistake(
-                stage.span,
-                f"`stages{{p={stages}}}` of @{stage.name}, which has {layers} blocks",
-                label=f"{layers} blocks",
-                help=f"every stage runs at least one block: give p from 1 to {layers}",
-            )
+        raise user_error(
+            f"`stages{{p={stages}}}` of @{stage.name}, which has {layers} blocks",
+            label=f"{layers} blocks",
+            help=f"every stage runs at least one block: give p from 1 to {layers}",
+            span=stage.span,
         )
     before = [0.0]
     for amount in work:
@@ -148,13 +136,10 @@ def on_ranks(parts: Sequence[Stage], replicas: Sequence[int], module: Module) ->
     world = module.cluster.world if module.cluster else 0
     if len(replicas) != len(parts) or min(replicas) < 1 or sum(replicas) > world:
         ranks = counted(sum(replicas), "rank")
-        raise UserError(
-            Mistake(
-                None,
-                f"replicas {list(replicas)} are for {len(replicas)} stages on {ranks}, and there are {len(parts)} "
-                f"on {world}",
-                help=f"give every stage a number of ranks, 1 at least, {world} in all at most",
-            )
+        raise user_error(
+            f"replicas {list(replicas)} are for {len(replicas)} stages on {ranks}, and there are {len(parts)} on "
+            f"{world}",
+            help=f"give every stage a number of ranks, 1 at least, {world} in all at most",
         )
     places = pairwise([0, *accumulate(replicas)])
     return tuple(

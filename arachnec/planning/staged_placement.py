@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from arachnec.cost.memory import stages_apart
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, integers
 from arachnec.lowering.order import reads_saved
 from arachnec.planning.placed_cascade import on
@@ -63,13 +63,11 @@ def staged_placements(
         saved = next((source for source in inputs if reads_saved(cascade, source)), None)
         if saved is not None and cascade.width != saved.width:
             ranks, others = (counted(one.width, "rank") for one in (cascade, saved))
-            raise UserError(
-                Mistake(
-                    cascade.span,
-                    f"%{cascade.name} takes {ranks}, and %{saved.name}, whose saved values it reads, {others}",
-                    label="runs where they lie",
-                    help="give both the same `degree` and `side`",
-                )
+            raise user_error(
+                f"%{cascade.name} takes {ranks}, and %{saved.name}, whose saved values it reads, {others}",
+                label="runs where they lie",
+                help="give both the same `degree` and `side`",
+                span=cascade.span,
             )
         if "assigned" in cascade.attrs:
             placed = on(cascade.with_attrs(assigned=None), integers(cascade.attrs["assigned"]), inputs, free, cost)

@@ -26,7 +26,7 @@ from arachnec.cost.profile import (
 from arachnec.cost.sparse_profile import AttentionTime, fit_sparse
 from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.stage_sizes import crowding
@@ -119,12 +119,9 @@ def _demand_devices(machine: Cluster) -> None:
     with shown_gpus(os.environ):
         count = torch.cuda.device_count()
     if device != "cpu" and count < machine.world:
-        raise UserError(
-            Mistake(
-                None,
-                f"GPUs that torch finds on this machine: {count}; needed are {machine.world} x {device}",
-                help=f"measure on a machine that has them; `--cluster {machine.world}:cpu` measures this one's processors",
-            )
+        raise user_error(
+            f"GPUs that torch finds on this machine: {count}; needed are {machine.world} x {device}",
+            help=f"measure on a machine that has them; `--cluster {machine.world}:cpu` measures this one's processors",
         )
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.runtime.locked_memory import locked_tensor
 
 GIB = 2**30
@@ -161,12 +161,9 @@ class DeviceRuntime:
             return torch.empty(size, dtype=dtype, pin_memory=True)
         values = locked_tensor(size, dtype, self._module.cudart())
         if values is None:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the host gives no {size * dtype.itemsize / GIB:.2f} GiB more of page-locked memory",
-                    help="lower `host_memory` of the cluster to what this machine has to spare, and compile again",
-                )
+            raise user_error(
+                f"the host gives no {size * dtype.itemsize / GIB:.2f} GiB more of page-locked memory",
+                help="lower `host_memory` of the cluster to what this machine has to spare, and compile again",
             )
         return values
 

@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 MOST_PEERS = 64  # that a rank stays connected to from plan to plan
 CONNECT_S = 60.0
@@ -94,13 +94,9 @@ class HandoffConnections:
         if thread.is_alive() or state.failure:
             reason = state.failure or "no answer"
             peer_text = peers[state.met]
-            raise UserError(
-                Mistake(
-                    None,
-                    f"rank {dist.get_rank()} could not connect to rank {peer_text} within {self._connect_s:g} s: "
-                    f"{reason}",
-                    help=f"rank {peer_text} has ended, hangs, or cannot be reached from here; its own output says more",
-                )
+            raise user_error(
+                f"rank {dist.get_rank()} could not connect to rank {peer_text} within {self._connect_s:g} s: {reason}",
+                help=f"rank {peer_text} has ended, hangs, or cannot be reached from here; its own output says more",
             )
 
 

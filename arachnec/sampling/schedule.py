@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.file import ran_out_of_memory
 
 COUNTED = (1, 2, 3, 5, 7, 11, 13)  # sizes of latents that stand in while steps are counted; no scheduler's own
@@ -138,16 +138,13 @@ class Schedule:
         (own, own_spec), (theirs, spec) = self._leaves(), counted._leaves()
         same = own_spec == spec and all(_alike(a, like.shape, b) for a, b in zip(own, theirs, strict=True))
         if not same:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the scheduler {type(self.scheduler).__name__} keeps other values after step {step} than the "
-                    "step's number tells",
-                    help=(
-                        "what a scheduler keeps between steps must be tensors of the latents' shape, or follow from "
-                        "the step's number"
-                    ),
-                )
+            raise user_error(
+                f"the scheduler {type(self.scheduler).__name__} keeps other values after step {step} than the step's "
+                "number tells",
+                help=(
+                    "what a scheduler keeps between steps must be tensors of the latents' shape, or follow from the "
+                    "step's number"
+                ),
             )
 
     def _count(self, since: int, step: int, dtype: torch.dtype, dimensions: int) -> None:
@@ -174,12 +171,9 @@ class Schedule:
             raise self._failed(_reason(error)) from error
 
     def _failed(self, reason: str) -> UserError:
-        return UserError(
-            Mistake(
-                None,
-                f"the scheduler {type(self.scheduler).__name__} cannot take {self._asked} steps: {reason}",
-                help="change the request's `steps`, or the scheduler: step(prediction, timestep, latents) gives latents",
-            )
+        return user_error(
+            f"the scheduler {type(self.scheduler).__name__} cannot take {self._asked} steps: {reason}",
+            help="change the request's `steps`, or the scheduler: step(prediction, timestep, latents) gives latents",
         )
 
     def _begin(self, step: int) -> None:

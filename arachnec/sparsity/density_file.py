@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
 
 LARGEST_FILE = 64 * 2**20  # bytes
@@ -78,11 +78,7 @@ def read_densities(path: str | Path) -> Densities:
     file = Path(path)
 
     def refusal(reason: str) -> UserError:
-        return UserError(
-            Mistake(
-                None, f"the sparsity file `{path}` cannot be read: {reason}", help=f"a file looks like {EXAMPLE}"
-            )
-        )
+        return user_error(f"the sparsity file `{path}` cannot be read: {reason}", help=f"a file looks like {EXAMPLE}")
 
     if not file.is_file():
         raise refusal("there is no such file")

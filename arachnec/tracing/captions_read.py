@@ -11,7 +11,7 @@ from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 
 
 def require_one_caption(clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]) -> None:
@@ -19,16 +19,13 @@ def require_one_caption(clips: Sequence[VideoClip], encoders: Mapping[str, nn.Mo
     several = next((clip for clip in clips if clip.captions), None)
     for name, encoder in encoders.items() if several is not None else ():
         if several is not None and _reads_captions(encoder, several):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"clip `{several.name}` has several captions, of which every step draws one, and `{name}` reads "
-                    "one beforehand",
-                    help=(
-                        "leave that encoder to the training, with `arachnec cache --encoders` and the names of the "
-                        "others, or give one caption"
-                    ),
-                )
+            raise user_error(
+                f"clip `{several.name}` has several captions, of which every step draws one, and `{name}` reads one "
+                "beforehand",
+                help=(
+                    "leave that encoder to the training, with `arachnec cache --encoders` and the names of the "
+                    "others, or give one caption"
+                ),
             )
 
 
@@ -40,15 +37,12 @@ def demand_captions_read(dropout: float, clips: Sequence[VideoClip], encoders: M
     for name in sorted(encoded_beforehand(clips)) if dropout else ():
         encoder = encoders.get(name)
         if name != "vae" if encoder is None else _reads_captions(encoder, clips[0]):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`caption_dropout` drops captions, and `{name}` has encoded them beforehand",
-                    help=(
-                        "leave that encoder to the training, with `arachnec cache --encoders` and the names of the "
-                        "others, or drop none"
-                    ),
-                )
+            raise user_error(
+                f"`caption_dropout` drops captions, and `{name}` has encoded them beforehand",
+                help=(
+                    "leave that encoder to the training, with `arachnec cache --encoders` and the names of the "
+                    "others, or drop none"
+                ),
             )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Span
 from arachnec.tracing.sample import ModelSource, arguments_of
 
@@ -27,15 +27,13 @@ def demand_timesteps_read(
     noted = _Noted(timesteps)
     arguments_of(source, replace(clip, timesteps=noted), encoders, device="meta")  # type: ignore[arg-type]
     if not noted.reads:
-        raise UserError(
-            Mistake(
-                span,
-                "the training options have `timesteps`, and `sample` does not read them",
-                help=(
-                    "draw the noise level by `clip.timesteps`, as arachnec.models.diffusers.common.draw_time does, or "
-                    "leave [timesteps] out"
-                ),
-            )
+        raise user_error(
+            "the training options have `timesteps`, and `sample` does not read them",
+            help=(
+                "draw the noise level by `clip.timesteps`, as arachnec.models.diffusers.common.draw_time does, or "
+                "leave [timesteps] out"
+            ),
+            span=span,
         )
 
 

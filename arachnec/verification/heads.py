@@ -58,8 +58,8 @@ def check_heads(values: Values) -> Iterator[Diagnostic]:
             if cascade.degree > 1:
                 yield Mistake(
                     cascade.span,
-                    f"{label(cascade)} is sparse on {cascade.degree} ranks, and does not say which of them "
-                    "computes which heads",
+                    f"{label(cascade)} is sparse on {cascade.degree} ranks, and does not say which of them computes "
+                    "which heads",
                     label="has no `heads`",
                     help="lower the placed module again: `lower` divides the heads",
                 )

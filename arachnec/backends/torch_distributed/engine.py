@@ -40,7 +40,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
@@ -260,13 +260,9 @@ class Engine:
         Raises ``UserError`` for a mistake, after what was trained before it is in the checkpoint.
         """
         if self._left:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"this Engine's loop was left after {counted(self.done - self.first, 'step')}, and it takes no "
-                    "more",
-                    help="make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint",
-                )
+            raise user_error(
+                f"this Engine's loop was left after {counted(self.done - self.first, 'step')}, and it takes no more",
+                help="make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint",
             )
         if self._closed:
             return
@@ -290,15 +286,9 @@ class Engine:
                 kept = (
                     "what was trained so far is in the checkpoint" if self._options.checkpoint else "nothing was kept"
                 )
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"the batches ended after {done}, and {wanted} were asked for",
-                        help=(
-                            "give a dataset that can be begun again instead of an iterator, or leave `steps` out; "
-                            f"{kept}"
-                        ),
-                    )
+                raise user_error(
+                    f"the batches ended after {done}, and {wanted} were asked for",
+                    help=f"give a dataset that can be begun again instead of an iterator, or leave `steps` out; {kept}",
                 )
         except GeneratorExit:
             self._leave()
@@ -391,17 +381,14 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     known = [field.name for field in fields(RunOptions) if field.name not in OF_MANIFESTS]
     for name in options:
         if name not in known:
-            raise UserError(Mistake(None, f"Engine has no option `{name}`", help=f"its options are {', '.join(known)}"))
+            raise user_error(f"Engine has no option `{name}`", help=f"its options are {', '.join(known)}")
     for name in COUNTS:
         _demand_count(name, options.get(name))
     for name in ("resume", "every"):
         if options.get(name) and options.get("checkpoint") is None:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"Engine's `{name}` needs the folder of the checkpoints",
-                    help=f"add checkpoint=FOLDER, or leave `{name}` out",
-                )
+            raise user_error(
+                f"Engine's `{name}` needs the folder of the checkpoints",
+                help=f"add checkpoint=FOLDER, or leave `{name}` out",
             )
     for name in PATHS:
         _demand_kind(name, options.get(name), str | os.PathLike, "path")

@@ -17,7 +17,7 @@ from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.initial_weights import INDEX, model_folder, pipeline_folder, read_config, read_json_object
 
 LOW_NOISE = "transformer_2"  # a pipeline's second expert
@@ -72,12 +72,9 @@ def constructor(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise UserError(
-            Mistake(
-                None,
-                f"this model file needs Diffusers, and `{error.name or 'diffusers'}` is not installed",
-                help="pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece",
-            )
+        raise user_error(
+            f"this model file needs Diffusers, and `{error.name or 'diffusers'}` is not installed",
+            help="pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece",
         ) from None
 
 
@@ -93,9 +90,7 @@ def configuration(
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
-            raise UserError(
-                Mistake(None, f"`{model}` has no configuration key `{key}`", label="no such key", help=f"{suggestion}")
-            )
+            raise user_error(f"`{model}` has no configuration key `{key}`", label="no such key", help=f"{suggestion}")
     return {**defaults, **laid, **given}
 
 
@@ -105,27 +100,21 @@ def _of_folder(model: str, parameters: Any, named: Mapping[str, Mapping[str, Any
     if not folder.is_dir() and "/" not in name:
         near = difflib.get_close_matches(name, named, n=1)
         suggestion_text = f"did you mean `{near[0]}`?" if near else ""
-        raise UserError(
-            Mistake(
-                None,
-                f"there is no configuration named `{name}`",
-                label=f"{suggestion_text}",
-                help=f"the names are {', '.join(named)}; or give a folder of pretrained weights, or keywords",
-            )
+        raise user_error(
+            f"there is no configuration named `{name}`",
+            label=f"{suggestion_text}",
+            help=f"the names are {', '.join(named)}; or give a folder of pretrained weights, or keywords",
         )
     config = read_config(model_folder(folder))
     kind = config.get("_class_name")
     if not config or kind not in (None, parameters.__name__):
         reason = f", but a {kind}'s" if config else ""
-        raise UserError(
-            Mistake(
-                None,
-                f"{name} has no config.json of a {model} transformer{reason}",
-                help=(
-                    "give a folder that `save_pretrained` wrote, of the pipeline or of its transformer; an absolute "
-                    "path is there wherever ranks are started"
-                ),
-            )
+        raise user_error(
+            f"{name} has no config.json of a {model} transformer{reason}",
+            help=(
+                "give a folder that `save_pretrained` wrote, of the pipeline or of its transformer; an absolute path "
+                "is there wherever ranks are started"
+            ),
         )
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
@@ -194,20 +183,14 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     """
     real = clip.text_tokens
     if real < 1:
-        raise UserError(
-            Mistake(
-                None,
-                f"clip `{clip.name}` has no text tokens, and {model} attends to text",
-                help="give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1",
-            )
+        raise user_error(
+            f"clip `{clip.name}` has no text tokens, and {model} attends to text",
+            help="give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1",
         )
     if length is not None and real > length:
-        raise UserError(
-            Mistake(
-                None,
-                f"clip `{clip.name}` has {real} text tokens, and {model} takes {length}",
-                help="correct its `text_tokens`, or raise `text_length`",
-            )
+        raise user_error(
+            f"clip `{clip.name}` has {real} text tokens, and {model} takes {length}",
+            help="correct its `text_tokens`, or raise `text_length`",
         )
     if "text" in clip.encoded:
         encoded = clip.encoded["text"]
@@ -345,11 +328,8 @@ def _precomputed(clip: VideoClip, path: Path, shape: tuple[int, ...]) -> Tensor:
         with safe_open(path, framework="pt") as file:
             stored: Tensor = file.get_tensor("latents").float()
     except (SafetensorError, OSError) as error:
-        raise UserError(
-            Mistake(
-                None,
-                f"the latents `{path}` of clip `{clip.name}` cannot be read: {str(error).splitlines()[0]}",
-                help="a .safetensors file of latents has one tensor named `latents`",
-            )
+        raise user_error(
+            f"the latents `{path}` of clip `{clip.name}` cannot be read: {str(error).splitlines()[0]}",
+            help="a .safetensors file of latents has one tensor named `latents`",
         ) from None
     return stored if stored.ndim == 5 else stored[None]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
 from arachnec.models.diffusers.tokenizations import (
@@ -59,15 +59,12 @@ def pipeline_encoders(
         raise UserError(NoPipeline(None, str(folder), INDEX))
     pipeline = read_json_object(folder / INDEX).get("_class_name")
     if pipeline not in CAPTIONS:
-        raise UserError(
-            Mistake(
-                None,
-                f"how {pipeline} encodes captions is not known here",
-                help=(
-                    f"known are {', '.join(CAPTIONS)}; write encoders() with a module of your own that has load() and "
-                    "forward(): docs/your_model.md"
-                ),
-            )
+        raise user_error(
+            f"how {pipeline} encodes captions is not known here",
+            help=(
+                f"known are {', '.join(CAPTIONS)}; write encoders() with a module of your own that has load() and "
+                "forward(): docs/your_model.md"
+            ),
         )
     parts = ("text_encoder_2", "tokenizer_2") if pipeline == "HunyuanVideoPipeline" else ()
     for part in ("vae", "text_encoder", "tokenizer", *parts):
@@ -97,16 +94,13 @@ def _cogvideox(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str
 def _hunyuan_video(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:
     version = importlib.import_module("transformers").__version__
     if constructor("packaging.version", "Version")(version).release < LANGUAGE_MODEL_ON_META:
-        raise UserError(
-            Mistake(
-                None,
-                f"HunyuanVideo's captions need transformers {'.'.join(map(str, LANGUAGE_MODEL_ON_META))}, and "
-                f"{version} is installed",
-                help=(
-                    "pip install -U transformers diffusers peft: memory and time are planned by running the language "
-                    "model without values, which older ones cannot"
-                ),
-            )
+        raise user_error(
+            f"HunyuanVideo's captions need transformers {'.'.join(map(str, LANGUAGE_MODEL_ON_META))}, and {version} "
+            "is installed",
+            help=(
+                "pip install -U transformers diffusers peft: memory and time are planned by running the language "
+                "model without values, which older ones cannot"
+            ),
         )
     template, rule = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE, hunyuan_tokens(folder, length)
     text = TemplateEncoder(rule.tokenizer, _text_model(folder, dtype), template["template"], rule.crop, most=rule.most)

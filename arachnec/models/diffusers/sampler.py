@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from arachnec.checkpoint.trained_predictors import FILE as PREDICTORS
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.decoders import VideoDecoder
 from arachnec.models.diffusers import cogvideox, common, hunyuan_video, wan
 from arachnec.models.diffusers.pretrained import pipeline_encoders
@@ -138,12 +138,9 @@ class VideoSampler:
 
     def _pipeline(self) -> Path:
         if self.pipeline is None:
-            raise UserError(
-                Mistake(
-                    None,
-                    "the sampler has no folder with a text encoder and a VAE",
-                    help="give it one, as `pipeline=FOLDER`, or leave encoders and decoder out of the file",
-                )
+            raise user_error(
+                "the sampler has no folder with a text encoder and a VAE",
+                help="give it one, as `pipeline=FOLDER`, or leave encoders and decoder out of the file",
             )
         return self.pipeline
 
@@ -231,12 +228,9 @@ def _experts(
     """Every model with its folder; ``kind`` is what the family predicts. Raises ``UserError`` where two have not the
     same latents."""
     if not 1 <= len(models) <= 2:
-        raise UserError(
-            Mistake(
-                None,
-                f"a sampler needs one model or two, and has {len(models)}",
-                help='name them, the one of high noise first: sampler(large="Wan2.1-T2V-14B", small="...")',
-            )
+        raise user_error(
+            f"a sampler needs one model or two, and has {len(models)}",
+            help='name them, the one of high noise first: sampler(large="Wan2.1-T2V-14B", small="...")',
         )
     experts = {
         name: Expert(make(str(given)), None if given in named else Path(given))
@@ -255,12 +249,9 @@ def _experts(
         for what, (here, there) in facts.items():
             if here != there:
                 alike = "trained with one scheduler" if what == PREDICTION else "of one family's VAE"
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"`{first}` and `{second}` have other {what}: {here} and {there}",
-                        help=f"only models of one latent space can hand a request on: take two {alike}",
-                    )
+                raise user_error(
+                    f"`{first}` and `{second}` have other {what}: {here} and {there}",
+                    help=f"only models of one latent space can hand a request on: take two {alike}",
                 )
     return experts
 
@@ -275,15 +266,9 @@ def _fitting(experts: Mapping[str, Expert], scheduler: Callable[[], Any], kind: 
     for name, expert in experts.items():
         predicted = _prediction_type(expert.folder) or kind
         if taken is not None and predicted != taken:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`{name}` predicts `{predicted}`, and the scheduler {type(own).__name__} takes `{taken}`",
-                    help=(
-                        "give the sampler the scheduler of the model's own pipeline, as `scheduler=` or "
-                        "`pipeline=FOLDER`"
-                    ),
-                )
+            raise user_error(
+                f"`{name}` predicts `{predicted}`, and the scheduler {type(own).__name__} takes `{taken}`",
+                help="give the sampler the scheduler of the model's own pipeline, as `scheduler=` or `pipeline=FOLDER`",
             )
     return scheduler
 

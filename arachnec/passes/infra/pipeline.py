@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import Mistake, UserError, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.span import Span
 from arachnec.ir.verify import verify
@@ -102,12 +102,9 @@ class Pipeline:
         _demand_order(self.passes)
         level = _demand_levels(self.passes, Module("", begins))
         if level != ends:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"`{self}` gives a {level.word} module, and this command needs a {ends.word} one",
-                    help=f"end it with the pass that gives a {ends.word} module; `arachnec passes` lists them",
-                )
+            raise user_error(
+                f"`{self}` gives a {level.word} module, and this command needs a {ends.word} one",
+                help=f"end it with the pass that gives a {ends.word} module; `arachnec passes` lists them",
             )
 
     def after(self, index: int) -> Pipeline:
@@ -201,13 +198,11 @@ def _demand_order(passes: Sequence[Pass], spans: Sequence[Span] = ()) -> None:
     names = [step.name for step in passes]
     again = next((i for i, step in enumerate(passes) if step.scope is Scope.MODEL and step.name in names[:i]), None)
     if again is not None:
-        raise UserError(
-            Mistake(
-                spans[again] if spans else None,
-                f"pass `{names[again]}` stands twice, and decides once for the model",
-                label="the second",
-                help="remove one of the two",
-            )
+        raise user_error(
+            f"pass `{names[again]}` stands twice, and decides once for the model",
+            label="the second",
+            help="remove one of the two",
+            span=spans[again] if spans else None,
         )
     late = next(
         (i for i in range(1, len(passes)) if passes[i].scope is Scope.MODEL and passes[i - 1].scope is Scope.ITERATION),
@@ -216,14 +211,12 @@ def _demand_order(passes: Sequence[Pass], spans: Sequence[Span] = ()) -> None:
     if late is None:
         return
     ordered = sorted(passes, key=lambda step: step.scope is Scope.ITERATION)
-    raise UserError(
-        Mistake(
-            spans[late] if spans else None,
-            f"pass `{passes[late].name}` is of scope `model` and stands after `{passes[late - 1].name}`, of scope "
-            "`iteration`",
-            label="too late",
-            help=f"what is decided once for the model comes first: {','.join(map(pass_text, ordered))}",
-        )
+    raise user_error(
+        f"pass `{passes[late].name}` is of scope `model` and stands after `{passes[late - 1].name}`, of scope "
+        "`iteration`",
+        label="too late",
+        help=f"what is decided once for the model comes first: {','.join(map(pass_text, ordered))}",
+        span=spans[late] if spans else None,
     )
 
 
@@ -234,13 +227,11 @@ def _demand_levels(passes: Sequence[Pass], module: Module) -> Level:
         if not step.accepts(level):
             remedy = _remedy(step, level)
             needs = step.needs.word if step.gives > step.needs else f"{step.needs.word} or later"
-            raise UserError(
-                Mistake(
-                    module.span if level == module.level else None,
-                    f"pass `{step.name}` needs a {needs} module, and this one is {level.word}",
-                    label=f"a {level.word} module",
-                    help=f"{remedy}",
-                )
+            raise user_error(
+                f"pass `{step.name}` needs a {needs} module, and this one is {level.word}",
+                label=f"a {level.word} module",
+                help=f"{remedy}",
+                span=module.span if level == module.level else None,
             )
         level = step.result(level)
     return level

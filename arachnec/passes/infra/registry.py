@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.passes.infra.base import Pass
 
 NO_PASS = ("trace",)  # makes the module that the first pass takes
@@ -77,9 +77,7 @@ def load_file(path: str | Path, registry: Registry) -> Registry:
     """``registry`` and every pass that the Python file ``path`` defines. Raises UserError."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(
-            Mistake(None, f"there is no file {path}", help="--load takes a Python file that defines passes")
-        )
+        raise user_error(f"there is no file {path}", help="--load takes a Python file that defines passes")
     name = f"arachnec_loaded_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -96,11 +94,8 @@ def load_file(path: str | Path, registry: Registry) -> Registry:
         if inspect.isclass(kind) and issubclass(kind, Pass) and kind.__module__ == name and not inspect.isabstract(kind)
     ]
     if not kinds:
-        raise UserError(
-            Mistake(
-                None,
-                f"{path} defines no pass",
-                help="a pass is a frozen dataclass derived from arachnec.passes.Pass, with `needs`, `gives` and `run`",
-            )
+        raise user_error(
+            f"{path} defines no pass",
+            help="a pass is a frozen dataclass derived from arachnec.passes.Pass, with `needs`, `gives` and `run`",
         )
     return registry.with_passes(*kinds)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from arachnec.cluster.topology import machines
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Mistake, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Module
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
@@ -32,14 +32,12 @@ def fits_no_rank(cascade: Cascade, cost: CostModel, fits: Fits) -> UserError:
     remedy = _remedy(cost.module, fits, less)
     if room <= 0:
         remedy += f": its model alone has {state:.1f} GiB"
-    return UserError(
-        Mistake(
-            cascade.span,
-            f"{_what(cascade, cost.module)} fits no rank: it needs {needed + state:.1f} GiB, its model included, "
-            f"there are {room + state:.1f}",
-            label="too large for this cluster",
-            help=f"{remedy}",
-        )
+    return user_error(
+        f"{_what(cascade, cost.module)} fits no rank: it needs {needed + state:.1f} GiB, its model included, there "
+        f"are {room + state:.1f}",
+        label="too large for this cluster",
+        help=f"{remedy}",
+        span=cascade.span,
     )
 
 
@@ -69,12 +67,9 @@ def not_this_way(policy: str, cost: CostModel, fits: Fits) -> UserError:
         if gpus > 1 and policy in ("search", "two-pools"):
             reason += ", and shared out among the ranks the stages do not fit either"
     other = None if policy == "search" else f"take another policy than `{policy}`"
-    return UserError(
-        Mistake(
-            None,
-            f"`{policy}` cannot run these requests on {counted(gpus, 'GPU')}: {reason}",
-            help=f"{_remedy(cost.module, fits, other)}",
-        )
+    return user_error(
+        f"`{policy}` cannot run these requests on {counted(gpus, 'GPU')}: {reason}",
+        help=f"{_remedy(cost.module, fits, other)}",
     )
 
 

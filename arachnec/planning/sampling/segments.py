@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from arachnec.cost.sparse_attention import with_sparse_layers
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, integer
 from arachnec.ir.sampling import asked_branches, forecast_of, models_of, outcomes_of, segment_of, steps_taken
 from arachnec.ir.sampling_rules import is_uncertain
@@ -75,12 +75,10 @@ def demand_requests(module: Module) -> None:
     asked = all("steps" in clip.attrs for clip in module.clips)
     told = all("steps" in cascade.attrs for cascade in module.cascades if cascade.phase is Phase.DENOISE)
     if not models_of(module) or not module.clips or not asked or not told:
-        raise UserError(
-            Mistake(
-                module.span,
-                f"module @{module.name} has no requests and models to segment",
-                help="give its clips `steps`, and the module `models`: the stages that denoise",
-            )
+        raise user_error(
+            f"module @{module.name} has no requests and models to segment",
+            help="give its clips `steps`, and the module `models`: the stages that denoise",
+            span=module.span,
         )
 
 

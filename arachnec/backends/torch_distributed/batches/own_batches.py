@@ -23,7 +23,7 @@ from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Mark
 from arachnec.executable.folder import Executable, iteration_of, read_executable, write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Mistake, UserError, counted, render
+from arachnec.ir.diagnostic import UserError, counted, render, user_error
 from arachnec.ir.nodes import Cluster, Level
 from arachnec.launch.local_ranks import RankTold
 from arachnec.models.caption_tokens import CaptionCounter
@@ -92,13 +92,10 @@ def _compiled(
     start = mark_of(source)
     clips = source.peek()
     if clips is None:
-        raise UserError(
-            Mistake(
-                None,
-                f"the batches ended after {counted(-(-source.batches // training.accumulate), 'step')}, where the "
-                "checkpoint goes on",
-                help="what was to be trained is trained; to go on, give a dataset with more batches, or steps=N",
-            )
+        raise user_error(
+            f"the batches ended after {counted(-(-source.batches // training.accumulate), 'step')}, where the "
+            "checkpoint goes on",
+            help="what was to be trained is trained; to go on, give a dataset with more batches, or steps=N",
         )
     pipeline = Pipeline.parse(compiling.passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from arachnec.executable.editions import Edition, continued, ordered
 from arachnec.executable.folder import Executable
-from arachnec.ir.diagnostic import Mistake, UserError, writing
+from arachnec.ir.diagnostic import user_error, writing
 from arachnec.runtime.agreement import share_text
 
 FILE = "clips.json"
@@ -29,12 +29,9 @@ def run_editions(folder: Path | None, executable: Executable, done: int) -> tupl
         try:
             before = ordered(msgspec.json.decode(text, type=tuple[Edition, ...]))
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"{file} cannot be read: {error}",
-                    help="restore that file; without it the run goes on with the clips of its first manifest alone",
-                )
+            raise user_error(
+                f"{file} cannot be read: {error}",
+                help="restore that file; without it the run goes on with the clips of its first manifest alone",
             ) from None
     return continued(before, executable, done)
 

@@ -30,7 +30,7 @@ from arachnec.checkpoint.folder import (
     write_commit,
 )
 from arachnec.checkpoint.parts import Part, State, part_of, written_by
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, refused
+from arachnec.ir.diagnostic import Diagnostic, UserError, refused, user_error
 from arachnec.runtime.agreement import gather_text
 
 KEPT = 2
@@ -143,12 +143,9 @@ def newest(folder: Path) -> Whole | None:
     if path is None:
         if earlier_format(folder):
             folder_text = str(folder)
-            raise UserError(
-                Mistake(
-                    None,
-                    f"{folder_text} holds checkpoints of an earlier version",
-                    help=f"convert them once: arachnec convert-checkpoint BUILD {folder_text}",
-                )
+            raise user_error(
+                f"{folder_text} holds checkpoints of an earlier version",
+                help=f"convert them once: arachnec convert-checkpoint BUILD {folder_text}",
             )
         return None
     commit = read_commit(path)
@@ -186,12 +183,9 @@ def demand_empty(folder: Path) -> None:
     """A run that does not resume must not write among the checkpoints of another. Raises ``UserError``."""
     if whole := committed(folder):
         commit = read_commit(whole[0])
-        raise UserError(
-            Mistake(
-                None,
-                f"{folder} holds checkpoints, the newest of step {commit.position.steps if commit else 0}",
-                help="add --resume to go on from it, or give another --checkpoint folder",
-            )
+        raise user_error(
+            f"{folder} holds checkpoints, the newest of step {commit.position.steps if commit else 0}",
+            help="add --resume to go on from it, or give another --checkpoint folder",
         )
 
 

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from arachnec.backends.torch_distributed.executor.side_by_side import own_part
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module
 from arachnec.models.clip_errors import shown_clips
 from arachnec.runtime.agreement import gather_text
@@ -98,15 +98,12 @@ def demand_equal_batches(
             digest = by_rank[rank].get(key)
             first = rank if digest is None else firsts.setdefault(digest[0], rank)
             if digest != by_rank[first].get(key):
-                raise UserError(
-                    Mistake(
-                        None,
-                        f"rank {first} and rank {rank} share {shown_clips([clips[clip] for clip in key])} in step "
-                        f"{step}, and made other batches of it",
-                        help=(
-                            "`sample` draws random numbers that are not its generator's: draw them as "
-                            "torch.randn(shape, generator=generator), and nothing by randn_like, random or numpy; all "
-                            "ranks of a clip must draw the same"
-                        ),
-                    )
+                raise user_error(
+                    f"rank {first} and rank {rank} share {shown_clips([clips[clip] for clip in key])} in step {step}, "
+                    "and made other batches of it",
+                    help=(
+                        "`sample` draws random numbers that are not its generator's: draw them as torch.randn(shape, "
+                        "generator=generator), and nothing by randn_like, random or numpy; all ranks of a clip must "
+                        "draw the same"
+                    ),
                 )

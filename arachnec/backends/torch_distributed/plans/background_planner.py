@@ -24,7 +24,7 @@ from arachnec.cluster.resize import cluster_for
 from arachnec.cluster.topology import with_measured, with_slowdowns
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of, read_executable
-from arachnec.ir.diagnostic import Mistake, UserError, render
+from arachnec.ir.diagnostic import UserError, render, user_error
 from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
@@ -188,17 +188,14 @@ class BackgroundPlanner:
             answer = self._answers.pop(key, None)
             self._asked.discard(key)
         if answer is None:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the planning process ended with exit code {self._process.process.wait()} before it answered",
-                    help="its own output above says more",
-                )
+            raise user_error(
+                f"the planning process ended with exit code {self._process.process.wait()} before it answered",
+                help="its own output above says more",
             )
         if answer.refused is not None:
             raise UserError(RankTold(None, answer.refused.removeprefix("error: ")))
         if answer.text is None:
-            raise UserError(Mistake(None, f"iteration {question.iteration} has no plan\n{answer.error or ''}"))
+            raise user_error(f"iteration {question.iteration} has no plan\n{answer.error or ''}")
         return answer.text
 
     def close(self) -> None:

@@ -9,7 +9,7 @@ from arachnec.backends.torch_distributed.weights.shared_weights import META
 from arachnec.cluster.topology import machines, node_of
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import more_state
@@ -35,14 +35,11 @@ def demand_room(module: Module, more: float) -> None:
         free = nodes[node_of(module.cluster, program.rank)].memory - high_water(values, program).total
         if free < more:
             dtypes = ", ".join(str(stage.attrs.get("dtype")) for stage in module.stages if stage.trained)
-            raise UserError(
-                Mistake(
-                    None,
-                    f"the options of this run take {more:.2f} GiB more than was proved: rank {program.rank} has "
-                    f"{free:.2f} GiB left",
-                    help=(
-                        "compile again with the same --train and --set, so that the plan leaves room for them; the "
-                        f"executable was compiled for {dtypes}"
-                    ),
-                )
+            raise user_error(
+                f"the options of this run take {more:.2f} GiB more than was proved: rank {program.rank} has "
+                f"{free:.2f} GiB left",
+                help=(
+                    "compile again with the same --train and --set, so that the plan leaves room for them; the "
+                    f"executable was compiled for {dtypes}"
+                ),
             )

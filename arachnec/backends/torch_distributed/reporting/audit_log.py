@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from arachnec.backends.torch_distributed.reporting.report import ClipNote
-from arachnec.ir.diagnostic import Mistake, UserError, writing
+from arachnec.ir.diagnostic import user_error, writing
 
 FOLDER = "audit"
 VALIDATION = "validation.jsonl"  # beside the epochs: a line for each time that the run was validated
@@ -108,12 +108,9 @@ def _decoded(file: Path, kind: type[Line]) -> Iterator[Line]:
         try:
             yield msgspec.json.decode(text, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"line {number} of the audit log {file} cannot be read: {error}",
-                    help="restore that file, or move it away: the log then names no clips of the steps in it",
-                )
+            raise user_error(
+                f"line {number} of the audit log {file} cannot be read: {error}",
+                help="restore that file, or move it away: the log then names no clips of the steps in it",
             ) from None
 
 

@@ -18,7 +18,7 @@ import msgspec
 from arachnec.backends.torch_distributed.reporting.report import StepReport
 from arachnec.executable.folder import demand_folder
 from arachnec.executable.training_options import Logging, Training
-from arachnec.ir.diagnostic import Mistake, UserError, writing
+from arachnec.ir.diagnostic import user_error, writing
 
 Told = Callable[[int, Mapping[str, float]], None]
 LONGEST_LINE = 2**16  # bytes
@@ -114,10 +114,7 @@ def _package(module: str, package: str, key: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(
-            Mistake(
-                None,
-                f"`logging.{key}` needs the package `{package}`, which is not installed",
-                help=f"pip install {package}, or leave the key out",
-            )
+        raise user_error(
+            f"`logging.{key}` needs the package `{package}`, which is not installed",
+            help=f"pip install {package}, or leave the key out",
         ) from None

@@ -18,7 +18,7 @@ from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, ValidationLine
 from arachnec.backends.torch_distributed.run.skipped_steps import cause_of_skip, notes_of_clips
 from arachnec.cluster.topology import slowdowns_of
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.optimizers.schedules import is_rate
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Interval
@@ -147,16 +147,12 @@ class StepAccount:
 
     def _tell_skipped(self, step: int, cause: str) -> None:
         if self._skipped >= self.most_skipped:
-            raise UserError(
-                Mistake(
-                    None,
-                    f"training has diverged: steps {step - self._skipped + 1} to {step} were skipped. In the last, "
-                    f"{cause}",
-                    help=(
-                        "check that sample() and loss() give finite numbers, lower --lr, and go on from a checkpoint "
-                        "with --resume; --max-skipped lets more steps in a row be skipped"
-                    ),
-                )
+            raise user_error(
+                f"training has diverged: steps {step - self._skipped + 1} to {step} were skipped. In the last, {cause}",
+                help=(
+                    "check that sample() and loss() give finite numbers, lower --lr, and go on from a checkpoint with "
+                    "--resume; --max-skipped lets more steps in a row be skipped"
+                ),
             )
         events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
 
@@ -167,21 +163,15 @@ def demand_equal_rates(step: int, rates: Sequence[Sequence[float]]) -> None:
     first: dict[float, tuple[int, float]] = {}
     for rank, (group, rate) in enumerate(rates):
         if group >= 0 and not is_rate(rate):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"in step {step} the learning rate is {rate:g}",
-                    help="set rates that are numbers of at least 0; this step is in no checkpoint",
-                )
+            raise user_error(
+                f"in step {step} the learning rate is {rate:g}",
+                help="set rates that are numbers of at least 0; this step is in no checkpoint",
             )
         other, expected = first.setdefault(group, (rank, rate))
         if group >= 0 and not math.isclose(rate, expected, rel_tol=1e-6):
-            raise UserError(
-                Mistake(
-                    None,
-                    f"in step {step} the learning rate is {rate:g} on rank {rank} and {expected:g} on rank {other}",
-                    help="the copies of the model drift apart: set the same rates and schedule on every rank",
-                )
+            raise user_error(
+                f"in step {step} the learning rate is {rate:g} on rank {rank} and {expected:g} on rank {other}",
+                help="the copies of the model drift apart: set the same rates and schedule on every rank",
             )
 
 
@@ -206,11 +196,8 @@ def _left_out(context: RankContext, own: Iteration, run: Run) -> list[report.Cli
         events.emit(report.Note(told))
     if round(total) >= len(own.module.clips):
         first = notes[0]
-        raise UserError(
-            Mistake(
-                None,
-                f"no clip of step {own.step} can be used: clip {names.get(first.clip, first.clip)}: {first.reason}",
-                help="check the paths of the manifest, and that this host can read them",
-            )
+        raise user_error(
+            f"no clip of step {own.step} can be used: clip {names.get(first.clip, first.clip)}: {first.reason}",
+            help="check the paths of the manifest, and that this host can read them",
         )
     return notes
