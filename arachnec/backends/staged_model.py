@@ -135,11 +135,11 @@ class Cuts:
         for stage, (own, names) in enumerate(zip(known, cut.parameters, strict=True)):
             missing = names - own if stage else (names - own) & read
             if missing:
-                name_text = min(missing)
+                absent = min(missing)
                 raise user_error(
-                    f"for some clips stage {stage} reads `{name_text}`, which it does not have",
+                    f"for some clips stage {stage} reads `{absent}`, which it does not have",
                     help=(
-                        f"a stage has the parameters that it reads for the first clip: make `{name_text}` part of a "
+                        f"a stage has the parameters that it reads for the first clip: make `{absent}` part of a "
                         "block, read it for every clip, or train the model as one stage"
                     ),
                 )

@@ -37,15 +37,13 @@ def _problems(records: Sequence[DeviceRecord], planned: Cluster | None) -> Itera
     lacking = [record for record in records if record.missing]
     if lacking:
         for host, here in _grouped(lacking, lambda record: record.host).items():
-            host_text = str(host)
             yield Mistake(
                 None,
-                f"{ranks_of(here)} on host {host_text} {'have' if len(here) > 1 else 'has'} no GPU: "
-                f"{_visible(here[0])}",
+                f"{ranks_of(here)} on host {host} {'have' if len(here) > 1 else 'has'} no GPU: {_visible(here[0])}",
                 help=(
                     "start as many ranks on a node as it has GPUs, or give every task one GPU of its own "
                     "(--gpus-per-task=1). A GPU that nvidia-smi does not list has failed: leave the node out "
-                    f"(--exclude={host_text})"
+                    f"(--exclude={host})"
                 ),
             )
         return

@@ -47,10 +47,9 @@ def read_program(path: Path) -> Module:
     module = parse_module(read_text(file), str(file))
     if module.level is not Level.LOWERED:
         remaining = REMAINING if module.attrs.get("models") is None else REMAINING_OF_REQUESTS
-        path_text = str(file)
         raise user_error(
-            f"{path_text} is at level {module.level.word}, and only a lowered module has programs",
-            help=f"run `arachnec opt {path_text} --passes {remaining[module.level]} -o lowered.cascade` first",
+            f"{file} is at level {module.level.word}, and only a lowered module has programs",
+            help=f"run `arachnec opt {file} --passes {remaining[module.level]} -o lowered.cascade` first",
         )
     check_module(module)
     return module

@@ -173,7 +173,7 @@ class RowKeys:
         if self.extras:
             taken = f" --columns {self._known[near[0]][0]}={name} reads it as that," if near else "; --columns"
             suggestion += f"{taken} {VALUES}={name} gives it to `sample`, in `clip.values`"
-        raise user_error(f"unknown key `{name}`", label="no such key", help=f"{suggestion}", span=span)
+        raise user_error(f"unknown key `{name}`", label="no such key", help=suggestion, span=span)
 
 
 CLIP_KEYS = RowKeys(KEYS, NAMES, fractions=("fps", "target_fps"), extras=True)

@@ -69,9 +69,9 @@ def hold_against_headers(clips: Iterable[VideoClip]) -> list[str]:
     if wrong:
         lines = [f"  clip `{id}`: {reason}" for id, reason, _ in wrong[:LISTED]] + ["  ..."] * (len(wrong) > LISTED)
         named = f"{counted(len(wrong), 'clip')} {'is' if len(wrong) == 1 else 'are'}"
-        clips_text = "\n".join(lines)
+        details = "\n".join(lines)
         raise user_error(
-            f"{named} not as the manifest says ({number} videos were looked at):\n{clips_text}", help=f"{wrong[0][2]}"
+            f"{named} not as the manifest says ({number} videos were looked at):\n{details}", help=f"{wrong[0][2]}"
         )
     return _notes(looks, number, len(here))
 

@@ -116,10 +116,9 @@ class Row:
 def read_rows(path: Path, keys: RowKeys = CLIP_KEYS) -> Iterator[Row]:
     """Rows in the file's order, by canonical keys. Raises ``UserError`` for a row that cannot be read."""
     if path.is_dir():
-        path_text = str(path)
         raise user_error(
-            f"`{path_text}` is a folder, and clips are listed by a manifest",
-            help=f"`arachnec manifest {path_text} -o clips.jsonl` writes one of the videos in it",
+            f"`{path}` is a folder, and clips are listed by a manifest",
+            help=f"`arachnec manifest {path} -o clips.jsonl` writes one of the videos in it",
         )
     if not path.is_file():
         raise UserError(NoManifest(None, str(path)))

@@ -105,4 +105,4 @@ def parse_switch(text: str) -> Switch:
 
 
 def _refused(text: str, reason: str, remedy: str) -> UserError:
-    return user_error(f"`{text}` is no switch rule: {reason}", help=f"{remedy}")
+    return user_error(f"`{text}` is no switch rule: {reason}", help=remedy)

@@ -154,7 +154,7 @@ def _unknown(
         node.attrs.span(attribute) or node.span,
         f"{label(node)} speaks of {what}, which is not in the module",
         label=f"there is no {what}",
-        help=f"{remedy}",
+        help=remedy,
     )
 
 
@@ -232,7 +232,7 @@ def fused_regions_are_apart(index: ModuleIndex) -> Problems:
                         region.span,
                         f"{label(region)} fuses `%{name}`, which its graph does not have",
                         label=f"no operation `%{name}`",
-                        help=f"{remedy}",
+                        help=remedy,
                     )
                 elif name in owner:
                     yield Mistake(
@@ -282,7 +282,7 @@ def _operand(node: str, span: Span | None, operand: str, defined: set[str]) -> D
         span,
         f"{node} reads `%{operand}`, which nothing before it makes",
         label=f"no `%{operand}` above",
-        help=f"{remedy}",
+        help=remedy,
     )
 
 

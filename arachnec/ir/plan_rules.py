@@ -40,11 +40,11 @@ def tolerance_of(module: Module) -> float:
 def cascades_fit_their_stage(index: ModuleIndex) -> Problems:
     for cascade in index.module.cascades:
         if cascade.clips and len(cascade.clips) != cascade.batch:
-            clips_text = len(cascade.clips)
+            listed = len(cascade.clips)
             yield Mistake(
                 cascade.span,
-                f"{label(cascade)} lists {clips_text} clips and says {cascade.batch}",
-                label=f"`{cascade.batch} x` should be `{clips_text} x`",
+                f"{label(cascade)} lists {listed} clips and says {cascade.batch}",
+                label=f"`{cascade.batch} x` should be `{listed} x`",
             )
         stage = index.stages.get(cascade.stage)
         if stage is None:
@@ -103,7 +103,7 @@ def degrees_are_legal(index: ModuleIndex) -> Problems:
         elif timed and degree not in timed:
             reason = f"its `times` list {', '.join(map(str, timed))}"
         if reason:
-            yield Mistake(_at(cascade, "degree"), f"{label(cascade)} has degree {degree}", label=f"{reason}")
+            yield Mistake(_at(cascade, "degree"), f"{label(cascade)} has degree {degree}", label=reason)
 
 
 def times_are_in_order(index: ModuleIndex) -> Problems:
@@ -309,12 +309,12 @@ def recomputed_blocks_are_there(index: ModuleIndex) -> Problems:
             continue
         blocks, span = len(layers_of(stage)), node.attrs.span("recompute") or node.span
         if not blocks:
-            stage_text = symbol(stage.name)
+            stage_symbol = symbol(stage.name)
             yield Mistake(
                 span,
-                f"{label(node)} recomputes {count} blocks of `{stage_text}`, which does not say how many it has",
+                f"{label(node)} recomputes {count} blocks of `{stage_symbol}`, which does not say how many it has",
                 label="no part of its blocks can be named",
-                help=f"write `true` for all of them, or say of `{stage_text}` what its `layers` are",
+                help=f"write `true` for all of them, or say of `{stage_symbol}` what its `layers` are",
             )
         elif not 0 < count <= blocks:
             yield Mistake(
@@ -332,11 +332,11 @@ def all_layers_say_what_they_spare(index: ModuleIndex) -> Problems:
             continue
         counts, layers = [count for count, _ in saved_by_recomputing(stage)], len(layers_of(stage))
         if sum(counts) != layers or min(counts) < 1:
-            count_text = sum(counts)
+            total = sum(counts)
             yield Mistake(
                 stage.attrs.span("spared") or stage.span,
-                f"{label(stage)} says of {count_text} layers what recomputing them saves, and has {layers}",
-                label=f"runs of {count_text} layers together",
+                f"{label(stage)} says of {total} layers what recomputing them saves, and has {layers}",
+                label=f"runs of {total} layers together",
                 help="every layer is in one run, in the order of `layers`",
             )
 

@@ -176,12 +176,12 @@ def sparse_layers_have_densities(index: ModuleIndex) -> Problems:
         wrong = next((layer for layer in sparse_layers(cascade) if layer not in table), None)
         if wrong is not None:
             span = cascade.attrs.span("sparse") or cascade.span
-            stage_text = symbol(stage.name)
+            stage_symbol = symbol(stage.name)
             yield Mistake(
                 span,
-                f"{label(cascade)} runs layer {wrong} of `{stage_text}` sparse, which has no density there",
+                f"{label(cascade)} runs layer {wrong} of `{stage_symbol}` sparse, which has no density there",
                 label=f"layer {wrong}",
-                help=f"leave the layer out of `sparse`, or give `{stage_text}` its `density`",
+                help=f"leave the layer out of `sparse`, or give `{stage_symbol}` its `density`",
             )
 
 

@@ -141,7 +141,7 @@ def _unknown(
     listed = f"its attributes are {', '.join(known)}" if known else "it has no attributes"
     remedy = f"did you mean `{close[0]}`?" if close else listed
     return Mistake(
-        _place(node, name), f"{label(node)} has no attribute `{name}`", label="no such attribute", help=f"{remedy}"
+        _place(node, name), f"{label(node)} has no attribute `{name}`", label="no such attribute", help=remedy
     )
 
 
@@ -155,7 +155,7 @@ def _mismatch(node: Attributed, row: tables.Row, value: Value) -> Diagnostic:
             place,
             f"`{row.name}` of {label(node)} is in {value.unit}, not in {unit}",
             label=f"expected {unit}",
-            help=f"{remedy}",
+            help=remedy,
         )
     return Mistake(
         place,

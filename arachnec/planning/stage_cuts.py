@@ -34,10 +34,10 @@ def demand_cuttable(stage: Stage) -> None:
         )
     placed = stage.attrs.get("host")
     if isinstance(placed, tuple) and placed:
-        what_text = ", ".join(f'"{name}"' for name in placed)
+        kinds = ", ".join(f'"{name}"' for name in placed)
         raise user_error(
             f"@{stage.name} lies in host memory already, and cannot be cut",
-            label=f"has `host = [{what_text}]`",
+            label=f"has `host = [{kinds}]`",
             help="put `offload` behind `stages`: every stage then has its own part there",
             span=stage.span,
         )
@@ -56,20 +56,20 @@ def demand_cuts(stage: Stage, cuts: Sequence[int]) -> None:
     layers = len(layers_of(stage))
     for before, after in pairwise(cuts):
         if after <= before:
-            last_text = layers - 1
+            last_block = layers - 1
             raise user_error(
                 f"the cuts {list(cuts)} of @{stage.name} are not in order: {after} stands behind {before}",
-                label=f"has blocks 0 to {last_text}",
-                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_text}",
+                label=f"has blocks 0 to {last_block}",
+                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_block}",
                 span=stage.span,
             )
     for cut in cuts:
         if not 0 < cut < layers:
-            last_text = layers - 1
+            last_block = layers - 1
             raise user_error(
                 f"cut {cut} of @{stage.name} leaves a stage without blocks",
-                label=f"has blocks 0 to {last_text}",
-                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_text}",
+                label=f"has blocks 0 to {last_block}",
+                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_block}",
                 span=stage.span,
             )
 

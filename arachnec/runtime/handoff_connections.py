@@ -93,10 +93,10 @@ class HandoffConnections:
         thread.join(self._connect_s)
         if thread.is_alive() or state.failure:
             reason = state.failure or "no answer"
-            peer_text = peers[state.met]
+            peer = peers[state.met]
             raise user_error(
-                f"rank {dist.get_rank()} could not connect to rank {peer_text} within {self._connect_s:g} s: {reason}",
-                help=f"rank {peer_text} has ended, hangs, or cannot be reached from here; its own output says more",
+                f"rank {dist.get_rank()} could not connect to rank {peer} within {self._connect_s:g} s: {reason}",
+                help=f"rank {peer} has ended, hangs, or cannot be reached from here; its own output says more",
             )
 
 

@@ -90,7 +90,7 @@ def configuration(
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
-            raise user_error(f"`{model}` has no configuration key `{key}`", label="no such key", help=f"{suggestion}")
+            raise user_error(f"`{model}` has no configuration key `{key}`", label="no such key", help=suggestion)
     return {**defaults, **laid, **given}
 
 
@@ -99,10 +99,10 @@ def _of_folder(model: str, parameters: Any, named: Mapping[str, Mapping[str, Any
     folder = Path(name)
     if not folder.is_dir() and "/" not in name:
         near = difflib.get_close_matches(name, named, n=1)
-        suggestion_text = f"did you mean `{near[0]}`?" if near else ""
+        suggestion = f"did you mean `{near[0]}`?" if near else ""
         raise user_error(
             f"there is no configuration named `{name}`",
-            label=f"{suggestion_text}",
+            label=suggestion,
             help=f"the names are {', '.join(named)}; or give a folder of pretrained weights, or keywords",
         )
     config = read_config(model_folder(folder))

@@ -230,7 +230,7 @@ def _demand_levels(passes: Sequence[Pass], module: Module) -> Level:
             raise user_error(
                 f"pass `{step.name}` needs a {needs} module, and this one is {level.word}",
                 label=f"a {level.word} module",
-                help=f"{remedy}",
+                help=remedy,
                 span=module.span if level == module.level else None,
             )
         level = step.result(level)

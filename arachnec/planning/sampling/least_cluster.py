@@ -36,7 +36,7 @@ def fits_no_rank(cascade: Cascade, cost: CostModel, fits: Fits) -> UserError:
         f"{_what(cascade, cost.module)} fits no rank: it needs {needed + state:.1f} GiB, its model included, there "
         f"are {room + state:.1f}",
         label="too large for this cluster",
-        help=f"{remedy}",
+        help=remedy,
         span=cascade.span,
     )
 

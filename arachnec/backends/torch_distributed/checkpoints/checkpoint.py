@@ -142,10 +142,9 @@ def newest(folder: Path) -> Whole | None:
     path = _newest_intact(folder)
     if path is None:
         if earlier_format(folder):
-            folder_text = str(folder)
             raise user_error(
-                f"{folder_text} holds checkpoints of an earlier version",
-                help=f"convert them once: arachnec convert-checkpoint BUILD {folder_text}",
+                f"{folder} holds checkpoints of an earlier version",
+                help=f"convert them once: arachnec convert-checkpoint BUILD {folder}",
             )
         return None
     commit = read_commit(path)
