@@ -10,7 +10,6 @@ import io
 import pickle
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 from arachnec.checkpoint.files import sha256, write_file
 from arachnec.checkpoint.folder import COMMIT, Position, earlier_format, file_of, write_commit
 from arachnec.checkpoint.parts import part_of
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
@@ -50,12 +49,10 @@ class _OldCommit(msgspec.Struct, frozen=True):
     sha256: dict[str, str]
 
 
-@dataclass(frozen=True)
-class CannotConvert(Diagnostic):
-    title = "{path} cannot be converted: {reason}"
-    help = "move it away and convert the one before it, or begin anew"
-    path: str
-    reason: str
+def cannot_convert_error(path: str, reason: str) -> UserError:
+    return user_error(
+        f"{path} cannot be converted: {reason}", help="move it away and convert the one before it, or begin anew"
+    )
 
 
 class _Restricted(pickle.Unpickler):
@@ -85,7 +82,7 @@ def convert_newest(folder: Path, data: str) -> Path:
         raise
     except Exception as error:  # unpickling damaged bytes raises what it likes
         reason = f"it is damaged ({type(error).__name__}: {' '.join(str(error).split())})"
-        raise UserError(CannotConvert(None, str(path), reason)) from error
+        raise cannot_convert_error(str(path), reason) from error
     draft = folder / f".converted-{path.name}"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
@@ -102,7 +99,7 @@ def _demand_intact(path: Path, commit: _OldCommit) -> None:
     """Raises ``UserError`` for a file that is not what was written."""
     for name, digest in commit.sha256.items():
         if Path(name).name != name or not (path / name).is_file() or sha256(path / name) != digest:
-            raise UserError(CannotConvert(None, str(path), f"its file {name} is damaged or gone"))
+            raise cannot_convert_error(str(path), f"its file {name} is damaged or gone")
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

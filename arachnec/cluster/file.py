@@ -34,21 +34,17 @@ LARGEST_FILE = 2**20  # bytes
 AUTO = "auto"  # this machine, as `arachnec cluster detect` describes it
 
 
-@dataclass(frozen=True)
-class NoGpus(Diagnostic):
-    title = "the cluster has no GPUs: {nodes} nodes of {gpus}"
-    label = "must be at least 1"
-    help = "give at least one node with at least one device"
-    nodes: int
-    gpus: int
+def no_gpus_error(span: Span | None, nodes: int, gpus: int) -> UserError:
+    return user_error(
+        f"the cluster has no GPUs: {nodes} nodes of {gpus}",
+        label="must be at least 1",
+        help="give at least one node with at least one device",
+        span=span,
+    )
 
 
-@dataclass(frozen=True)
-class MissingClusterKey(Diagnostic):
-    title = "the cluster file has no `{key}`"
-    help = "add `{example}`"
-    key: str
-    example: str
+def missing_cluster_key_error(span: Span | None, key: str, example: str) -> UserError:
+    return user_error(f"the cluster file has no `{key}`", help=f"add `{example}`", span=span)
 
 
 @dataclass(frozen=True)
@@ -62,11 +58,12 @@ class BadClusterValue(Diagnostic):
     example: str
 
 
-@dataclass(frozen=True)
-class BadToml(Diagnostic):
-    title = "the cluster file is not TOML: {reason}"
-    help = "text values stand in quotes, one `key = value` a line"
-    reason: str
+def bad_toml_error(span: Span | None, reason: str) -> UserError:
+    return user_error(
+        f"the cluster file is not TOML: {reason}",
+        help="text values stand in quotes, one `key = value` a line",
+        span=span,
+    )
 
 
 _UNITS = {
@@ -134,11 +131,11 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
             help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`",
         )
     if path.stat().st_size > LARGEST_FILE:
-        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
+        raise bad_toml_error(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), "it is no UTF-8 text")) from None
+        raise bad_toml_error(Span(str(path), 1, 1, 1, 2), "it is no UTF-8 text") from None
     return _of_toml(text, str(path), name)
 
 
@@ -147,13 +144,13 @@ def _of_toml(text: str, path: str, name: str) -> Cluster:
     try:
         values = dict(tomllib.loads(text))
     except RecursionError:
-        raise UserError(BadToml(Span(path, 1, 1, 1, 2), "it is nested too deeply")) from None
+        raise bad_toml_error(Span(path, 1, 1, 1, 2), "it is nested too deeply") from None
     except tomllib.TOMLDecodeError as error:
         position = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         line, column = (int(position[1]), int(position[2])) if position else (1, 1)
-        raise UserError(BadToml(Span(path, line, column, line, column + 1), str(error))) from error
+        raise bad_toml_error(Span(path, line, column, line, column + 1), str(error)) from error
     except ValueError:
-        raise UserError(BadToml(Span(path, 1, 1, 1, 2), "it has a number of thousands of digits")) from None
+        raise bad_toml_error(Span(path, 1, 1, 1, 2), "it has a number of thousands of digits") from None
     return _cluster(values, name, Lines(path, text))
 
 
@@ -231,7 +228,7 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
         specs, device = _device(row | shared, of_group)
         counts.append(_count(row, "nodes", 1, of_group))
         if counts[-1] < 1:
-            raise UserError(NoGpus(of_group.span("nodes"), counts[-1], _count(values, "gpus", None, lines)))
+            raise no_gpus_error(of_group.span("nodes"), counts[-1], _count(values, "gpus", None, lines))
         specs_of_groups.append(specs)
         places = {key: lines if key in shared else of_group for key in _REQUIRED}
         devices.append((device, {key: _quantity(row | shared, key, specs, at) for key, at in places.items()}))
@@ -266,7 +263,7 @@ def _build(
 ) -> Cluster:
     for key, other in (("rack", "uplink"), ("uplink", "rack")):
         if key in values and other not in values:
-            raise UserError(MissingClusterKey(lines.span(key), other, _EXAMPLES[other]))
+            raise missing_cluster_key_error(lines.span(key), other, _EXAMPLES[other])
     rack = _count(values, "rack", nodes, lines)
     if not 1 <= rack <= LARGEST:
         raise UserError(_bad("rack", rack, f"nodes: 1 to {LARGEST:g}", lines))
@@ -305,7 +302,7 @@ def _check_keys(values: dict[str, object], known: tuple[str, ...], lines: Lines)
 def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
     gpus = _count(values, "gpus", None, lines)
     if nodes < 1 or gpus < 1:
-        raise UserError(NoGpus(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus))
+        raise no_gpus_error(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus)
     if nodes * gpus > MOST_GPUS:
         raise user_error(
             f"the cluster has {nodes} nodes of {gpus}, more than {MOST_GPUS} GPUs",
@@ -320,7 +317,7 @@ def _device(values: dict[str, object], lines: Lines) -> tuple[DeviceSpecs | None
     """The specs and the full name of the device; no specs where the file says all that they would."""
     device = _text(values, "device", lines)
     if device is None:
-        raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
+        raise missing_cluster_key_error(lines.span(""), "device", _EXAMPLES["device"])
     specs = find_device_specs(device)
     if specs is None and not all(key in values for key in _REQUIRED):
         names = sorted(DEVICE_SPECS)
@@ -368,7 +365,7 @@ def _nics(values: dict[str, object], gpus: int, specs: DeviceSpecs | None, lines
 def _count(values: dict[str, object], key: str, default: int | None, lines: Lines) -> int:
     if key not in values:
         if default is None:
-            raise UserError(MissingClusterKey(lines.span(""), key, _EXAMPLES[key]))
+            raise missing_cluster_key_error(lines.span(""), key, _EXAMPLES[key])
         return default
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int):

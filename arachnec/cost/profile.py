@@ -130,12 +130,10 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured_at: str = ""  # date and time of the machine
 
 
-@dataclass(frozen=True)
-class BadProfile(Diagnostic):
-    title = "`{profile}` is not a profile: {reason}"
-    help = "make a new one with `arachnec profile`"
-    profile: str
-    reason: str
+def bad_profile_error(span: Span | None, profile: str, reason: str) -> UserError:
+    return user_error(
+        f"`{profile}` is not a profile: {reason}", help="make a new one with `arachnec profile`", span=span
+    )
 
 
 @dataclass(frozen=True)
@@ -158,13 +156,13 @@ def read_profile(path: str | Path) -> Profile:
         )
     span = Span(str(path), 1, 1, 1, 2)
     if file.stat().st_size > LARGEST_FILE:
-        raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))
+        raise bad_profile_error(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB")
     try:
         profile = msgspec.json.decode(file.read_bytes(), type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(BadProfile(span, str(path), str(error))) from error
+        raise bad_profile_error(span, str(path), str(error)) from error
     if problem := next(_problems(profile), None):
-        raise UserError(BadProfile(span, str(path), problem))
+        raise bad_profile_error(span, str(path), problem)
     return profile
 
 

@@ -13,26 +13,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.dataset_item import BadItem, clip_of_item
+from arachnec.data.dataset_item import bad_item_error, clip_of_item
 from arachnec.data.dataset_raised import dataset_raised
 from arachnec.data.source_state import from_text, to_text
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
+from arachnec.ir.diagnostic import UserError, counted, user_error
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 END: Final = object()  # of a dataset: None may be an item of it, which is a mistake
 
 
-@dataclass(frozen=True)
-class NotIterable(Diagnostic):
-    title = "`batches` is a {kind}, which cannot be drawn from"
-    help = "{remedy}"
-    kind: str
-    remedy: str
+def not_iterable_error(kind: str, remedy: str) -> UserError:
+    return user_error(f"`batches` is a {kind}, which cannot be drawn from", help=remedy)
 
 
 class BatchSource:
@@ -151,7 +146,7 @@ class BatchSource:
                 break
             if isinstance(item, list | tuple):
                 remedy = "leave `batch` out: the dataset itself says which clips make one"
-                raise UserError(BadItem(None, self._given, "a list of clips, and `batch` was given", remedy))
+                raise bad_item_error(self._given, "a list of clips, and `batch` was given", remedy)
             clips.append(self._clip(item))
         return clips
 
@@ -161,9 +156,9 @@ class BatchSource:
             return []
         if not isinstance(item, list | tuple):
             remedy = "give Engine(..., batch=N): so many of them make a global batch"
-            raise UserError(BadItem(None, self._given, "a single clip, and nothing says how many make a batch", remedy))
+            raise bad_item_error(self._given, "a single clip, and nothing says how many make a batch", remedy)
         if not item:
-            raise UserError(BadItem(None, self._given, "a batch without clips", "give each batch at least one clip"))
+            raise bad_item_error(self._given, "a batch without clips", "give each batch at least one clip")
         return [self._clip(clip) for clip in item]
 
     def _clip(self, item: object) -> VideoClip:
@@ -222,20 +217,20 @@ class BatchSource:
         dataset: Any = self._dataset
         kind = type(dataset).__name__
         if isinstance(dataset, str | bytes | Path | Mapping):
-            raise UserError(NotIterable(None, kind, "give an iterable of clips; a manifest is run by `arachnec run`"))
+            raise not_iterable_error(kind, "give an iterable of clips; a manifest is run by `arachnec run`")
         parts = _parts(dataset)
         if parts > 1:
             remedy = "leave the sampler out: only rank 0 draws, for all ranks"
-            raise UserError(NotIterable(None, f"{kind} whose sampler gives a rank one part in {parts}", remedy))
+            raise not_iterable_error(f"{kind} whose sampler gives a rank one part in {parts}", remedy)
         if hasattr(dataset, "__iter__"):
             with self._told():
                 return iter(dataset)
         if not hasattr(dataset, "__getitem__"):
-            raise UserError(NotIterable(None, kind, "give an iterable, or a dataset with __getitem__ and __len__"))
+            raise not_iterable_error(kind, "give an iterable, or a dataset with __getitem__ and __len__")
         length = self._length()
         if length is None:
             remedy = "give it a __len__: without one nobody knows how many clips it has"
-            raise UserError(NotIterable(None, f"{kind} with __getitem__ and without __len__", remedy))
+            raise not_iterable_error(f"{kind} with __getitem__ and without __len__", remedy)
         return _by_index(dataset, length)
 
     def _length(self) -> int | None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, close_to, user_error
+from arachnec.ir.diagnostic import UserError, close_to, user_error
 from arachnec.ir.nodes import Span
 
 # Of several columns for one key the first with a value is taken.
@@ -43,13 +43,11 @@ _VALUES = re.compile(
 _JOINED = re.compile(r"(.+)_[xy]")  # a column that both tables had, as pandas' merge calls it
 
 
-@dataclass(frozen=True)
-class BadColumns(Diagnostic):
-    title = "`{given}` does not say which columns are read: {reason}"
-    help = "write KEY=COLUMN, as in caption=prompt,path=video,values=*; the keys are {keys}"
-    given: str
-    reason: str
-    keys: str = ", ".join((*KEYS, VALUES, FILES))
+def bad_columns_error(given: str, reason: str, keys: str = ", ".join((*KEYS, VALUES, FILES))) -> UserError:
+    return user_error(
+        f"`{given}` does not say which columns are read: {reason}",
+        help=f"write KEY=COLUMN, as in caption=prompt,path=video,values=*; the keys are {keys}",
+    )
 
 
 @dataclass(frozen=True)
@@ -65,13 +63,13 @@ class Columns:
         for pair in filter(str.strip, text.split(",")):
             key, equals, column = (part.strip() for part in pair.partition("="))
             if not (key and equals and column):
-                raise UserError(BadColumns(None, text, f"`{pair.strip()}` is no pair"))
+                raise bad_columns_error(text, f"`{pair.strip()}` is no pair")
             if key not in (*KEYS, VALUES, FILES):
-                raise UserError(BadColumns(None, text, f"there is no key `{key}`"))
+                raise bad_columns_error(text, f"there is no key `{key}`")
             if column == EVERY and key != VALUES:
-                raise UserError(BadColumns(None, text, f"`{EVERY}` stands behind `{VALUES}=` only"))
+                raise bad_columns_error(text, f"`{EVERY}` stands behind `{VALUES}=` only")
             if other := next((known for known, there in named if there == column), None):
-                raise UserError(BadColumns(None, text, f"the column `{column}` is both `{other}` and `{key}`"))
+                raise bad_columns_error(text, f"the column `{column}` is both `{other}` and `{key}`")
             named.append((key, column))
         return cls(tuple(named))
 

@@ -12,20 +12,15 @@ from arachnec.data.columns import CLIP_KEYS
 from arachnec.data.manifest import clips_of_row
 from arachnec.data.rows import Row as ManifestRow
 from arachnec.data.rows import normalised
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 
 VIDEO = "video"  # pixels: channels x frames x height x width
 SIZES = ("frames", "height", "width")
 ITEM_KEYS = replace(CLIP_KEYS, extras=False)  # more is given as tensors
 
 
-@dataclass(frozen=True)
-class BadItem(Diagnostic):
-    title = "item {number} of the dataset is {found}"
-    help = "{remedy}"
-    number: int
-    found: str
-    remedy: str
+def bad_item_error(number: int, found: str, remedy: str) -> UserError:
+    return user_error(f"item {number} of the dataset is {found}", help=remedy)
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,7 @@ def clip_of_item(item: object, number: int) -> VideoClip:
         return _as_announced(item)
     if not isinstance(item, Mapping):
         remedy = "a clip is an arachnec.VideoClip, or a dict with frames, height, width, caption or text_tokens"
-        raise UserError(BadItem(None, number, f"a {type(item).__name__}", remedy))
+        raise bad_item_error(number, f"a {type(item).__name__}", remedy)
     values = {str(key): _tensor(value, str(key), number) for key, value in item.items() if _is_array(value)}
     given = {str(key): value for key, value in item.items() if not _is_array(value)}
     key = given.pop("__key__", None)
@@ -58,7 +53,7 @@ def clip_of_item(item: object, number: int) -> VideoClip:
     for name, value in given.items():
         instead = _remedy(name, value)
         if instead is not None:
-            raise UserError(BadItem(None, number, f"a dict whose `{name}` is {_kind(value)}", instead))
+            raise bad_item_error(number, f"a dict whose `{name}` is {_kind(value)}", instead)
     for name, text in (("txt", "caption"),):
         if name in given:
             given[text] = given.pop(name)
@@ -121,4 +116,4 @@ def _tensor(value: Any, name: str, number: int) -> Any:
         place = " on the meta device" if isinstance(value, torch.Tensor) and value.is_meta else ""
         kind = f"a {type(value).__name__} of {value.dtype}{place}"
         remedy = "give a tensor or an array of numbers; or leave it out"
-        raise UserError(BadItem(None, number, f"a dict whose `{name}` is {kind}", remedy)) from None
+        raise bad_item_error(number, f"a dict whose `{name}` is {kind}", remedy) from None

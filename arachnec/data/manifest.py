@@ -12,12 +12,12 @@ from arachnec.data.clip import VideoClip, with_unique_names
 from arachnec.data.columns import CLIP_KEYS, FILES, NAMES, VALUES, Columns
 from arachnec.data.row_values import (
     BadValue,
-    MissingKey,
-    SameId,
     bad_value,
     identifier,
     integer,
+    missing_key_error,
     rate,
+    same_id_error,
     texts,
     tokens_of_text,
 )
@@ -96,7 +96,7 @@ def read_manifest(path: str | Path, batch: Batch = None, columns: str = "") -> M
         group = _iteration(row, grouped)
         for clip in clips_of_row(row):
             if str(clip.id) in seen:
-                raise UserError(SameId(row.span("id"), CLIP, clip.id, seen[str(clip.id)] + 1, SEEDS))
+                raise same_id_error(row.span("id"), CLIP, clip.id, seen[str(clip.id)] + 1, SEEDS)
             seen[str(clip.id)] = row.number
             groups.setdefault(group, []).append(clip)
     if grouped is None:
@@ -129,7 +129,7 @@ def _iteration(row: Row, grouped: bool) -> object:
     if ("iteration" in row.values) != grouped:
         remedy = "give `iteration` in every row, or in none"
         if grouped:
-            raise UserError(MissingKey(row.span(), CLIP, "iteration", remedy))
+            raise missing_key_error(row.span(), CLIP, "iteration", remedy)
         raise UserError(
             BadValue(row.span("iteration"), "iteration", "given here", "no row or every row to have it", remedy)
         )
@@ -243,7 +243,7 @@ def _header(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | N
     """A row's video and its header, for the sizes that the row leaves out. Raises ``UserError`` without a video."""
     if path is None or path.suffix == ".safetensors":
         key = next(key for key, value in sizes.items() if value is None)
-        raise UserError(MissingKey(row.span(), CLIP, key, f"add `{key}`, or the `path` of a video to read it from"))
+        raise missing_key_error(row.span(), CLIP, key, f"add `{key}`, or the `path` of a video to read it from")
     header = read_header(path)
     if start >= header.frames:
         remedy = f"the video has {header.frames} frames, counted from 0"

@@ -11,9 +11,9 @@ from typing import Any
 from arachnec.data.clip import VideoClip
 from arachnec.data.columns import CLIP_KEYS, Columns, RowKeys
 from arachnec.data.manifest import clips_of_row
-from arachnec.data.rows import NoManifest, NoPyArrow, Row, normalised, parquet_row, unpacking
+from arachnec.data.rows import Row, no_manifest_error, no_py_arrow_error, normalised, parquet_row, unpacking
 from arachnec.data.stratified import stratified
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Span
 
 WINDOW = 2**16  # rows that are shuffled with each other
@@ -33,11 +33,11 @@ class ParquetClips:
         """Reads the file's metadata alone. Raises ``UserError`` for no manifest, or an unknown column."""
         self.path = Path(path)
         if not self.path.is_file():
-            raise UserError(NoManifest(None, str(path)))
+            raise no_manifest_error(str(path))
         try:
             import pyarrow.parquet
         except ImportError:
-            raise UserError(NoPyArrow(None, str(path))) from None
+            raise no_py_arrow_error(str(path)) from None
         with unpacking(self.path):
             self._file = pyarrow.parquet.ParquetFile(self.path, memory_map=True)
             names = self._file.schema_arrow.names

@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING
 
 from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.columns import NAMES, RowKeys
-from arachnec.data.row_values import MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
+from arachnec.data.row_values import (
+    bad_value,
+    identifier,
+    integer,
+    missing_key_error,
+    same_id_error,
+    text,
+    tokens_of_text,
+)
 from arachnec.data.rows import Row, read_rows
 from arachnec.ir.diagnostic import UserError, user_error
 
@@ -93,7 +101,7 @@ def read_requests(path: str | Path) -> tuple[Request, ...]:
         request = _request(row)
         name = str(request.id)
         if name in requests:
-            raise UserError(SameId(row.span("id"), REQUEST, request.id, rows[name] + 1, NAMES_FILES))
+            raise same_id_error(row.span("id"), REQUEST, request.id, rows[name] + 1, NAMES_FILES)
         requests[name], rows[name] = request, row.number
     if not requests:
         raise user_error(
@@ -106,7 +114,7 @@ def read_requests(path: str | Path) -> tuple[Request, ...]:
 def _request(row: Row) -> Request:
     for key in ("frames", "height", "width"):
         if key not in row.values:
-            raise UserError(MissingKey(row.span(), REQUEST, key, f"add `{key}`, in pixels of the video to generate"))
+            raise missing_key_error(row.span(), REQUEST, key, f"add `{key}`, in pixels of the video to generate")
     frames, height, width = (integer(row, key) or 0 for key in ("frames", "height", "width"))
     caption = text(row, "caption")
     seed, steps = integer(row, "seed"), integer(row, "steps")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
+from arachnec.ir.span import Span
 
 # attributes
 
@@ -24,24 +25,15 @@ class OutOfBounds(Diagnostic):
 # names
 
 
-@dataclass(frozen=True)
-class DuplicateName(Diagnostic):
-    title = "there are two of {node}"
-    label = "the second"
-    help = "give each its own name"
-    node: str
+def duplicate_name_error(span: Span | None, node: str) -> Mistake:
+    return Mistake(span, f"there are two of {node}", label="the second", help="give each its own name")
 
 
 # cascades
 
 
-@dataclass(frozen=True)
-class WrongShards(Diagnostic):
-    title = "{node} has shards {what}"
-    label = "expected {expected}"
-    node: str
-    what: str
-    expected: str
+def wrong_shards_error(span: Span | None, node: str, what: str, expected: str) -> Mistake:
+    return Mistake(span, f"{node} has shards {what}", label=f"expected {expected}")
 
 
 # graphs

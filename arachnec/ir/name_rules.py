@@ -109,7 +109,7 @@ def _duplicates(nodes: Iterable[tuple[object, Clip | Stage | Graph | Cascade | P
     seen = set()
     for name, node in nodes:
         if name in seen:
-            yield errors.DuplicateName(node.span, label(node))
+            yield errors.duplicate_name_error(node.span, label(node))
         seen.add(name)
 
 
@@ -207,7 +207,7 @@ def graphs_are_ordered(index: ModuleIndex) -> Problems:
                 if operand not in defined:
                     yield _operand(f"`{percent(op.name)}` of {label(graph)}", op.span, operand, defined)
             if op.name in defined:
-                yield errors.DuplicateName(op.span, f"`{percent(op.name)}` in {label(graph)}")
+                yield errors.duplicate_name_error(op.span, f"`{percent(op.name)}` in {label(graph)}")
             defined.add(op.name)
         for name in graph.outputs:
             if name not in defined:
@@ -222,7 +222,7 @@ def fused_regions_are_apart(index: ModuleIndex) -> Problems:
         names: set[str] = set()
         for region in graph.fused:
             if region.name in names:
-                yield errors.DuplicateName(region.span, f"{label(region)} in {label(graph)}")
+                yield errors.duplicate_name_error(region.span, f"{label(region)} in {label(graph)}")
             names.add(region.name)
             for name in region.ops:
                 if name not in ops:

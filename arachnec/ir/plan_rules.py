@@ -346,14 +346,14 @@ def _shards(cascade: Cascade) -> Problems:
         return
     shards, span = integers(cascade.attrs["shards"]), _at(cascade, "shards")
     if len(shards) != cascade.degree:
-        yield errors.WrongShards(
+        yield errors.wrong_shards_error(
             span, label(cascade), f"for {counted(len(shards), 'rank')}", f"{cascade.degree}, its degree"
         )
     elif min(shards) < 0:
-        yield errors.WrongShards(span, label(cascade), "below zero", "zero or more tokens")
+        yield errors.wrong_shards_error(span, label(cascade), "below zero", "zero or more tokens")
     elif sum(shards) != cascade.tokens:
         expected = f"{cascade.tokens}, its tokens"
-        yield errors.WrongShards(span, label(cascade), f"of {sum(shards)} tokens together", expected)
+        yield errors.wrong_shards_error(span, label(cascade), f"of {sum(shards)} tokens together", expected)
 
 
 def a_rank_does_one_thing(index: ModuleIndex) -> Problems:

@@ -23,7 +23,7 @@ from arachnec.ir.sampling import (
     planned_steps,
     segment_of,
 )
-from arachnec.ir.sampling_errors import SwitchUnsaid, UnlikeRequest, WrongSteps, WrongWindow
+from arachnec.ir.sampling_errors import switch_unsaid_error, unlike_request_error, wrong_steps_error, wrong_window_error
 from arachnec.ir.span import Span
 
 Problems: TypeAlias = Iterator[Diagnostic]
@@ -78,16 +78,16 @@ def _windows(index: ModuleIndex, segments: list[Cascade]) -> Problems:
         window = integers(clip.attrs.get("window", (steps, steps)))
         if not 1 <= steps <= MOST_STEPS:
             reason = f"and a request takes 1 to {MOST_STEPS}"
-            yield WrongWindow(_at(clip, "steps"), number, "steps", str(steps), reason)
+            yield wrong_window_error(_at(clip, "steps"), number, "steps", str(steps), reason)
         elif len(window) != 2 or not 0 <= window[0] <= window[1] <= steps:
             shown = value_text(clip.attrs.get("window", window))
-            yield WrongWindow(_at(clip, "window"), number, "window", shown, f"and it takes {steps} steps")
+            yield wrong_window_error(_at(clip, "window"), number, "window", shown, f"and it takes {steps} steps")
         elif not window[0] <= forecast_of(clip) <= window[1]:
             shown = str(forecast_of(clip))
-            yield WrongWindow(_at(clip, "forecast"), number, "forecast", shown, f"outside {value_text(window)}")
+            yield wrong_window_error(_at(clip, "forecast"), number, "forecast", shown, f"outside {value_text(window)}")
         elif not set(integers(clip.attrs.get("branches", ()))) <= {1, 2}:
             shown = value_text(clip.attrs["branches"])
-            yield WrongWindow(_at(clip, "branches"), number, "branches", shown, "and a step has 1 or 2")
+            yield wrong_window_error(_at(clip, "branches"), number, "branches", shown, "and a step has 1 or 2")
 
 
 def _segment(index: ModuleIndex, cascade: Cascade) -> Problems:
@@ -95,7 +95,7 @@ def _segment(index: ModuleIndex, cascade: Cascade) -> Problems:
     models = models_of(module)
     shown, span = value_text(cascade.attrs["steps"]), _at(cascade, "steps")
     if len(steps) != 2 or not 0 <= steps[0] <= steps[1]:
-        yield WrongSteps(span, label(cascade), shown, "which are no first and last step")
+        yield wrong_steps_error(span, label(cascade), shown, "which are no first and last step")
         return
     if cascade.stage not in models or len(models) > 2:
         listed = ", ".join(f"@{name}" for name in models) or "none"
@@ -118,16 +118,16 @@ def _segment(index: ModuleIndex, cascade: Cascade) -> Problems:
     for clip in requests:
         total = integer(clip.attrs["steps"])
         if steps[1] >= total:
-            yield WrongSteps(span, label(cascade), shown, f"and its request {clip.id} has {total}")
+            yield wrong_steps_error(span, label(cascade), shown, f"and its request {clip.id} has {total}")
         asked = asked_branches(clip, models.index(cascade.stage))
         if asked != branches_of(cascade):
             texts = str(branches_of(cascade)), clip.id, str(asked)
-            yield UnlikeRequest(_at(cascade, "branches"), label(cascade), "branches", *texts)
+            yield unlike_request_error(_at(cascade, "branches"), label(cascade), "branches", *texts)
         for name in ("steps", "window"):
             first, own = requests[0].attrs.get(name), clip.attrs.get(name)
             if first != own:
                 shown_first, shown_own = ("none" if value is None else value_text(value) for value in (first, own))
-                yield UnlikeRequest(
+                yield unlike_request_error(
                     cascade.span, label(cascade), f"requests of {name}", shown_first, clip.id, shown_own
                 )
     if requests:
@@ -146,10 +146,12 @@ def _switch(index: ModuleIndex, cascade: Cascade, clip: Clip, count: int) -> Pro
         )
     rule, said = index.module.attrs.get("switch"), cascade.attrs.get("switch")
     if uncertain and said is None:
-        yield SwitchUnsaid(cascade.span, label(cascade), "says no switch, and may take fewer steps", "write `switch`")
+        yield switch_unsaid_error(
+            cascade.span, label(cascade), "says no switch, and may take fewer steps", "write `switch`"
+        )
     elif said is not None and said != rule:
         what = f"says the switch {value_text(said)}, and the module {'none' if rule is None else value_text(rule)}"
-        yield SwitchUnsaid(_at(cascade, "switch"), label(cascade), what, "another rule")
+        yield switch_unsaid_error(_at(cascade, "switch"), label(cascade), what, "another rule")
 
 
 def is_uncertain(segment: tuple[int, int], clip: Clip) -> bool:

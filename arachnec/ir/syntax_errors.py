@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.span import Span
 
 BEGINNING = 'a module begins with `module @name attributes {{ level = "traced" }} {{`'
 
 
-@dataclass(frozen=True)
-class TextTooLarge(Diagnostic):
-    title = "{file} is larger than {most} MiB, and no module is read that is"
-    help = "plan fewer clips in a step, or on fewer ranks: an instruction takes some 100 bytes"
-    file: str
-    most: int
+def text_too_large_error(file: str, most: int) -> UserError:
+    return user_error(
+        f"{file} is larger than {most} MiB, and no module is read that is",
+        help="plan fewer clips in a step, or on fewer ranks: an instruction takes some 100 bytes",
+    )
 
 
 @dataclass(frozen=True)
@@ -32,16 +32,9 @@ class NotAModule(Diagnostic):
     found: str
 
 
-@dataclass(frozen=True)
-class TwiceGiven(Diagnostic):
-    title = "{what} is given twice"
-    label = "the second"
-    help = "remove one of the two"
-    what: str
+def twice_given_error(span: Span | None, what: str) -> UserError:
+    return user_error(f"{what} is given twice", label="the second", help="remove one of the two", span=span)
 
 
-@dataclass(frozen=True)
-class BadNumber(Diagnostic):
-    title = "`{written}` is too large for a number"
-    label = "not a finite number"
-    written: str
+def bad_number_error(span: Span | None, written: str) -> UserError:
+    return user_error(f"`{written}` is too large for a number", label="not a finite number", span=span)

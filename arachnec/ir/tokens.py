@@ -15,7 +15,7 @@ from typing import cast
 from lark import Token
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import TensorType
 from arachnec.ir.printer import LONGEST_RANGE
 from arachnec.ir.span import Span
@@ -51,20 +51,20 @@ def string_of(token: Token, text: str) -> str:
 def number_of(token: Token, text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise UserError(syntax_errors.BadNumber(span_of(token), written=text))
+        raise syntax_errors.bad_number_error(span_of(token), written=text)
     return value
 
 
 def integer_of(token: Token) -> int:
     if len(token) > LONGEST_INTEGER:
-        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{token[:12]}..."))
+        raise syntax_errors.bad_number_error(span_of(token), written=f"{token[:12]}...")
     return int(token)
 
 
 def range_of(token: Token, text: str) -> range:
     first, _, last = text.partition("..")
     if max(len(first), len(last)) > LONGEST_INTEGER:
-        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{text[:12]}..."))
+        raise syntax_errors.bad_number_error(span_of(token), written=f"{text[:12]}...")
     low, high = int(first), int(last or first)
     if high < low or high - low >= LONGEST_RANGE:
         raise user_error(
@@ -93,7 +93,7 @@ def _dimension(token: Token, text: str) -> int | str:
 def whole_number(token: Token, text: str) -> int:
     """A number that stands inside a token."""
     if len(text) > LONGEST_INTEGER:
-        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{text[:12]}..."))
+        raise syntax_errors.bad_number_error(span_of(token), written=f"{text[:12]}...")
     return int(text)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from arachnec.data.clip import VideoClip
 from arachnec.data.header_check import disagreement
 from arachnec.data.video import TooFewFrames, UnreadableVideo, read_frames, read_header
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.file import ModelFile
 from arachnec.models.fixed_tiles import FixedTiles
@@ -32,11 +32,11 @@ class NoVideo(Diagnostic):
     clip: str | int
 
 
-@dataclass(frozen=True)
-class NoCaption(Diagnostic):
-    title = "clip `{clip}` has no caption, and the model file has a text encoder"
-    help = "give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings"
-    clip: str | int
+def no_caption_error(clip: str | int) -> UserError:
+    return user_error(
+        f"clip `{clip}` has no caption, and the model file has a text encoder",
+        help="give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings",
+    )
 
 
 @dataclass(frozen=True)
@@ -193,7 +193,7 @@ class TextEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 2, self.length(clip)), dtype=torch.int64, device=device)
         if clip.caption is None:
-            raise UserError(NoCaption(None, clip.name))
+            raise no_caption_error(clip.name)
         tokens = self.tokenizer(
             self.tidy(clip.caption),
             padding="max_length", max_length=self.length(clip), truncation=True, return_tensors="pt",

@@ -55,14 +55,13 @@ class FileForm:
         return f"{name}({', '.join(self.arguments[name])})"
 
 
-@dataclass(frozen=True)
-class WrongSignature(Diagnostic):
-    title = "`{name}` cannot be called as {name}({arguments})"
-    label = "it is {name}{signature}"
-    help = "change it to `def {name}({arguments})`, or give what is not meant for arachnec another name"
-    name: str
-    arguments: str
-    signature: str
+def wrong_signature_error(span: Span | None, name: str, arguments: str, signature: str) -> UserError:
+    return user_error(
+        f"`{name}` cannot be called as {name}({arguments})",
+        label=f"it is {name}{signature}",
+        help=f"change it to `def {name}({arguments})`, or give what is not meant for arachnec another name",
+        span=span,
+    )
 
 
 @dataclass(frozen=True)
@@ -88,13 +87,13 @@ class WrongResult(Diagnostic):
     page: str
 
 
-@dataclass(frozen=True)
-class BadSample(Diagnostic):
-    title = "`sample` returned {found}"
-    label = "for clip {clip}"
-    help = "return (dict of forward's keyword arguments for one clip, target tensor)"
-    clip: str | int
-    found: str
+def bad_sample_error(span: Span | None, clip: str | int, found: str) -> UserError:
+    return user_error(
+        f"`sample` returned {found}",
+        label=f"for clip {clip}",
+        help="return (dict of forward's keyword arguments for one clip, target tensor)",
+        span=span,
+    )
 
 
 @dataclass(frozen=True)
@@ -213,9 +212,9 @@ def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
             span=place,
         )
     if name in MAKE_MODULES and _is_module(function):  # callable with anything
-        raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {type(function).__name__}(...)"))
+        raise wrong_signature_error(definition(path, name), name, arguments, f" = {type(function).__name__}(...)")
     if not callable(function):
-        raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {function!r}"))
+        raise wrong_signature_error(definition(path, name), name, arguments, f" = {function!r}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # a C function that does not say
@@ -223,7 +222,7 @@ def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
     try:
         signature.bind(*form.arguments[name])
     except TypeError:
-        raise UserError(WrongSignature(definition(path, name), name, arguments, str(signature))) from None
+        raise wrong_signature_error(definition(path, name), name, arguments, str(signature)) from None
     return checked_function(function, path, name, form)
 
 
@@ -290,12 +289,12 @@ def check_sample(result: Any, defined: Callable[[], Span | None], clip: str | in
     import torch
 
     if not isinstance(result, tuple) or len(result) != 2:
-        raise UserError(BadSample(defined(), clip, f"{type(result).__name__}, not a pair"))
+        raise bad_sample_error(defined(), clip, f"{type(result).__name__}, not a pair")
     kwargs, target = result
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise UserError(BadSample(defined(), clip, f"{type(kwargs).__name__} in place of keyword arguments"))
+        raise bad_sample_error(defined(), clip, f"{type(kwargs).__name__} in place of keyword arguments")
     if not isinstance(target, torch.Tensor):
-        raise UserError(BadSample(defined(), clip, f"{type(target).__name__} in place of a target tensor"))
+        raise bad_sample_error(defined(), clip, f"{type(target).__name__} in place of a target tensor")
 
 
 def _is_module(value: Any) -> bool:

@@ -45,12 +45,10 @@ class OtherWeights(Diagnostic):
     remedy: str
 
 
-@dataclass(frozen=True)
-class BadConfig(Diagnostic):
-    title = "{path} {reason}"
-    help = "copy or download it again; `save_pretrained` writes it beside the weights"
-    path: str
-    reason: str
+def bad_config_error(path: str, reason: str) -> UserError:
+    return user_error(
+        f"{path} {reason}", help="copy or download it again; `save_pretrained` writes it beside the weights"
+    )
 
 
 @dataclass(frozen=True)
@@ -247,9 +245,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(BadConfig(None, str(path), f"is not JSON: {error}")) from None
+        raise bad_config_error(str(path), f"is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise UserError(BadConfig(None, str(path), f"is a JSON {JSON_KINDS.get(type(config), 'value')}, not an object"))
+        raise bad_config_error(str(path), f"is a JSON {JSON_KINDS.get(type(config), 'value')}, not an object")
     return config
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from arachnec.ir.bounds import LARGEST
-from arachnec.ir.diagnostic import Diagnostic, UserError, close_to, user_error
+from arachnec.ir.diagnostic import UserError, close_to, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
@@ -30,13 +30,8 @@ UNITS = {"ms": 1.0, "s": 1e3}
 EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
 
 
-@dataclass(frozen=True)
-class NotJson(Diagnostic):
-    title = "the table is not JSON: {reason}"
-    label = "here"
-    help = "a table looks like {example}"
-    reason: str
-    example: str = EXAMPLE
+def not_json_error(span: Span | None, reason: str, example: str = EXAMPLE) -> UserError:
+    return user_error(f"the table is not JSON: {reason}", label="here", help=f"a table looks like {example}", span=span)
 
 
 @dataclass(frozen=True)
@@ -53,20 +48,20 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
     if not file.is_file():
         raise user_error(f"there is no file `{path}`", help=f"give a JSON file such as {EXAMPLE}")
     if file.stat().st_size > LARGEST_FILE:
-        raise UserError(NotJson(None, f"it is larger than {LARGEST_FILE >> 20} MiB"))
+        raise not_json_error(None, f"it is larger than {LARGEST_FILE >> 20} MiB")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(NotJson(None, f"byte {error.start} is no UTF-8")) from None
+        raise not_json_error(None, f"byte {error.start} is no UTF-8") from None
     try:
         value = json.loads(text, object_pairs_hook=partial(_once, file, text))
     except json.JSONDecodeError as error:
         span = Span(str(path), error.lineno, error.colno, error.lineno, error.colno + 1)
-        raise UserError(NotJson(span, error.msg)) from error
+        raise not_json_error(span, error.msg) from error
     except ValueError:
-        raise UserError(NotJson(None, "it has a number of thousands of digits")) from None
+        raise not_json_error(None, "it has a number of thousands of digits") from None
     except RecursionError:
-        raise UserError(NotJson(None, "it is nested too deeply")) from None
+        raise not_json_error(None, "it is nested too deeply") from None
     return _Reader(str(path), text).table(value, cluster)
 
 

@@ -56,11 +56,11 @@ class StateTooLarge(Diagnostic):
     more: str = ""
 
 
-@dataclass(frozen=True)
-class BadSchedule(Diagnostic):
-    title = "the schedule is wrong: {problem}"
-    help = "arachnec.planning.validate.validate_schedule lists everything that is wrong with it"
-    problem: str
+def bad_schedule_error(problem: str) -> UserError:
+    return user_error(
+        f"the schedule is wrong: {problem}",
+        help="arachnec.planning.validate.validate_schedule lists everything that is wrong with it",
+    )
 
 
 def problem_of(module: Module, cost: CostModel) -> Problem:
@@ -210,7 +210,7 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     problem = problem_of(module, cost)
     missing = [cascade.name for cascade in module.cascades if cascade.name not in degrees or cascade.name not in times]
     if missing:
-        raise UserError(BadSchedule(None, f"%{missing[0]} was given no degree and times"))
+        raise bad_schedule_error(f"%{missing[0]} was given no degree and times")
     cascades = tuple(
         decided(cascade, cost, degree, cost.recompute_at(cascade, degree) or 0, *times[cascade.name])
         for cascade in module.cascades
@@ -225,7 +225,7 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     problems = validate_schedule(planned)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(BadSchedule(None, problems[0] + more))
+        raise bad_schedule_error(problems[0] + more)
     return planned
 
 

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 
 
-@dataclass(frozen=True)
-class CellDoesNotDivide(Diagnostic):
-    title = "cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch"
-    help = "give `shard-parameters` a cell that divides {ranks}, and a degree that it divides"
-    cell: int
-    ranks: int
-    degree: int
+def cell_does_not_divide_error(cell: int, ranks: int, degree: int) -> UserError:
+    return user_error(
+        f"cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch",
+        help=f"give `shard-parameters` a cell that divides {ranks}, and a degree that it divides",
+    )
 
 
 @dataclass(frozen=True)

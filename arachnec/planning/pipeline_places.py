@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from math import gcd
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.pipelining.action import Order, PipelineSchedule
@@ -21,12 +21,11 @@ from arachnec.planning.pipeline_orders import ScheduleName, pipeline_ranks
 Ranks = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class RanksDoNotDivide(Diagnostic):
-    title = "{world} ranks cannot hold pipelines of {ranks} ranks evenly"
-    help = "choose stages so that a pipeline's ranks divide {world}"
-    world: int
-    ranks: int
+def ranks_do_not_divide_error(world: int, ranks: int) -> UserError:
+    return user_error(
+        f"{world} ranks cannot hold pipelines of {ranks} ranks evenly",
+        help=f"choose stages so that a pipeline's ranks divide {world}",
+    )
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ def places_of(
             )
         return places
     if ranks > world or world % ranks:
-        raise UserError(RanksDoNotDivide(None, world, ranks))
+        raise ranks_do_not_divide_error(world, ranks)
     size = world // ranks
     runs = tuple(tuple(range(first, first + size)) for first in range(0, world, size))
     return Places(runs, placement)

@@ -35,7 +35,7 @@ from arachnec.pipelining.evaluate import StageTimes, Table
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.formulate import decided
-from arachnec.planning.pipeline_errors import CellDoesNotDivide, PipelineDoesNotFit
+from arachnec.planning.pipeline_errors import PipelineDoesNotFit, cell_does_not_divide_error
 from arachnec.planning.pipeline_module import at_level_placed, bound_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
 from arachnec.planning.pipeline_places import (
@@ -170,7 +170,7 @@ def _layouts(
                 ),
             )
         if any(degree % cell for degree in degrees):
-            raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
+            raise cell_does_not_divide_error(cell, world // sum(degrees) * min(degrees), min(degrees))
         _demand_listed(parts, degrees)
         return runs_of(degrees, world), [degrees]
     places = places_of(parts, options.schedule, options.v, world, given)
@@ -181,7 +181,7 @@ def _layouts(
             help=f"give a degree that divides {most}, or leave it out",
         )
     if (options.degree or cell) % cell or not all(whole_cells(run, cell) for run in places.runs):
-        raise UserError(CellDoesNotDivide(None, cell, most, options.degree or most))
+        raise cell_does_not_divide_error(cell, most, options.degree or most)
     if options.degree is not None:
         _demand_listed(parts, [options.degree] * len(parts))
         return places, [(options.degree,) * len(places.runs)]

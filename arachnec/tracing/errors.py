@@ -6,7 +6,7 @@ import linecache
 import re
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -163,15 +163,13 @@ def cannot_on_meta(refusal: UserError) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class CannotTake(Diagnostic):
-    title = "the model cannot take clip {clip} ({shape}, {caption} text tokens): {reason}"
-    label = "here"
-    help = "change the clip's size to one that the model's patches and strides divide, or leave it out"
-    clip: str
-    shape: str
-    caption: int
-    reason: str
+def cannot_take_error(span: Span | None, clip: str, shape: str, caption: int, reason: str) -> UserError:
+    return user_error(
+        f"the model cannot take clip {clip} ({shape}, {caption} text tokens): {reason}",
+        label="here",
+        help="change the clip's size to one that the model's patches and strides divide, or leave it out",
+        span=span,
+    )
 
 
 def stack_span(stack_trace: str | None) -> Span | None:

@@ -21,6 +21,7 @@ from arachnec.analysis.uses import Values, rank_list, split_backwards, written
 from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Instruction, Program, Stage, integers
 from arachnec.ir.parameter_cells import cell_of, last_layer, layer_sizes, own_cell, replicas
+from arachnec.ir.span import Span
 
 OPS = ("forward", "backward", "weight")
 LISTS = ("gather", "release", "scatter", "held")
@@ -87,16 +88,13 @@ class UnequalGathers(Diagnostic):
     expected: str
 
 
-@dataclass(frozen=True)
-class NotTheCell(Diagnostic):
-    title = "rank {rank} has `{instruction}` with {reason}"
-    label = "{reason}"
-    help = "its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`"
-    rank: int
-    instruction: str
-    reason: str
-    stage: str
-    cell: str
+def not_the_cell_error(span: Span | None, rank: int, instruction: str, reason: str, stage: str, cell: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} has `{instruction}` with {reason}",
+        label=reason,
+        help=f"its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`",
+    )
 
 
 @dataclass(frozen=True)
@@ -200,10 +198,10 @@ def _groups(program: Program, steps: Steps, holders: Mapping[str, tuple[int, ...
         name, stated = one.stage.name, integers(step.attrs.get("cell", ()))
         if stated != cell:
             reason = f"cell {rank_list(stated)}" if stated else "no cell"
-            yield NotTheCell(step.span, program.rank, written(step), reason, name, rank_list(cell))
+            yield not_the_cell_error(step.span, program.rank, written(step), reason, name, rank_list(cell))
         elif step.op in OPS and not set(cell) <= set(step.peers):
             reason = "members of its cell missing"
-            yield NotTheCell(step.span, program.rank, written(step), reason, name, rank_list(cell))
+            yield not_the_cell_error(step.span, program.rank, written(step), reason, name, rank_list(cell))
         elif step.op == "reduce":
             ranks = replicas(program.rank % one.cell, one.cell, holders[name])
             if step.peers != ranks:

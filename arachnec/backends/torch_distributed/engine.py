@@ -40,7 +40,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
@@ -64,13 +64,8 @@ COUNT = "whole number of at least 1"
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
-@dataclass(frozen=True)
-class BadOption(Diagnostic):
-    title = "Engine's `{name}` is {value!r}"
-    help = "give a {wanted}, or leave it out"
-    name: str
-    value: object
-    wanted: str
+def bad_option_error(name: str, value: object, wanted: str) -> UserError:
+    return user_error(f"Engine's `{name}` is {value!r}", help=f"give a {wanted}, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -396,7 +391,7 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
         seconds = options.get(name)
         _demand_kind(name, seconds, int | float, "number of seconds above 0")
         if seconds is not None and not 0 < seconds < math.inf:
-            raise UserError(BadOption(None, name, seconds, "number of seconds above 0"))
+            raise bad_option_error(name, seconds, "number of seconds above 0")
     given: dict[str, Any] = {n: Path(v) if n in PATHS and v is not None else v for n, v in options.items()}
     settings = given.get("settings") or ()
     for setting in settings if isinstance(settings, list | tuple) else (settings,):
@@ -406,12 +401,12 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
 
 def _demand_count(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise UserError(BadOption(None, name, value, COUNT))
+        raise bad_option_error(name, value, COUNT)
 
 
 def _demand_kind(name: str, value: object, kind: Any, wanted: str) -> None:
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise UserError(BadOption(None, name, value, wanted))
+        raise bad_option_error(name, value, wanted)
 
 
 def _resuming(options: RunOptions, restarted: bool) -> RunOptions:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
 from arachnec.models.diffusers.tokenizations import (
@@ -32,12 +31,11 @@ from arachnec.models.initial_weights import INDEX, PIPELINE, read_config, read_j
 LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama opens no autocast there
 
 
-@dataclass(frozen=True)
-class NoPipeline(Diagnostic):
-    title = "{folder} is no pipeline's folder: it has no {part}"
-    help = "give the folder with model_index.json, vae/, text_encoder/ and tokenizer/, by an absolute path"
-    folder: str
-    part: str
+def no_pipeline_error(folder: str, part: str) -> UserError:
+    return user_error(
+        f"{folder} is no pipeline's folder: it has no {part}",
+        help="give the folder with model_index.json, vae/, text_encoder/ and tokenizer/, by an absolute path",
+    )
 
 
 def pipeline_encoders(
@@ -56,7 +54,7 @@ def pipeline_encoders(
     """
     folder = Path(folder)
     if not (folder / INDEX).is_file():
-        raise UserError(NoPipeline(None, str(folder), INDEX))
+        raise no_pipeline_error(str(folder), INDEX)
     pipeline = read_json_object(folder / INDEX).get("_class_name")
     if pipeline not in CAPTIONS:
         raise user_error(
@@ -69,7 +67,7 @@ def pipeline_encoders(
     parts = ("text_encoder_2", "tokenizer_2") if pipeline == "HunyuanVideoPipeline" else ()
     for part in ("vae", "text_encoder", "tokenizer", *parts):
         if not (folder / part).is_dir():
-            raise UserError(NoPipeline(None, str(folder), f"{part}/"))
+            raise no_pipeline_error(str(folder), f"{part}/")
     config = read_config(folder / "vae")
     kind = constructor("diffusers", config["_class_name"])
     encoders = {

@@ -16,19 +16,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.passes.infra.base import Pass
 
 NO_PASS = ("trace",)  # makes the module that the first pass takes
 ENTRY_POINTS = "arachnec.passes"
 
 
-@dataclass(frozen=True)
-class PassFileFails(Diagnostic):
-    title = "{path} cannot be loaded: {reason}"
-    help = "run it with `python {path}` to see where"
-    path: str
-    reason: str
+def pass_file_fails_error(path: str, reason: str) -> UserError:
+    return user_error(f"{path} cannot be loaded: {reason}", help=f"run it with `python {path}` to see where")
 
 
 @dataclass(frozen=True)
@@ -81,13 +77,13 @@ def load_file(path: str | Path, registry: Registry) -> Registry:
     name = f"arachnec_loaded_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserError(PassFileFails(None, path=str(path), reason="its name does not end in .py"))
+        raise pass_file_fails_error(path=str(path), reason="its name does not end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(PassFileFails(None, path=str(path), reason=f"{type(error).__name__}: {error}")) from error
+        raise pass_file_fails_error(path=str(path), reason=f"{type(error).__name__}: {error}") from error
     kinds = [
         kind
         for kind in vars(module).values()

@@ -16,7 +16,7 @@ import msgspec
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, StoredRuns, fill, stored_runs, write_file
+from arachnec.checkpoint.files import FileRecord, StoredRuns, fill, foreign_checkpoint_error, stored_runs, write_file
 from arachnec.checkpoint.folder import (
     Commit,
     Position,
@@ -168,7 +168,7 @@ def restore(whole: Whole, state: State, wanted: Position) -> None:
     checkpoint of another model, of other batches of clips, of steps of other batches, another seed or count of clips.
     """
     if difference := _difference(whole.position, wanted):
-        raise UserError(ForeignCheckpoint(None, str(whole.path), difference))
+        raise foreign_checkpoint_error(str(whole.path), difference)
     parts: dict[str, Part] = {name: part_of(value) for name, value in state.items()}
     fill(whole.path, [record.name for record in whole.commit.files], parts)
 
@@ -196,7 +196,7 @@ def demand_own(folder: Path, model: str, seed: int, accumulate: int) -> None:
         return
     wanted = msgspec.structs.replace(commit.position, model=model, seed=seed, accumulate=accumulate)
     if difference := _difference(commit.position, wanted):
-        raise UserError(ForeignCheckpoint(None, str(whole[0]), difference))
+        raise foreign_checkpoint_error(str(whole[0]), difference)
 
 
 def _newest_intact(folder: Path) -> Path | None:
