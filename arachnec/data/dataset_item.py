@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from arachnec.data.columns import CLIP_KEYS
 from arachnec.data.manifest import clips_of_row
 from arachnec.data.rows import Row as ManifestRow
 from arachnec.data.rows import normalised
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 
 VIDEO = "video"  # pixels: channels x frames x height x width
 SIZES = ("frames", "height", "width")
@@ -23,13 +23,11 @@ def bad_item_error(number: int, found: str, remedy: str) -> UserError:
     return user_error(f"item {number} of the dataset is {found}", help=remedy)
 
 
-@dataclass(frozen=True)
-class OtherShape(Diagnostic):
-    title = "clip `{clip}` announces {announced} and its `video` is {found}"
-    help = "`video` is channels x frames x height x width; frames, height and width may be left out then"
-    clip: str | int
-    announced: str
-    found: str
+def other_shape_error(clip: str | int, announced: str, found: str) -> UserError:
+    return user_error(
+        f"clip `{clip}` announces {announced} and its `video` is {found}",
+        help="`video` is channels x frames x height x width; frames, height and width may be left out then",
+    )
 
 
 def clip_of_item(item: object, number: int) -> VideoClip:
@@ -69,7 +67,7 @@ def _as_announced(clip: VideoClip) -> VideoClip:
     video = clip.values.get(VIDEO)
     if video is not None and tuple(video.shape[1:]) != clip.shape[:3]:
         sizes = (" x ".join(map(str, shape)) for shape in (clip.shape[:3], tuple(video.shape)))
-        raise UserError(OtherShape(None, clip.id, *sizes))
+        raise other_shape_error(clip.id, *sizes)
     return clip
 
 

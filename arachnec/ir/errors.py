@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from arachnec.ir.diagnostic import Diagnostic, Mistake
+from arachnec.ir.diagnostic import Mistake
 from arachnec.ir.span import Span
 
 # attributes
 
 
-@dataclass(frozen=True)
-class OutOfBounds(Diagnostic):
-    title = "`{name}` of {node} has {found}"
-    label = "expected {expected}"
-    help = "`{name}`: {meaning}"
-    node: str
-    name: str
-    found: str
-    expected: str
-    meaning: str
+def out_of_bounds_error(span: Span | None, node: str, name: str, found: str, expected: str, meaning: str) -> Mistake:
+    return Mistake(span, f"`{name}` of {node} has {found}", label=f"expected {expected}", help=f"`{name}`: {meaning}")
 
 
 # names

@@ -119,7 +119,7 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
         elif type(value) is Formula and not isinstance(node, Fused):  # a graph has symbols of its own
             yield from _variables(node, name, value)
         if row is not None and kinds.test(row.kind)(value) and (wrong := out_of_bounds(row.kind)(value)):
-            yield errors.OutOfBounds(_place(node, name), label(node), name, *wrong, row.meaning)
+            yield errors.out_of_bounds_error(_place(node, name), label(node), name, *wrong, row.meaning)
     for row in required:
         if row.name not in names:
             yield Mistake(

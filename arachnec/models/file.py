@@ -76,15 +76,13 @@ class ModelFileRaised(Diagnostic):
     clips: str = ""  # that it was called for
 
 
-@dataclass(frozen=True)
-class WrongResult(Diagnostic):
-    title = "`{name}` returned {found}"
-    label = "must return {expected}"
-    help = "return {expected}; {page} has an example"
-    name: str
-    found: str
-    expected: str
-    page: str
+def wrong_result_error(span: Span | None, name: str, found: str, expected: str, page: str) -> UserError:
+    return user_error(
+        f"`{name}` returned {found}",
+        label=f"must return {expected}",
+        help=f"return {expected}; {page} has an example",
+        span=span,
+    )
 
 
 def bad_sample_error(span: Span | None, clip: str | int, found: str) -> UserError:
@@ -255,7 +253,7 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
             check_sample(result, lambda: defined, clip.name)
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
-            raise UserError(WrongResult(defined, name, *wrong, form.page))
+            raise wrong_result_error(defined, name, *wrong, form.page)
         return cast(R, result)
 
     return functools.wraps(function)(checked)

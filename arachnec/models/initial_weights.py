@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.adapters import made_of_weights, original_names, plain_model
 from arachnec.models.file import load_model_file
 from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weight_files
@@ -31,18 +31,12 @@ JSON_KINDS: Mapping[type, str] = {list: "list", str: "text", int: "number", floa
 MOST_NAMED = 8  # names, or patterns of them, in a list of a message
 
 
-@dataclass(frozen=True)
-class OtherWeights(Diagnostic):
-    title = "the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}"
-    help = "{remedy}"
-    folder: str
-    model: str
-    other_class: str
-    missing: str
-    surplus: str
-    shapes: str
-    dtypes: str
-    remedy: str
+def other_weights_error(
+    folder: str, model: str, other_class: str, missing: str, surplus: str, shapes: str, dtypes: str, remedy: str
+) -> UserError:
+    return user_error(
+        f"the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}", help=remedy
+    )
 
 
 def bad_config_error(path: str, reason: str) -> UserError:
@@ -200,10 +194,8 @@ def _fitted(files: WeightFiles, module: nn.Module, other_class: str) -> InitialW
     )
     if any(told):
         name = type(plain_model(module)).__name__
-        raise UserError(
-            OtherWeights(
-                None, str(files.folder), name, other_class, *told, _prefixed(missing, surplus) or _remedy(*told)
-            )
+        raise other_weights_error(
+            str(files.folder), name, other_class, *told, _prefixed(missing, surplus) or _remedy(*told)
         )
     return InitialWeights(files, sources)
 

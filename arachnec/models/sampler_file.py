@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from arachnec.checkpoint.trained_predictors import TrainedPredictors, trained_predictors
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import STEPS, Request
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
 from arachnec.models.compiled_modules import without_compilation
@@ -37,14 +37,12 @@ MODELS = "a dict from one or two names to modules, or to functions that build th
 PAGE = "docs/sampling.md"
 
 
-@dataclass(frozen=True)
-class TooLarge(Diagnostic):
-    title = "this machine's memory does not hold the noise of request `{request}`, of {frames} x {height} x {width}"
-    help = "give the request fewer frames, or a smaller height and width"
-    request: str | int
-    frames: int
-    height: int
-    width: int
+def too_large_error(span: Span | None, request: str | int, frames: int, height: int, width: int) -> UserError:
+    return user_error(
+        f"this machine's memory does not hold the noise of request `{request}`, of {frames} x {height} x {width}",
+        help="give the request fewer frames, or a smaller height and width",
+        span=span,
+    )
 
 
 @dataclass(frozen=True)
@@ -130,7 +128,7 @@ class SamplerFile:
             if not ran_out_of_memory(error):
                 raise
             size = request.frames, request.height, request.width
-            raise UserError(TooLarge(self.span("start"), request.id, *size)) from error
+            raise too_large_error(self.span("start"), request.id, *size) from error
         if not isinstance(latents, torch.Tensor) or not latents.is_floating_point() or latents.shape[:1] != (1,):
             actual = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, torch.Tensor) else called(latents)
             raise user_error(

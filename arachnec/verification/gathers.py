@@ -49,15 +49,13 @@ class GatheredTwice(Diagnostic):
     stage: str
 
 
-@dataclass(frozen=True)
-class NotReleasable(Diagnostic):
-    title = "rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there"
-    label = "releases layer {layer}"
-    help = "a layer is released once after each gather"
-    rank: int
-    instruction: str
-    layer: int
-    stage: str
+def not_releasable_error(span: Span | None, rank: int, instruction: str, layer: int, stage: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there",
+        label=f"releases layer {layer}",
+        help="a layer is released once after each gather",
+    )
 
 
 @dataclass(frozen=True)
@@ -175,7 +173,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                 here[layer] = step  # one message for one mistake
         for layer in layers_listed(step, "release"):
             if layer not in here:
-                yield NotReleasable(*where, layer, name)
+                yield not_releasable_error(*where, layer, name)
             here.pop(layer, None)
         if step.op in ("backward", "weight"):
             counts = Counter(layers_listed(step, "scatter"))

@@ -17,22 +17,17 @@ from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.initial_weights import INDEX, model_folder, pipeline_folder, read_config, read_json_object
 
 LOW_NOISE = "transformer_2"  # a pipeline's second expert
 
 
-@dataclass(frozen=True)
-class WrongLatents(Diagnostic):
-    title = "the latents of clip `{clip}` are {found}, expected {expected}"
-    help = "encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width"
-    clip: str | int
-    found: str
-    expected: str
-    frames: int
-    height: int
-    width: int
+def wrong_latents_error(clip: str | int, found: str, expected: str, frames: int, height: int, width: int) -> UserError:
+    return user_error(
+        f"the latents of clip `{clip}` are {found}, expected {expected}",
+        help=f"encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width",
+    )
 
 
 @dataclass(frozen=True)
@@ -167,10 +162,8 @@ def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
     if tuple(encoded.shape) != shape:
         pixels = [n * p * s for n, p, s in zip(geometry.patches(clip), geometry.patch, geometry.stride, strict=True)]
         frames = pixels[0] - geometry.stride[0] + 1  # a causal VAE makes the first latent frame from one frame
-        raise UserError(
-            WrongLatents(
-                None, clip.name, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
-            )
+        raise wrong_latents_error(
+            clip.name, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
         )
     return encoded
 

@@ -30,18 +30,17 @@ from arachnec.checkpoint.folder import (
     write_commit,
 )
 from arachnec.checkpoint.parts import Part, State, part_of, written_by
-from arachnec.ir.diagnostic import Diagnostic, UserError, refused, user_error
+from arachnec.ir.diagnostic import UserError, refused, user_error
 from arachnec.runtime.agreement import gather_text
 
 KEPT = 2
 
 
-@dataclass(frozen=True)
-class NotWritten(Diagnostic):
-    title = "rank {rank} could not write the checkpoint: {reason}"
-    help = "make space, or give a --checkpoint folder on another disk; --resume goes on from the one before"
-    rank: int
-    reason: str
+def not_written_error(rank: int, reason: str) -> UserError:
+    return user_error(
+        f"rank {rank} could not write the checkpoint: {reason}",
+        help="make space, or give a --checkpoint folder on another disk; --resume goes on from the one before",
+    )
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -111,7 +110,7 @@ class Checkpoints:
                 problem = (0, _reason(error))
         first = gather_text(msgspec.json.encode(problem).decode())[0]
         if (told := msgspec.json.decode(first, type=tuple[int, str] | None)) is not None:
-            raise UserError(NotWritten(None, *told))
+            raise not_written_error(*told)
 
 
 def save(folder: Path, state: State, position: Position, keep: int = KEPT) -> None:
