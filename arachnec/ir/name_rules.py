@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic, Mistake, close_to
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import (
@@ -109,7 +108,7 @@ def _duplicates(nodes: Iterable[tuple[object, Clip | Stage | Graph | Cascade | P
     seen = set()
     for name, node in nodes:
         if name in seen:
-            yield errors.duplicate_name_error(node.span, label(node))
+            yield duplicate_name_error(node.span, label(node))
         seen.add(name)
 
 
@@ -207,7 +206,7 @@ def graphs_are_ordered(index: ModuleIndex) -> Problems:
                 if operand not in defined:
                     yield _operand(f"`{percent(op.name)}` of {label(graph)}", op.span, operand, defined)
             if op.name in defined:
-                yield errors.duplicate_name_error(op.span, f"`{percent(op.name)}` in {label(graph)}")
+                yield duplicate_name_error(op.span, f"`{percent(op.name)}` in {label(graph)}")
             defined.add(op.name)
         for name in graph.outputs:
             if name not in defined:
@@ -222,7 +221,7 @@ def fused_regions_are_apart(index: ModuleIndex) -> Problems:
         names: set[str] = set()
         for region in graph.fused:
             if region.name in names:
-                yield errors.duplicate_name_error(region.span, f"{label(region)} in {label(graph)}")
+                yield duplicate_name_error(region.span, f"{label(region)} in {label(graph)}")
             names.add(region.name)
             for name in region.ops:
                 if name not in ops:
@@ -295,3 +294,7 @@ NAME_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     graphs_are_ordered,
     fused_regions_are_apart,
 )
+
+
+def duplicate_name_error(span: Span | None, node: str) -> Mistake:
+    return Mistake(span, f"there are two of {node}", label="the second", help="give each its own name")

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TypeAlias
 
-from arachnec.ir import errors
 from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
 from arachnec.ir.figure_rules import FIGURE_RULES
 from arachnec.ir.gradient_buckets import layers_of
@@ -346,14 +345,14 @@ def _shards(cascade: Cascade) -> Problems:
         return
     shards, span = integers(cascade.attrs["shards"]), _at(cascade, "shards")
     if len(shards) != cascade.degree:
-        yield errors.wrong_shards_error(
+        yield wrong_shards_error(
             span, label(cascade), f"for {counted(len(shards), 'rank')}", f"{cascade.degree}, its degree"
         )
     elif min(shards) < 0:
-        yield errors.wrong_shards_error(span, label(cascade), "below zero", "zero or more tokens")
+        yield wrong_shards_error(span, label(cascade), "below zero", "zero or more tokens")
     elif sum(shards) != cascade.tokens:
         expected = f"{cascade.tokens}, its tokens"
-        yield errors.wrong_shards_error(span, label(cascade), f"of {sum(shards)} tokens together", expected)
+        yield wrong_shards_error(span, label(cascade), f"of {sum(shards)} tokens together", expected)
 
 
 def a_rank_does_one_thing(index: ModuleIndex) -> Problems:
@@ -422,3 +421,7 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     *SAMPLING_RULES,
     *SPARSE_RULES,
 )
+
+
+def wrong_shards_error(span: Span | None, node: str, what: str, expected: str) -> Mistake:
+    return Mistake(span, f"{node} has shards {what}", label=f"expected {expected}")
