@@ -49,7 +49,7 @@ class Diagnostic(_Texts):
     @property
     def message(self) -> str:
         """The first line of the rendered error, without its place."""
-        return self.message
+        return self.text(self.title)
 
     def text(self, template: str) -> str:
         """One of the three texts, with this object's fields in it."""
