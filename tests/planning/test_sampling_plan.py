@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import permutations, product
 from typing import cast
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -21,14 +20,12 @@ from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.placed_cascade import arrival
-from arachnec.planning.sampling import objectives, plan
 from arachnec.planning.sampling.chains import Rates, request_chains
 from arachnec.planning.sampling.objectives import MEASURED
 from arachnec.planning.sampling.plan import CLOSE, Plan
 from arachnec.planning.sampling.policies import in_order_of_length
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
 from arachnec.report import plan_report
-from arachnec.solver.malleable import least_makespan
 from arachnec.solver.problem import TICKS
 
 TEXT = """
@@ -365,16 +362,6 @@ def test_the_first_model_alone_is_planned_without_the_second() -> None:
     alone = Pipeline.parse("segment{models=1},annotate,schedule-sampling{steps=0},place,lower,check").run(module)
     assert [stage.name for stage in alone.stages] == ["text", "large"]
     assert [cascade.stage for cascade in alone.cascades] == ["text", "large"]
-
-
-@pytest.mark.parametrize("objective", ["makespan", "mean-latency"])
-def test_the_bound_of_the_makespan_is_computed_once(objective: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    module = Pipeline.parse("segment,annotate").run(traced([request(0, SHAPES[1])], [SwitchForecast.fixed(3)]))
-    counted = Mock(wraps=least_makespan)
-    for file in (plan, objectives):
-        monkeypatch.setattr(file, "least_makespan", counted)
-    Pipeline.parse(f"schedule-sampling{{steps=0,objective={objective}}}").run(module)
-    assert counted.call_count == 1
 
 
 def test_the_search_batches_equal_requests_where_that_saves_work() -> None:
