@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -362,32 +361,6 @@ def test_messages_without_bytes_have_a_latency_and_travel_as_plain_ones_or_as_fa
     assert alone is not None and beside is not None
     assert (alone.latency, beside.latency) == (pytest.approx(20.0), pytest.approx(20.0))
     assert (alone.intra, beside.intra) == (MOST_GBS, pytest.approx(9.0))
-
-
-@pytest.mark.parametrize(("size", "one"), [(1000.0, True), (1020.0, True), (1500.0, False), (3000.0, False)])
-def test_sizes_that_differ_by_a_fiftieth_are_one_beside_a_run_that_computes_for_long(size: float, one: bool) -> None:
-    """How long ranks compute says nothing of how large their messages are."""
-    shared = []
-    for computing, moved in ((7.0, 100 * 1000.0), (7.0, 100 * size), (9997.0, 100 * 1000.0)):
-        ms = computing + 100 * 0.02 + moved / 1e6
-        shared.append(([Measurement(1, 9, 0, 2, ms, 100, moved)], {"1": computing}))
-    links = fit_links(shared, LinkProfile(7.0, 0.5))
-    assert links is not None
-    assert links.intra == pytest.approx(0.5 if one else 1.0)
-    assert (links.latency == pytest.approx(20.0)) == (not one)
-
-
-@pytest.mark.parametrize(("least", "seen"), [(0.99, False), (1.0, False), (1.01, True)])
-def test_a_rate_of_which_no_more_is_seen_than_of_the_fastest_is_that_of_plain_messages(
-    least: float, seen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    per_message_and_byte = np.array([0.5, least * 1e-6 / MOST_GBS])  # ms
-    monkeypatch.setattr("scipy.optimize.nnls", lambda rows, _: (per_message_and_byte[: rows.shape[1]], 0.0))
-    shared = [Measurement(1, 9, 0, 2, 10.0, 10.0, 5.0), Measurement(1, 9, 0, 2, 10.0, 5.0, 10.0)]
-    links = fit_links([(shared, {})], LinkProfile(7.0, 9.0))
-    assert links is not None
-    assert links.intra == pytest.approx(MOST_GBS / least if seen else 9.0)
-    assert links.latency == pytest.approx(500.0)
 
 
 def test_of_collectives_of_many_sizes_the_smallest_and_the_largest_count() -> None:
