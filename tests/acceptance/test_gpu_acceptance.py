@@ -50,7 +50,7 @@ def head(dry: bool = True) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("name", quick(list(KEYS), "ranks", "rowwise_kernels", "attention", "sparse", "training"))
+@pytest.mark.parametrize("name", quick(list(KEYS), "rowwise_kernels", "attention", "sparse"))
 def test_a_dry_call_goes_through_a_section_and_says_that_it_is_dry(name: str, tmp_path: Path) -> None:
     output = tmp_path / "dry.json"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
