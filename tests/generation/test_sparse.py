@@ -114,7 +114,9 @@ def one_request(tmp_path: Path, request: Request, classes: dict[int, tuple[float
     return planned_with(tmp_path, 1, SPARSE, predictors(large=held, small=held), (request,))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", quick(list(PLANS), "branches on two ranks each, uneven shares", "a ring, which dense layers take")
+)
 def test_latents_do_not_depend_on_the_plan(tmp_path: Path, plan: str) -> None:
     """They are those of one rank, which are not the dense ones."""
     world, works = PLANS[plan]
