@@ -84,24 +84,6 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_section_that_takes_too_long_is_ended_and_the_next_one_runs(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(script, "SHARES", {"training": 0.5, "attention": 120})
-    results = script.run_all(["training", "attention"], head(), tmp_path / "r.json")
-    assert [section["state"] for section in results["sections"].values()] == ["out of time", "done"]
-    assert results["right"] is False
-    assert json.loads((tmp_path / "r.json").read_text()) == results
-
-
-def test_a_section_that_fails_says_why(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(script, "SHARES", {"nothing": 60})
-    results = script.run_all(["nothing"], head(), tmp_path / "r.json")
-    assert results["sections"]["nothing"]["state"] == "failed"
-    assert "No module named" in results["sections"]["nothing"]["error"]
-    assert results["right"] is False
-
-
 def test_one_wrong_row_makes_the_whole_wrong(script: ModuleType) -> None:
     good = {"state": "done", "rows": [{"right": True}, {"ms": 1.0}]}
     assert script.is_right(good)
