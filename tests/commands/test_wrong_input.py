@@ -229,23 +229,6 @@ def test_a_program_that_is_none(command: str, path: str, refused: Callable[..., 
     refused(command, path, *(("--passes", "check") if command in ("opt", "bisect") else ()))
 
 
-@pytest.mark.parametrize("part", ["program.cascade", "traced.cascade", "model.py", "clips.jsonl", "executable.json"])
-@pytest.mark.parametrize("change", ["missing", "cut", "a folder"])
-def test_an_executable_with_a_damaged_part(
-    part: str, change: str, built: Path, refused: Callable[..., str], tmp_path: Path
-) -> None:
-    shutil.copytree(built, tmp_path / "build")
-    file = tmp_path / "build" / part
-    whole = file.read_bytes()
-    file.unlink()
-    if change == "a folder":
-        file.mkdir()
-    elif change != "missing":
-        file.write_bytes(whole[: len(whole) // 2])
-    said = refused("run", "build")
-    assert part in said
-
-
 EDITS = {
     ("weight = ", "weight = 3"): "weight",
     ("weight = ", "weigth = "): "weight",
