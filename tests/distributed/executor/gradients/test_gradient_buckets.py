@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from arachnec.analysis.uses import overlapped_reduces
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Instruction, Level, Module, Program
+from arachnec.ir.nodes import Instruction, Level, Module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.lowering.programs import lower
@@ -191,17 +191,3 @@ def _order() -> None:
     with synchronisation.inside_backward(reduces):
         hidden.sum().backward()
     assert started == [(1, False), (0, True)]
-
-
-def test_only_backwards_that_are_the_last_of_all_their_ranks_hold_all_reduces() -> None:
-    module = bucketed(lowered(traced(4, [CLIPS]), UNEVEN[4]), (1, 1, 0))
-    inside = {program.rank: _inside(program) for program in module.programs}
-    assert inside == {0: {"c4": 2}, 1: {"c3": 2}, 2: {"c5": 2}, 3: {"c5": 2}}
-    longer = [*UNEVEN[4][:5], Work((5,), (1, 2), 4)]  # rank 3 ends in a cascade that rank 2 goes on after
-    module = bucketed(lowered(traced(4, [CLIPS]), longer), (1, 1, 0))
-    assert not _inside(module.programs[3])
-    assert not find_problems(module)
-
-
-def _inside(program: Program) -> dict[str, int]:
-    return {program.instructions[index].target: len(reduces) for index, reduces in overlapped_reduces(program).items()}

@@ -41,10 +41,6 @@ def own_loop() -> Any:
     return module
 
 
-def test_the_example_is_short() -> None:
-    assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) < 60
-
-
 def test_the_examples_losses_are_those_of_a_plain_loop_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
     rows = run_ranks(2, _example, tmp_path)
     plain = _plain_example()
