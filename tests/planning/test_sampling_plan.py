@@ -95,7 +95,7 @@ def requests(draw: st.DrawFn, most: int) -> tuple[list[Request], list[SwitchFore
     st.booleans(),
     st.sampled_from([2, 9]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_every_plan_is_proved_for_all_outcomes_and_survives_printing(
     drawn: tuple[list[Request], list[SwitchForecast]], policy: str, gpus: int, decoder: bool, length: int
 ) -> None:
@@ -210,7 +210,7 @@ def small_arriving(draw: st.DrawFn) -> list[Request]:
 
 
 @given(small_arriving(), st.integers(2, 4), st.sampled_from(["mean-latency", "p95-latency"]))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 def test_latencies_of_small_instances_are_the_least_over_all_degrees_and_orders(
     rows: list[Request], gpus: int, objective: str
 ) -> None:
