@@ -13,10 +13,11 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
+from arachnec.ir.limits import MOST_BOXES
+
 MP4 = ((b"mdia", 0), (b"minf", 0), (b"stbl", 0), (b"stsd", 8), (None, 78), (b"clap", 0))  # and bytes of a box's fields
 SEGMENT, TRACKS, TRACK, VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0xE0  # Matroska's elements
 SIDES = {0x54CC: "left", 0x54BB: "top", 0x54DD: "right", 0x54AA: "bottom"}
-MOST = 10_000  # boxes of one level
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def _clean_aperture(file: BinaryIO, stream: int, height: int, width: int) -> Cro
 
 def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Of the boxes between two places: name, and the place of the body and of its end."""
-    for _ in range(MOST):
+    for _ in range(MOST_BOXES):
         if start + 8 > end:
             return
         file.seek(start)
@@ -106,7 +107,7 @@ def _pixel_crop(file: BinaryIO, stream: int, height: int, width: int) -> Crop | 
 
 def _elements(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Of the elements between two places: number, and the place of the body and of its end."""
-    for _ in range(MOST):
+    for _ in range(MOST_BOXES):
         if start + 2 > end:
             return
         file.seek(start)

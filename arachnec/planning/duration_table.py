@@ -19,13 +19,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import UserError, close_to, user_error
+from arachnec.ir.limits import LARGEST, LARGEST_DATA
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
 
-LARGEST_FILE = 64 * 2**20  # bytes
 UNITS = {"ms": 1.0, "s": 1e3}
 EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
 
@@ -47,8 +46,8 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
     file = Path(path)
     if not file.is_file():
         raise user_error(f"there is no file `{path}`", help=f"give a JSON file such as {EXAMPLE}")
-    if file.stat().st_size > LARGEST_FILE:
-        raise not_json_error(None, f"it is larger than {LARGEST_FILE >> 20} MiB")
+    if file.stat().st_size > LARGEST_DATA:
+        raise not_json_error(None, f"it is larger than {LARGEST_DATA >> 20} MiB")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -12,16 +12,14 @@ import msgspec
 from arachnec.analysis.uses import COMPUTE as COMPUTE
 from arachnec.analysis.uses import READS_GRADIENTS, moved_by
 from arachnec.ir.diagnostic import UserError, user_error, writing
-from arachnec.ir.nodes import MOST_GPUS, Instruction, Module, quantity
+from arachnec.ir.limits import LARGEST_DATA, LONGEST_MS, MOST_GIB, MOST_GPUS
+from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.simulation.events import Interval as Interval
 from arachnec.simulation.events import Transfer as Transfer
 
 AFTER = ("reduce", *READS_GRADIENTS)  # the cascades
 DRAWN = (*COMPUTE, *AFTER)
-LARGEST_MEASURED = 64 * 2**20  # bytes
 SHORTEST_MS = 1e-9
-MOST_GIB = 1e6  # of one rank
-LONGEST_MS = 1e12  # of a step: thirty years
 
 
 def bad_measured_error(path: str, reason: str) -> UserError:
@@ -158,8 +156,8 @@ def read_measured(path: Path) -> Timeline:
         iteration: int = 0
         peak_gib: tuple[float, ...] = ()
 
-    if path.stat().st_size > LARGEST_MEASURED:
-        raise bad_measured_error(str(path), f"it is larger than {LARGEST_MEASURED >> 20} MiB")
+    if path.stat().st_size > LARGEST_DATA:
+        raise bad_measured_error(str(path), f"it is larger than {LARGEST_DATA >> 20} MiB")
     try:
         with writing(path):
             content = msgspec.json.decode(path.read_bytes(), type=Measured)

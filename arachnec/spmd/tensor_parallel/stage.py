@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from arachnec.data.clip import VideoClip
+from arachnec.ir.limits import LONGEST_REASON
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Quantity
 from arachnec.spmd.spatial.division import RANKS, Counts, Part, per_token
@@ -19,7 +20,6 @@ from arachnec.spmd.tensor_parallel.weights import WeightCuts, cuts_of, encode_wi
 from arachnec.tracing.formulas import GIB
 
 META = torch.device("meta")
-MOST = 200  # characters of a reason
 
 
 def with_width(
@@ -69,7 +69,8 @@ def _reads_captions(encoder: nn.Module, clip: VideoClip) -> bool:
 def _reason(refused: Exception) -> str:
     if isinstance(refused, NotDivisible):
         return refused.reason
-    return f"with a part of its weights it raised {' '.join(f'{type(refused).__name__}: {refused}'.split())}"[:MOST]
+    reason = f"with a part of its weights it raised {' '.join(f'{type(refused).__name__}: {refused}'.split())}"
+    return reason[:LONGEST_REASON]
 
 
 def _part_of(encoder: nn.Module, cuts: WeightCuts, loaded: torch.Tensor, tokens: int) -> Part:
