@@ -184,15 +184,10 @@ def _problems(profile: Profile) -> Iterator[str]:
                 yield f"{where}: a measurement has sizes below nothing"
             if run.ms <= 0:
                 yield f"{where}: a measurement took {run.ms} ms"
-    links = profile.links
-    for name in ("intra", "inter", "all_reduce", "host", "host_link") if links is not None else ():
-        speed = getattr(links, name, None)
-        if speed is not None and speed < SMALLEST:
-            yield f"`{name}` of its links is {speed} GB/s"
-    for name in ("latency", "inter_latency") if links is not None else ():
-        wait = getattr(links, name)
-        if wait is not None and wait < 0:
-            yield f"`{name}` of its links is {wait} us"
+    for name, value in msgspec.structs.asdict(profile.links).items() if profile.links is not None else ():
+        least, unit = (0.0, "us") if name.endswith("latency") else (SMALLEST, "GB/s")
+        if value is not None and value < least:
+            yield f"`{name}` of its links is {value} {unit}"
     for end in profile.synchronisation:
         if end.ranks < 1 or min(end.bytes, end.reduce_ms, end.step_ms) < 0:
             yield f"the synchronisation of `{end.stage}` has sizes or times below nothing"

@@ -27,7 +27,7 @@ from pathlib import Path
 from arachnec.ir.limits import LARGEST_SHOWN, LONGEST_ERRORS, LONGEST_FIELD, LONGEST_TEXT, MOST_ERRORS, WIDEST_LINE
 from arachnec.ir.span import Span
 
-PIECE = 2**20  # characters of a file that are read at once to show a line
+PIECE, ROW = 2**20, 2**20  # characters of a file that are read at once to show a line
 
 
 class _Texts:
@@ -213,6 +213,6 @@ def _line_of_file(path: Path, line: int) -> str | None:
         while text := file.read(PIECE):
             ends = text.count("\n")
             if before + ends >= line:
-                return _line_of(text + file.readline(PIECE), line - before + 1)
+                return _line_of(text + file.readline(ROW), line - before + 1)
             before += ends
     return None

@@ -17,7 +17,7 @@ STEPS_KEPT = 128  # steps whose sparsities are kept
 
 @dataclass
 class SparsityHistory:
-    """Sparsities by layer, class of length and head after steps. Where there are more than ``STEPS_KEPT`` every second is
+    """Sparsities by layer, class of length and head after steps. Of more than ``STEPS_KEPT`` every second is
     forgotten."""
 
     steps: list[int] = field(default_factory=list)
