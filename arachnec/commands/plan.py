@@ -11,7 +11,7 @@ from typing import Any
 import click
 
 from arachnec.commands.cluster_option import cluster_option
-from arachnec.ir.limits import MOST_TABLE_ROWS
+from arachnec.ir.limits import TABLE_ROWS
 
 DEFAULT_PASSES = "schedule-z3{budget=10s},place"
 
@@ -54,13 +54,13 @@ def _print(report: dict[str, Any]) -> None:
     shown = plain_table(f"{len(rows)} cascades")
     for column in ("task", "stage", "degree", "start", "end", "ranks"):
         shown.add_column(column, justify="right" if column in {"degree", "start", "end"} else "left")
-    for row in rows[:MOST_TABLE_ROWS]:
+    for row in rows[:TABLE_ROWS]:
         cells = (row["name"], row["stage"], str(row["degree"]), ms(row["start_ms"]), ms(row["end_ms"]))
         shown.add_row(*cells, ranges(row["ranks"]))
     console = terminal()
     console.print(shown)
-    if len(rows) > MOST_TABLE_ROWS:
-        console.print(f"  ... and {len(rows) - MOST_TABLE_ROWS} more; `--json` has them all")
+    if len(rows) > TABLE_ROWS:
+        console.print(f"  ... and {len(rows) - TABLE_ROWS} more; `--json` has them all")
     proved = ", proved optimal" if report["proved_optimal"] else ""
     console.print(
         f"makespan {ms(report['makespan_ms'])}, lower bound {ms(report['bound_ms'])}, gap {report['gap']:.2%}{proved}\n"

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from arachnec.ir.limits import MOST_TABLE_ROWS
+from arachnec.ir.limits import TABLE_ROWS
 
 if TYPE_CHECKING:
     from arachnec.ir.nodes import Module
@@ -48,7 +48,7 @@ def command(program: Path, everything: bool, html: Path | None, svg: Path | None
     timelines = [planned(module), *measured]
     console = terminal()
     rows = plan_report(module, 0.0)["cascades"]
-    most, rest = None if everything else MOST_TABLE_ROWS, "`--all` prints them all"
+    most, rest = None if everything else TABLE_ROWS, "`--all` prints them all"
     if is_sampling(module):
         print_segments(console, module, rows, rest, most)
     else:

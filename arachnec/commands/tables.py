@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from arachnec.ir.limits import MOST_TABLE_ROWS
+from arachnec.ir.limits import TABLE_ROWS
 from arachnec.ir.nodes import Cascade, Module, Phase
 from arachnec.ir.stage_sizes import gib
 from arachnec.views.executable_page import PAGE
@@ -76,7 +76,7 @@ def print_cascades(
     module: Module,
     rows: Sequence[Mapping[str, Any]],
     everything: str,
-    most: int | None = MOST_TABLE_ROWS,
+    most: int | None = TABLE_ROWS,
     measured: Mapping[str, float] | None = None,
 ) -> None:
     """The longest cascades of a report, ``most`` of them, or all; ``everything`` says where the others are.

@@ -88,7 +88,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: int
     pipeline: str
-    iterations: int
+    iterations: Annotated[int, msgspec.Meta(ge=1)]
     training: Training
     fingerprint: dict[str, str]
     versions: dict[str, str]
@@ -391,8 +391,6 @@ def read_header(folder: Path) -> Header:
     header = json_part(folder, HEADER, data, Header)
     if header.format != FORMAT:
         raise not_executable_error(str(folder), f"its format is {header.format}, this arachnec reads {FORMAT}")
-    if header.iterations < 1:
-        raise not_executable_error(str(folder), f"it has {header.iterations} iterations")
     demand_inside(folder, MODEL, header.pipeline, header.load, header.modules)
     verified(header.training)
     return header

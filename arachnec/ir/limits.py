@@ -34,8 +34,6 @@ LATEST_START = 2**31  # the frame of a video at which a clip starts
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
 MOST_IN_BATCH = 2**14  # clips that are planned at once, in some 10 s
 LOWEST_RATE, HIGHEST_RATE = 0.001, 1000  # frames a second
-WIDEST_PIXEL = 16  # how far from square pixels may be: those beyond are taken for square
-MOST_BOXES = 10_000  # of one level of a video file: so far a crop is looked for
 LONGEST_ID = 200  # bytes: a file's name has 255, and endings
 MOST_SAMPLING_STEPS = 10_000  # of a request: every outcome of a switch is looked at
 
@@ -45,7 +43,6 @@ MOST_PASS_FILES = 32
 MOST_MODEL_FILES = 256  # that a model file imports from its folder
 MOST_BATCHES = 2**12  # of an update: all their plans are held at once
 MOST_CHECKED_RANKS = 32  # that the numerical check executes, as processes on this machine
-MOST_SEARCH_STEPS = 10_000  # of a search that counts them, where a page asks what another plan would take
 
 # Pipelines.
 MOST_SCHEDULE_RANKS = 2**12
@@ -62,13 +59,10 @@ LONGEST_FIELD = 600  # characters of a field: more is no name that anybody gave
 LONGEST_TEXT = 4 * LONGEST_FIELD
 LARGEST_SHOWN = 10**30  # of an integer
 LONGEST_EXCEPTION = 400  # characters of what a user's dataset raised
-LONGEST_REASON = 200  # characters of what dividing an encoder's weights raised
 MOST_NAMES = 3  # of clips or places in a message
 MOST_WEIGHTS = 8  # names, or patterns of them, in a list of a message
-MOST_TABLE_ROWS = 40  # in a terminal
+TABLE_ROWS = 40  # in a terminal
 MOST_TERMINAL_RANKS = 32  # rows of a timeline in a terminal
 MOST_DRAWN_RANKS = 48  # of one Gantt: beyond, every second rank is drawn, or every third, ...
-MOST_LENGTHS = 8  # colours of clip lengths: more are hard to find again in the legend
-MOST_HEADS = 160  # rows; of more heads a row is the mean of a layer's, for each class
 MOST_LINKS = 16  # of the critical path
 MOST_CASCADES = 6  # of which a sentence is said each

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from arachnec.ir.limits import MOST_LENGTHS
 from arachnec.ir.nodes import Module
 
 Rgb = tuple[int, int, int]
+MOST_LENGTHS = 8  # colours of clip lengths: more are hard to find again in the legend
 
 LIGHT = {
     "ground": "#ffffff",

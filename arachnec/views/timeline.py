@@ -6,8 +6,10 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from arachnec.analysis.uses import COMPUTE as COMPUTE
 from arachnec.analysis.uses import READS_GRADIENTS, moved_by
@@ -154,7 +156,7 @@ def read_measured(path: Path) -> Timeline:
         step: int | None
         intervals: tuple[Interval, ...]
         iteration: int = 0
-        peak_gib: tuple[float, ...] = ()
+        peak_gib: Annotated[tuple[Annotated[float, Meta(ge=0, le=MOST_GIB)], ...], Meta(max_length=MOST_GPUS)] = ()
 
     if path.stat().st_size > LARGEST_DATA:
         raise bad_measured_error(str(path), f"it is larger than {LARGEST_DATA >> 20} MiB")
@@ -169,8 +171,6 @@ def read_measured(path: Path) -> Timeline:
         if not -LONGEST_MS <= interval.start <= interval.end <= LONGEST_MS:
             reason = f"interval {number} lasts from {interval.start:g} to {interval.end:g} ms"
             raise bad_measured_error(str(path), reason)
-    if len(content.peak_gib) > MOST_GPUS or not all(0 <= peak <= MOST_GIB for peak in content.peak_gib):
-        raise bad_measured_error(str(path), f"`peak_gib` is not the memory of ranks, 0 to {MOST_GIB:g} GiB")
     of = f" of iteration {content.iteration}" if content.iteration else ""
     step = "" if content.step is None else f", step {content.step}{of}"
     return Timeline(f"measured{step}", content.intervals, peak_gib=dict(enumerate(content.peak_gib)))

@@ -13,7 +13,6 @@ from typing import Any
 from arachnec.cluster.topology import mix_of
 from arachnec.ir import tables
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.limits import MOST_SEARCH_STEPS
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage, integers
 from arachnec.ir.sampling import is_sampling
 from arachnec.ir.stage_sizes import times_of
@@ -23,6 +22,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.views.format import ms
 from arachnec.views.timeline import planned
 
+MOST_STEPS = 10_000  # of a search that counts them
 COUNTED = ("generations", "population", "limit")  # how large searches without a budget are
 SAME = 0.005  # relative: what differs by less is what another search could come to as well
 Change = Callable[[Module], Module]
@@ -99,7 +99,7 @@ def questions(plan: Module) -> Iterator[Question]:
 def with_budget(pipeline: Pipeline, budget_ms: float) -> Pipeline:
     """The same passes, each with this budget that has one and does not count steps instead.
 
-    Whoever asks may not have written them: more than ``MOST_SEARCH_STEPS`` are searched for the budget, and a search
+    Whoever asks may not have written them: more than ``MOST_STEPS`` are searched for the budget, and a search
     without one is never larger than by default.
     """
     return Pipeline(tuple(_limited(step, budget_ms) for step in pipeline.passes))
@@ -150,7 +150,7 @@ def _limited(step: Pass, budget_ms: float) -> Pass:
     default: dict[str, Any] = {field.name: field.default for field in fields(step)}
     changed: dict[str, Any] = {n: default[n] for n in COUNTED if getattr(step, n, 0) > default.get(n, 0)}
     steps = getattr(step, "steps", None)
-    if "budget" in default and (steps is None or steps > MOST_SEARCH_STEPS):
+    if "budget" in default and (steps is None or steps > MOST_STEPS):
         changed |= {"budget": Duration(budget_ms)} | ({"steps": None} if steps is not None else {})
     limited: Pass = replace(step, **changed)
     return limited

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.ir.limits import MOST_LENGTHS
 from arachnec.ir.nodes import Clip, Level, Module
-from arachnec.views.colours import PALETTE, Lengths, contrast, luminance, palette
+from arachnec.views.colours import MOST_LENGTHS, PALETTE, Lengths, contrast, luminance, palette
 
 ON_GROUND = ("text", "quiet", "accent", "limit", "focus")
 GROUNDS = ("ground", "panel", "row", "other-row")

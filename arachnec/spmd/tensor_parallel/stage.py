@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.limits import LONGEST_REASON
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Quantity
 from arachnec.spmd.spatial.division import RANKS, Counts, Part, per_token
@@ -69,8 +68,7 @@ def _reads_captions(encoder: nn.Module, clip: VideoClip) -> bool:
 def _reason(refused: Exception) -> str:
     if isinstance(refused, NotDivisible):
         return refused.reason
-    reason = f"with a part of its weights it raised {' '.join(f'{type(refused).__name__}: {refused}'.split())}"
-    return reason[:LONGEST_REASON]
+    return f"with a part of its weights it raised {' '.join(f'{type(refused).__name__}: {refused}'.split())}"[:200]
 
 
 def _part_of(encoder: nn.Module, cuts: WeightCuts, loaded: torch.Tensor, tokens: int) -> Part:
