@@ -13,6 +13,7 @@ import msgspec
 from arachnec.ir.diagnostic import UserError, refused, render
 
 ERROR_FD = "ARACHNEC_ERROR_FD"  # an open file of the launcher, which has no name: nothing is left of it
+LARGEST_RECORD = 2**24  # bytes
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl|timed? ?out", re.IGNORECASE
 )
@@ -55,6 +56,6 @@ def record_failure(failure: Failure) -> None:
 def read_failure(descriptor: int) -> Failure | None:
     """What a rank recorded in the file that the launcher gave it."""
     try:
-        return msgspec.json.decode(os.pread(descriptor, 2**24, 0), type=Failure)
+        return msgspec.json.decode(os.pread(descriptor, LARGEST_RECORD, 0), type=Failure)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -13,11 +13,11 @@ import tempfile
 
 import msgspec
 
-from arachnec.ir.limits import LONGEST_FIELD
 from arachnec.launch.progress import Place
 
 PLACE_FD = "ARACHNEC_PLACE_FD"  # an open file of the launcher, where the rank writes its places
 SIZE = 4096
+LONGEST = 600  # characters of what a rank does
 
 
 def new_memory() -> int:
@@ -38,8 +38,8 @@ class LastPlace:
 
     def note(self, place: Place) -> None:
         """This rank has come to a place. It costs microseconds."""
-        if len(place.doing) > LONGEST_FIELD:
-            place = msgspec.structs.replace(place, doing=place.doing[:LONGEST_FIELD] + "...")
+        if len(place.doing) > LONGEST:
+            place = msgspec.structs.replace(place, doing=place.doing[:LONGEST] + "...")
         with contextlib.suppress(OSError):  # for a message that may never be needed
             os.pwrite(self.descriptor, msgspec.json.encode(place).ljust(SIZE), 0)
 
