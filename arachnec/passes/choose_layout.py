@@ -8,10 +8,9 @@ One that takes longer at least than the best so far is not planned. Where none f
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import ClassVar
 
@@ -25,7 +24,9 @@ from arachnec.ir.tensor_parallel import divided_encoders
 from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.bucket import Bucket
-from arachnec.passes.infra.base import CountFromZero, Pass, Scope
+from arachnec.passes.infra.base import CountFromZero, InformedPass, Pass, Scope
+from arachnec.passes.infra.named_pipelines import OUR_SCHEDULER
+from arachnec.passes.infra.pipeline import plan_for_comparison
 from arachnec.passes.lower import Lower
 from arachnec.passes.offload import Offload
 from arachnec.passes.partition import Partition
@@ -56,7 +57,7 @@ DEFAULTS: tuple[Pass, ...] = (Partition(policy="dual"), Annotate(), ScheduleZ3()
 
 
 @dataclass(frozen=True)
-class ChooseLayout(Pass):
+class ChooseLayout(InformedPass):
     """Deal the model out over cells or stages where that shortens the iteration, or where nothing else fits.
 
     Where a copy of the state on every rank takes less than half of a device, and its all-reduces less than half of the
@@ -69,13 +70,6 @@ class ChooseLayout(Pass):
 
     layout: str | None = None
     steps: CountFromZero = DEFAULT_STEPS
-    following: tuple[Pass, ...] = field(default=(), init=False, compare=False, repr=False)
-
-    def informed(self, following: tuple[Pass, ...]) -> ChooseLayout:
-        """Plans layouts by the passes that follow, up to the programs."""
-        informed = copy.copy(self)
-        object.__setattr__(informed, "following", following)
-        return informed
 
     def run(self, module: Module) -> Module:
         return self.run_reporting(module, unreported)
@@ -106,25 +100,19 @@ class ChooseLayout(Pass):
             ),
         )
 
-    def _passes_with(self, rows: Rows | None = None) -> tuple[Pass, ...]:
+    @property
+    def _passes(self) -> tuple[Pass, ...]:
         """What plans an iteration, the scheduler's search short and counted."""
         passes = [step for step in self.following if step.scope is Scope.ITERATION]
         ends = next((i for i, step in enumerate(passes) if isinstance(step, Lower)), None)
         steps = DEFAULTS if ends is None else tuple(passes[: ends + 1])
-        return tuple(
-            step.for_comparison(SEARCH_STEPS, rows) if isinstance(step, ScheduleZ3) else step for step in steps
-        )
+        return tuple(replace(step, steps=SEARCH_STEPS) if isinstance(step, ScheduleZ3) else step for step in steps)
 
-    @property
-    def _stages_run(self) -> bool:
-        """Whether the passes that follow can run stages."""
-        return any(isinstance(step, ScheduleZ3) for step in self._passes_with())
-
-    def _planned_ms(self, candidate: Candidate, rows: Rows | None = None) -> float:
+    def _planned_ms(self, candidate: Candidate, rows: Rows) -> float:
         """Simulated ms of the sample. Raises UserError where it fits nowhere."""
-        total, passes = 0.0, self._passes_with(rows)
+        total, passes = 0.0, self._passes[len(self._costing) :]
         for costed in candidate.costed:
-            planned = _run(passes, costed, begin=len(self._costing))
+            planned = plan_for_comparison(passes, costed, rows)
             assert planned.cluster is not None
             engine = Engine(Values(planned), planned.cluster)
             engine.run()
@@ -134,7 +122,8 @@ class ChooseLayout(Pass):
     def _chosen(self, module: Module, reporter: Reporter, rows: Rows) -> Choice | None:
         """The layout with the shortest sample; None where some clip fits in none."""
         assert module.cluster is not None
-        stages = self._stages_run and not divided_encoders(module)  # a pipeline's encoders run on a rank each
+        any_layout = any(step.name == OUR_SCHEDULER for step in self._passes)
+        stages = any_layout and not divided_encoders(module)  # a pipeline's encoders run on a rank each
         table = [layout for layout in layouts(module) if layout.stages == 1 or stages]
         candidates, left = [], BOUNDED * self.steps
         placed: dict[Layout, Module] = {}
@@ -152,44 +141,32 @@ class ChooseLayout(Pass):
             (choice for laid in candidates if (choice := self._chosen(laid, reporter, Rows())) is not None), None
         )
 
-    def _candidate(
-        self,
-        module: Module,
-        layout: Layout,
-        rows: Rows | None = None,
-        placed: dict[Layout, Module] | None = None,
-    ) -> Candidate:
+    def _candidate(self, module: Module, layout: Layout, rows: Rows, placed: dict[Layout, Module]) -> Candidate:
         assert module.cluster is not None
         laid = applied(module, layout, placed)
-        anchor = layout in anchors(module.cluster)
-        try:
-            costed = self._costed(laid)
-            least = sum(least_ms(one, rows) for one in costed)
-            return Candidate(layout, laid, least, costed, sum(map(planning_steps, costed)), anchor)
-        except UserError:
-            return Candidate(layout, laid, math.inf)
+        costed, least = self._bounded(laid, rows)
+        steps = sum(map(planning_steps, costed))
+        return Candidate(layout, laid, least, costed, steps, layout in anchors(module.cluster))
 
     @property
     def _costing(self) -> tuple[Pass, ...]:
-        return tuple(step for step in self._passes_with() if step.gives <= Level.COSTED)
+        return tuple(step for step in self._passes if step.gives <= Level.COSTED)
 
-    def _costed(self, module: Module) -> tuple[Module, ...]:
-        """The costed modules of the sample."""
-        return tuple(_run(self._costing, _of(module, clips)) for clips in sample(module))
+    def _bounded(self, module: Module, rows: Rows) -> tuple[tuple[Module, ...], float]:
+        """The costed modules of the sample, and ms of it at least; infinite where a clip of it fits nowhere."""
+        iterations = (replace(module, clips=clips, graphs=()) for clips in sample(module))
+        try:
+            costed = tuple(plan_for_comparison(self._costing, one, rows) for one in iterations)
+            return costed, sum(least_ms(one, rows) for one in costed)
+        except UserError:
+            return (), math.inf
 
     def _hidden(self, replicated: Module, rows: Rows) -> bool:
         """Whether the cascades take long enough for the gradients' all-reduces to hide behind the last of them."""
         assert replicated.cluster is not None
         everyone = tuple(range(replicated.cluster.world))
         reduces = sum(reduce_time(replicated.cluster, stage, everyone) for stage in replicated.stages if stage.trained)
-        return len(sample(replicated)) * reduces <= HIDDEN * self._least_ms(replicated, rows)
-
-    def _least_ms(self, module: Module, rows: Rows) -> float:
-        """ms of the sample at least; infinite where a clip of it fits nowhere."""
-        try:
-            return sum(least_ms(one, rows) for one in self._costed(module))
-        except UserError:
-            return math.inf
+        return len(sample(replicated)) * reduces <= HIDDEN * self._bounded(replicated, rows)[1]
 
 
 def applied(module: Module, layout: Layout, placed: dict[Layout, Module] | None = None) -> Module:
@@ -199,10 +176,9 @@ def applied(module: Module, layout: Layout, placed: dict[Layout, Module] | None 
     if where not in placed:
         placed[where] = _placed(module, where)
     laid = placed[where]
-    if layout.stages > 1:
-        return replace(laid, attrs=laid.attrs.updated(layout=layout.name, schedule=layout.schedule))
-    if layout.cell > 1:
-        return replace(laid, attrs=laid.attrs.updated(layout=layout.name, full=layout.full or None))
+    if layout.stages > 1 or layout.cell > 1:
+        said = laid.attrs.updated(layout=layout.name, schedule=layout.schedule, full=layout.full or None)
+        return replace(laid, attrs=said)
     crowded = any("sharded" in stage.attrs for stage in laid.stages)
     return replace(laid, attrs=laid.attrs.updated(layout=REPLICATED)) if crowded else laid
 
@@ -225,17 +201,6 @@ def sample(module: Module) -> Sequence[tuple[Clip, ...]]:
         return []
     longest = max(iterations, key=lambda number: max(clip.tokens for clip in iterations[number]))
     return [tuple(iterations[number]) for number in sorted({min(iterations), longest})]
-
-
-def _of(module: Module, clips: tuple[Clip, ...]) -> Module:
-    return replace(module, clips=clips, graphs=())
-
-
-def _run(passes: Sequence[Pass], module: Module, begin: int = 0) -> Module:
-    """The module after the passes from number ``begin`` on, each of which knows those that follow."""
-    for index, step in enumerate(passes[begin:], begin):
-        module = step.informed(tuple(passes[index + 1 :])).run(module)
-    return module
 
 
 def _held(module: Module, name: str) -> Module:

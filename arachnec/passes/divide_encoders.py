@@ -5,22 +5,24 @@ Shoeybi et al., "Megatron-LM" (arXiv 1909.08053), section 3. docs/encoders.md sa
 
 from __future__ import annotations
 
-import copy
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
+from arachnec.cost.table import Rows
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parameter_cells import cell_fits
-from arachnec.passes.infra.base import Count, Pass, Scope
+from arachnec.passes.infra.base import Count, InformedPass, Scope
+from arachnec.passes.infra.pipeline import plan_for_comparison
+from arachnec.passes.offload import first_iteration
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.encoder_width import dividable, divided, narrower, reasons_whole
 from arachnec.planning.formulate import problem_of
 
 
 @dataclass(frozen=True)
-class DivideEncoders(Pass):
+class DivideEncoders(InformedPass):
     """Divide the weights of encoders over cells of ranks, where they do not fit whole.
 
     ``ranks`` of a cell divide every encoder that can be. Without them the fewest ranks and encoders with which the
@@ -32,13 +34,6 @@ class DivideEncoders(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     ranks: Count | None = None
-    following: tuple[Pass, ...] = field(default=(), init=False, compare=False, repr=False)
-
-    def informed(self, following: tuple[Pass, ...]) -> DivideEncoders:
-        """Costs an iteration by the passes that follow."""
-        informed = copy.copy(self)
-        object.__setattr__(informed, "following", following)
-        return informed
 
     def run(self, module: Module) -> Module:
         cluster = module.cluster
@@ -60,13 +55,9 @@ class DivideEncoders(Pass):
         return divided(module, able, self.ranks)
 
     def _fits(self, module: Module) -> bool:
-        first = min((clip.attrs.get("iteration", 0) for clip in module.clips), default=0)  # type: ignore[type-var]
-        clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
-        costed = replace(module, clips=clips, graphs=())
+        costing = [step for step in self.following if step.scope is Scope.ITERATION and step.gives <= Level.COSTED]
         try:
-            for step in self.following:
-                if step.scope is Scope.ITERATION and step.gives <= Level.COSTED:
-                    costed = step.run(costed)
+            costed = plan_for_comparison(costing, first_iteration(module), Rows())
             problem_of(costed, CostModel(costed))
         except UserError:
             return False

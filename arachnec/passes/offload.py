@@ -6,19 +6,20 @@ Ren et al., "ZeRO-Offload" (arXiv 2101.06840), for the optimizer; Rajbhandari et
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
 from arachnec.cost.model import CostModel
+from arachnec.cost.table import Rows
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.host_placement import PLACED
 from arachnec.ir.nodes import Level, Module, integer
 from arachnec.ir.stage_sizes import gib
 from arachnec.passes.annotate import Annotate
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import InformedPass, Scope
+from arachnec.passes.infra.pipeline import plan_for_comparison
 from arachnec.passes.partition import Partition
 from arachnec.passes.shard_optimizer import CROWDED
 from arachnec.planning.formulate import FitsNoDegree, StateTooLarge, problem_of
@@ -30,7 +31,7 @@ CHOICES = ("auto", "none", *PLACED)
 
 
 @dataclass(frozen=True)
-class Offload(Pass):
+class Offload(InformedPass):
     """Put optimizer, parameters, or inputs of blocks into host memory, as far as the clips need it.
 
     ``what`` is ``optimizer``; ``parameters``, which takes gradients and the optimizer along; ``inputs`` of blocks that
@@ -43,14 +44,6 @@ class Offload(Pass):
     scope: ClassVar[Scope] = Scope.MODEL
 
     what: str = "auto"
-    following: tuple[Pass, ...] = field(default=(), init=False, compare=False, repr=False)
-
-    def informed(self, following: tuple[Pass, ...]) -> Offload:
-        """Tries a pipeline's stages with the passes that schedule it."""
-        informed = copy.copy(self)
-        steps = [step for step in following if step.scope is Scope.ITERATION and step.gives <= Level.PLACED]
-        object.__setattr__(informed, "following", tuple(steps))
-        return informed
 
     def run(self, module: Module) -> Module:
         if self.what not in CHOICES:
@@ -81,9 +74,8 @@ class Offload(Pass):
 
     def _staged(self, module: Module) -> float:
         """GiB of a node's host for a pipeline's stages. Raises UserError where its first iteration does not fit."""
-        planned = _first_iteration(module)
-        for index, step in enumerate(self.following):
-            planned = step.informed(self.following[index + 1 :]).run(planned)
+        steps = [step for step in self.following if step.scope is Scope.ITERATION and step.gives <= Level.PLACED]
+        plan_for_comparison(steps, first_iteration(module), Rows())
         return host_gib(module)
 
 
@@ -136,13 +128,13 @@ def _taken(module: Module) -> float:
 
     Raises UserError where a clip fits nowhere.
     """
-    costed = Annotate().run(Partition().run(_first_iteration(module)))
+    costed = Annotate().run(Partition().run(first_iteration(module)))
     cost = CostModel(costed)
     problem_of(costed, cost)
     return host_gib(costed, cost)
 
 
-def _first_iteration(module: Module) -> Module:
+def first_iteration(module: Module) -> Module:
     first = min((integer(clip.attrs.get("iteration", 0)) for clip in module.clips), default=0)
     clips = tuple(clip for clip in module.clips if clip.attrs.get("iteration", 0) == first)
     return replace(module, clips=clips, graphs=())

@@ -7,11 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Count, Pass
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.one_f_one_b import WarmUp
+from arachnec.planning.pipeline_module import with_bound
 from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
 
@@ -92,4 +94,5 @@ class SchedulePipeline(Pass):
 
     def run(self, module: Module) -> Module:
         own = (self.name_of_schedule, self.k, self._stages_in_turn, self.degree, self.recompute, self.policy or "A")
-        return pipelined(module, Options(*own, self.orders, self.degrees))
+        cost = CostModel(module)
+        return with_bound(pipelined(module, Options(*own, self.orders, self.degrees), cost), cost)

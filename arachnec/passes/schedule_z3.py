@@ -14,9 +14,8 @@ proved optimal.
 
 from __future__ import annotations
 
-import copy
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
@@ -24,12 +23,11 @@ from arachnec.cost.table import Rows
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.stage_sizes import times_of
 from arachnec.passes.bucket import Bucket
-from arachnec.passes.infra.base import CountFromZero, Duration, Pass
+from arachnec.passes.infra.base import CountFromZero, Duration, InformedPass
 from arachnec.passes.lower import Lower
 from arachnec.passes.place import Place
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of, scheduled
-from arachnec.planning.layout_schedule import scheduled_stages
 from arachnec.planning.placed_search import solve_placed
 from arachnec.solver.budget import Clock
 from arachnec.solver.search import solve
@@ -39,8 +37,8 @@ DEFAULT_BUDGET = Duration(2000.0)
 
 
 @dataclass(frozen=True)
-class ScheduleZ3(Pass):
-    """The default scheduler. Stages run in the order of the layout's pipeline schedule, which it only gives times.
+class ScheduleZ3(InformedPass):
+    """The default scheduler. In a layout of stages `schedule-stages` runs in its place.
 
     ``budget`` limits the wall time of the search; 0ms gives the best heuristic at once. ``steps`` limits it by a count
     of work instead, about a millisecond each, so that equal seeds and steps give equal schedules on any machine,
@@ -55,38 +53,26 @@ class ScheduleZ3(Pass):
     seed: int = 0
     steps: CountFromZero | None = None
     baselines: bool = True
-    following: Following = field(default_factory=Following, init=False, compare=False, repr=False)
-    compared: bool = field(default=False, init=False, compare=False, repr=False)
-    rows: Rows | None = field(default=None, init=False, compare=False, repr=False)
 
-    def for_comparison(self, steps: int, rows: Rows | None = None) -> ScheduleZ3:
-        """The pass with a short, counted search, and without what only a plan that is kept says of itself. ``rows`` of
-        costs are filled, and used where they are there."""
-        compared = replace(self, steps=steps)
-        object.__setattr__(compared, "compared", True)
-        object.__setattr__(compared, "rows", rows)
-        return compared
-
-    def informed(self, following: tuple[Pass, ...]) -> ScheduleZ3:
-        """Plans for the settings of the passes that follow; for the defaults of those that do not."""
-        place = next((step for step in following if isinstance(step, Place)), Place())
-        bucket = next((step for step in following if isinstance(step, Bucket)), None)
-        lowered = any(isinstance(step, Lower) for step in following)
-        known = Following(
+    @property
+    def following_settings(self) -> Following:
+        """The settings of the passes that follow; the defaults of those that do not."""
+        place = next((step for step in self.following if isinstance(step, Place)), Place())
+        bucket = next((step for step in self.following if isinstance(step, Bucket)), None)
+        lowered = any(isinstance(step, Lower) for step in self.following)
+        return Following(
             topology=place.topology,
             buckets=bucket is not None or not lowered,
             mib=bucket.mib if bucket is not None else None,
             reversible=bucket.reverse if bucket is not None else not lowered,
         )
-        informed = copy.copy(self)
-        object.__setattr__(informed, "following", known)
-        return informed
 
     def run(self, module: Module) -> Module:
-        if "schedule" in module.attrs:
-            return scheduled_stages(module, quick=self.steps is not None, bounded=not self.compared)
+        return self.run_for_comparison(module, Rows())
+
+    def run_for_comparison(self, module: Module, rows: Rows) -> Module:
         clock = Clock(time.perf_counter(), self.budget, self.steps)
-        cost = CostModel(module, self.rows)
+        cost = CostModel(module, rows)
         problem = problem_of(module, cost)
         # measured cascades take as long anywhere
         if not problem.jobs or (not cost.devices.kinds and all(map(times_of, module.cascades))):
@@ -97,7 +83,7 @@ class ScheduleZ3(Pass):
             problem,
             clock,
             seed=self.seed,
-            following=self.following,
+            following=self.following_settings,
             baselines=self.baselines,
         )
         return scheduled(module, cost, problem, answer)

@@ -22,7 +22,6 @@ from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer, integers, 
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
 from arachnec.ir.stage_sizes import gib
-from arachnec.ir.values import Quantity
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
     FORWARD,
@@ -36,7 +35,7 @@ from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.formulate import decided
 from arachnec.planning.pipeline_errors import PipelineDoesNotFit, cell_does_not_divide_error
-from arachnec.planning.pipeline_module import at_level_placed, bound_of
+from arachnec.planning.pipeline_module import at_level_placed
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
 from arachnec.planning.pipeline_places import (
     Lane,
@@ -75,25 +74,22 @@ class Options:
     decoded: int = DECODED  # actions in the orders that are looked at; less for a comparison
 
 
-def pipelined(module: Module, options: Options, cost: CostModel | None = None, *, bounded: bool = True) -> Module:
+def pipelined(module: Module, options: Options, cost: CostModel) -> Module:
     """The module at level placed, scheduled by ``options``. Raises UserError where that fits no memory.
 
-    ``cost`` is the module's own. Where it is not ``bounded``, 0 ms stand as the bound of all schedules.
+    ``cost`` is the module's own. 0 ms stand as the bound of all schedules.
 
     What was handed on and waits to be read is known once everything is placed. Where there is too much of it, so much
     memory is left free for it, and all is chosen again.
     """
-    cost, waiting = cost or CostModel(module), 0.0
+    waiting = 0.0
     for _ in range(ATTEMPTS):
         placed, needed = _chosen(module, cost, options, waiting)
         over = overflow(placed, needed, cost)
         if over <= 0:
             break
         waiting += over
-    if not bounded:
-        return placed
-    bound = Quantity(min(quantity(placed.attrs["makespan"]), bound_of(module, cost)), "ms")
-    return replace(placed, attrs=placed.attrs.updated(bound=bound))
+    return placed
 
 
 def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -> tuple[Module, float]:
@@ -124,9 +120,7 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -
         needed = least.needed[worst] + waiting
         raise UserError(PipelineDoesNotFit(None, options.schedule, needed, stage, limit_of(cost)))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
-    placed = [
-        (at_level_placed(module, plan.placed(), lies_on, 0.0), plan.grouping, max(plan.needed)) for plan in offered
-    ]
+    placed = [(at_level_placed(module, plan.placed(), lies_on), plan.grouping, max(plan.needed)) for plan in offered]
     shortest, grouping, needed = min(placed, key=lambda one: quantity(one[0].attrs["makespan"]))
     return replace(shortest, attrs=shortest.attrs.updated(grouping=grouping)), needed
 

@@ -160,7 +160,7 @@ def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
     for key, right in (("LR", "lr"), ("Clip_Norm", "clip_norm")):
         with pytest.raises(UserError) as caught:
             read(tmp_path, f"{key} = 1.0")
-        assert caught.value.diagnostics[0].text("{suggestion}") == f"did you mean `{right}`?"
+        assert caught.value.diagnostics[0].help == f"did you mean `{right}`?"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +178,7 @@ def test_a_key_in_other_letters_is_suggested(tmp_path: Path) -> None:
 def test_a_key_of_other_trainers_is_answered_with_its_place_here(tmp_path: Path, key: str, place: str) -> None:
     with pytest.raises(UserError) as caught:
         read(tmp_path, f"{key} = 1")
-    assert place in caught.value.diagnostics[0].text("{suggestion}")
+    assert place in caught.value.diagnostics[0].help
 
 
 @pytest.mark.parametrize(

@@ -11,12 +11,16 @@ from hypothesis import strategies as st
 
 from arachnec.analysis.uses import Values
 from arachnec.cluster.file import parse_cluster
+from arachnec.cost.table import Rows
 from arachnec.executable.folder import iteration_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip, Level, Module, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
-from arachnec.passes.choose_layout import ChooseLayout, sample
-from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.passes.choose_layout import ChooseLayout, applied, sample
+from arachnec.passes.infra.pipeline import Pipeline, pass_in_layout
+from arachnec.passes.schedule_stages import ScheduleStages
+from arachnec.passes.schedule_static import ScheduleStatic
+from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.planning.layout_refusal import FitsNowhere, needed_gib
 from arachnec.planning.layout_search import BEHIND_ANCHORS, FAR, WORTH, Candidate, shortest
 from arachnec.planning.layouts import Layout, layouts
@@ -117,16 +121,24 @@ def test_a_choice_is_held_and_says_what_it_was_between() -> None:
 def test_a_bound_is_below_what_is_simulated() -> None:
     module = model(6 * 10**9, 4, cluster="2x2:l20")
     choose = ChooseLayout().informed(Pipeline.parse(PLANNED).passes[1:])
-    compared = 0
+    compared, rows = 0, Rows()
     for layout in layouts(module):
-        candidate = choose._candidate(module, layout)
+        candidate = choose._candidate(module, layout, rows, {})
         try:
-            simulated_ms = choose._planned_ms(candidate)
+            simulated_ms = choose._planned_ms(candidate, rows)
         except UserError:
             continue
         assert candidate.costed == () or candidate.least_ms <= simulated_ms * (1 + 1e-9)
         compared += bool(candidate.costed)
     assert compared > 3, "layouts that fit"
+
+
+def test_stages_are_scheduled_by_their_own_pass_and_all_else_by_the_one_that_the_pipeline_says() -> None:
+    module, search = model(6 * 10**9), ScheduleZ3(steps=20)
+    for layout in layouts(module):
+        laid = applied(module, layout)
+        assert pass_in_layout(search, laid) == (ScheduleStages(steps=20) if layout.stages > 1 else search)
+        assert pass_in_layout(ScheduleStatic(), laid) == ScheduleStatic(), "nothing runs in place of another scheduler"
 
 
 def test_the_sample_is_the_first_iteration_and_the_one_with_the_longest_clip() -> None:

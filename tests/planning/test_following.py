@@ -28,7 +28,7 @@ def test_the_settings_of_what_follows_are_known_and_print_nowhere(text: str, exp
     pipeline = Pipeline.parse(text)
     informed = pipeline.passes[0].informed(pipeline.passes[1:])
     assert isinstance(informed, ScheduleZ3)
-    assert informed.following == expected
+    assert informed.following_settings == expected
     assert str(Pipeline((informed, *pipeline.passes[1:]))) == text
     assert informed == pipeline.passes[0]
 

@@ -125,7 +125,7 @@ def test_a_plan_whose_shards_fit_no_device_is_refused() -> None:
         cascade = module.cascades[0].with_attrs(degree=2, ranks=(0, 1), shards=shards, start=Quantity(0.0, "ms"))
         cost = CostModel(replace(module, cascades=(cascade,)))
         times = {"end": Quantity(cost.placed_time(cascade), "ms"), "memory": Quantity(memory, "GiB")}
-        placed = at_level_placed(module, [cascade.with_attrs(**times)], {"dit": (0, 1)}, 0.0)
+        placed = at_level_placed(module, [cascade.with_attrs(**times)], {"dit": (0, 1)})
         return [type(problem).__name__ for problem in find_problems(lower(placed))]
 
     assert problems((50_000, 50_000), 50.0) == []

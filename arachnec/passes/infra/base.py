@@ -5,14 +5,18 @@ Class ``ScheduleZ3`` has the name ``schedule-z3`` and lives in ``passes/schedule
 
 from __future__ import annotations
 
+import copy
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
-from typing import Annotated, ClassVar, NewType
+from typing import TYPE_CHECKING, Annotated, ClassVar, NewType, Self
 
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.progress import Reporter
+
+if TYPE_CHECKING:
+    from arachnec.cost.table import Rows
 
 Duration = NewType("Duration", float)
 """An option that is a time: ms in Python, written with its unit in a pipeline (``500ms``, ``20s``, ``2min``)."""
@@ -70,6 +74,11 @@ class Pass(ABC):
         """The same as ``run``; a pass that takes seconds overrides it, and reports how far it is."""
         return self.run(module)
 
+    def run_for_comparison(self, module: Module, rows: Rows) -> Module:
+        """The same as ``run`` for a plan that is only compared: nothing says how good it is. ``rows`` of costs are
+        filled, and used where they are there."""
+        return self.run(module)
+
     def informed(self, following: tuple[Pass, ...]) -> Pass:
         """This pass, knowing which passes follow in its pipeline; one whose work does not depend on them is itself."""
         return self
@@ -85,3 +94,15 @@ class Pass(ABC):
 def pass_name(class_name: str) -> str:
     """``ScheduleZ3`` to ``schedule-z3``."""
     return "-".join(re.findall(r"[A-Z][a-z0-9]*", class_name)).lower()
+
+
+@dataclass(frozen=True)
+class InformedPass(Pass):
+    """A pass whose work depends on those that follow it in its pipeline; they are no option, and print nowhere."""
+
+    following: tuple[Pass, ...] = field(default=(), init=False, compare=False, repr=False)
+
+    def informed(self, following: tuple[Pass, ...]) -> Self:
+        informed = copy.copy(self)
+        object.__setattr__(informed, "following", following)
+        return informed

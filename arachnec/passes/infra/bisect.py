@@ -14,7 +14,7 @@ from arachnec.ir.nodes import Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
 from arachnec.passes.infra.base import Pass
-from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.passes.infra.pipeline import Pipeline, pass_in_layout
 
 Predicate: TypeAlias = Callable[[Module], bool]
 
@@ -57,7 +57,7 @@ def _run(module: Module, passes: tuple[Pass, ...]) -> tuple[list[Module], str]:
     modules = [module]
     for step in passes:
         try:
-            modules.append(step.run(modules[-1]))
+            modules.append(pass_in_layout(step, modules[-1]).run(modules[-1]))
         except Exception as error:
             return modules, f"{type(error).__name__}: {error}"
     return modules, ""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+# Which pass schedules a layout: the first row whose attribute the module has. A pipeline says the last one for all of
+# them, and the layout's own runs in its place, with the options that both have.
+LAYOUT_SCHEDULERS: tuple[tuple[str | None, str], ...] = (
+    ("schedule", "schedule-stages"),  # stages, in the order of the pipeline schedule that the layout names
+    (None, "schedule-z3"),  # cells, or a copy on every rank: degrees and start times by search
+)
+OUR_SCHEDULER = LAYOUT_SCHEDULERS[-1][1]
+
 # First, because what the state leaves of a device decides how large micro-batches may be.
 _STATE = "shard-optimizer"
-# Where a copy on every rank would crowd the device, the shortest of: the optimizer alone, cells, stages.
-_OUR_STATE = "choose-layout"
-# Host memory where not even cells let every clip fit.
-_OUR_PLACE = f"{_OUR_STATE},offload"
 _EQUAL = f"{_STATE},partition{{policy=equal-token}},annotate"
 # Every baseline all-reduces its gradients in buckets behind its last backward, as PyTorch's DDP does. Which backward
 # is the last one follows from the schedule.
 _END = "place,bucket{reverse=false},lower,check"
-_OUR_END = "place,bucket,lower,check"
+# Where a copy of the state on every rank would crowd the device, the shortest of: the optimizer alone, cells, stages.
+# Host memory where not even cells let every clip fit.
+_OURS = f"choose-layout,offload,partition{{policy=dual}},annotate,{OUR_SCHEDULER},place,bucket,lower,check"
 # Attention over chosen keys is another computation: asked for by name, never a default.
 CHANGES_NUMERICS = frozenset({"sparse", "dsv"})
 # `fused` plans as another does, so comparing it says nothing.
@@ -20,11 +26,11 @@ NOT_COMPARED = frozenset({"fused"}) | CHANGES_NUMERICS
 
 PIPELINES = {
     # ours: both limits on a micro-batch, every cascade its own degree
-    "default": f"{_OUR_PLACE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    "default": _OURS,
     # ours, and the memory-bound operations of every block run as few kernels: apart, until the kernels ran on a GPU
-    "fused": f"fuse,{_OUR_PLACE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    "fused": f"fuse,{_OURS}",
     # ours, and every layer that is faster so attends to chosen keys; heads are cut where ranks would wait for one
-    "sparse": f"sparsify,{_OUR_PLACE},partition{{policy=dual}},annotate,schedule-z3,{_OUR_END}",
+    "sparse": f"sparsify,{_OURS}",
     # DSV: sparse, whole heads dealt out longest first, one degree for all, the one that is best for these clips
     "dsv": f"sparsify{{division=heads}},{_STATE},partition,annotate,schedule-static,{_END}",
     # buckets of equal token count, every GPU its own, dealt out as they arrive, as Open-Sora trains

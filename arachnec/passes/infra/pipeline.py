@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from arachnec.cost.table import Rows
 from arachnec.ir.diagnostic import Mistake, UserError, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.span import Span
@@ -23,8 +24,8 @@ from arachnec.passes.infra import errors as pipeline_errors
 from arachnec.passes.infra import options
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.infra.instruments import Instrument, Moment
-from arachnec.passes.infra.named_pipelines import NAMED
-from arachnec.passes.infra.registry import Registry, installed
+from arachnec.passes.infra.named_pipelines import LAYOUT_SCHEDULERS, NAMED, OUR_SCHEDULER
+from arachnec.passes.infra.registry import Registry, builtin, installed
 
 SOURCE = "<passes>"
 
@@ -112,6 +113,23 @@ class Pipeline:
         return Pipeline(self.passes[index:])
 
 
+def pass_in_layout(step: Pass, module: Module) -> Pass:
+    """The pass that runs where a pipeline says ``step``: for the default's scheduler the one of the module's layout."""
+    own = next(name for attribute, name in LAYOUT_SCHEDULERS if attribute is None or attribute in module.attrs)
+    if step.name != OUR_SCHEDULER or own == OUR_SCHEDULER:
+        return step
+    kind = builtin().get(own)
+    both = options.option_types(kind).keys() & options.option_types(type(step)).keys()
+    return kind(**{name: getattr(step, name) for name in both})
+
+
+def plan_for_comparison(passes: Sequence[Pass], module: Module, rows: Rows) -> Module:
+    """The module after the passes, each of which knows those that follow, for a plan that is only compared."""
+    for index, step in enumerate(passes):
+        module = pass_in_layout(step.informed(tuple(passes[index + 1 :])), module).run_for_comparison(module, rows)
+    return module
+
+
 class BrokenPass(Exception):
     """A built-in pass gave a module that does not verify: a bug of the compiler."""
 
@@ -149,7 +167,7 @@ def _run_one(pipeline: Pipeline, index: int, step: Pass, module: Module, instrum
         instrument.before(moment)
     begin = time.perf_counter()
     try:
-        result = step.run_reporting(module, reporter)
+        result = pass_in_layout(step, module).run_reporting(module, reporter)
         seconds = time.perf_counter() - begin
         _demand_right(step, module, result)
     except Exception as error:
