@@ -13,11 +13,10 @@ import pytest
 import torch
 
 from arachnec import cli
-from arachnec.backends.torch_distributed.local_run import ENGINE, run_here, shared_modules
+from arachnec.backends.torch_distributed.local_run import run_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import step_plans
 from arachnec.backends.torch_distributed.plans.background_planner import BackgroundPlanner, Question
-from arachnec.cluster.file import parse_cluster
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
@@ -234,10 +233,3 @@ def test_ranks_with_other_options_say_which() -> None:
     own, other = RunOptions(steps=2).shared(), RunOptions(steps=4).shared()
     assert [name for name in own if own[name] != other[name]] == ["the option --steps"]
     assert RunOptions(max_skipped=3).shared()["the option --max-skipped"] == 3
-
-
-def test_ranks_share_imports_where_they_have_no_gpus(tmp_path: Path) -> None:
-    """A fork of a process in which a library has asked for GPUs cannot use them."""
-    read = read_executable(executable(tmp_path / "build", [CLIPS], WORKS, 2))
-    assert shared_modules(read, parse_cluster("1x2:h100-80g")) == ()
-    assert shared_modules(read, parse_cluster("2:cpu")) == ((ENGINE,) if sys.platform == "linux" else ())

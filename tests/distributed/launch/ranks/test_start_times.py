@@ -7,11 +7,9 @@ import time
 import pytest
 
 from arachnec.launch.start_times import (
-    IMPORTS,
     LAUNCHED,
     StartClock,
     StartTimes,
-    note_imports,
     note_launch,
     process_age,
 )
@@ -45,16 +43,3 @@ def test_a_process_counts_from_its_own_beginning_and_its_launchers(monkeypatch: 
     times = clock.times()
     assert times.launcher == pytest.approx(3, abs=0.5)
     assert times.imports == pytest.approx(process_age(), abs=0.5)
-
-
-def test_a_fork_counts_from_the_beginning_of_the_process_that_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment: dict[str, str] = {}
-    note_imports(environment)
-    assert float(environment[IMPORTS]) == pytest.approx(time.time() - process_age(), abs=0.5)
-    monkeypatch.setenv(IMPORTS, str(time.time() - 7))
-    monkeypatch.setenv(LAUNCHED, str(time.time() - 9))
-    clock = StartClock.of_process()
-    clock.done("imports")
-    times = clock.times()
-    assert times.launcher == pytest.approx(2, abs=0.5)
-    assert times.imports == pytest.approx(7, abs=0.5)
