@@ -13,6 +13,11 @@ from arachnec.cluster.device_selection import MASK
 
 OF_RANKS = "ARACHNEC_GPUS_OF_RANKS"  # the mask that ranks get, where their launcher has another
 UNMASKED = "all"
+EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
+ERROR_FD = "ARACHNEC_ERROR_FD"  # an open file of the launcher for a failure; it has no name: nothing is left of it
+PLACE_FD = "ARACHNEC_PLACE_FD"  # an open file of the launcher, where the rank writes its places
+CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
+AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's: whether the launcher keeps the store
 
 
 @dataclass(frozen=True)

@@ -24,18 +24,22 @@ from types import FrameType
 from typing import IO, TYPE_CHECKING, ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.launch.environment import prepare_environment, show_gpus
-from arachnec.launch.failure import ERROR_FD, Failure, read_failure
-from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
-from arachnec.launch.orphans import AGENTS_STORE
-from arachnec.launch.stop_request import AGAIN_S, exit_code
+from arachnec.launch.ending import AGAIN_S, Failure, exit_code, read_failure
+from arachnec.launch.environment import (
+    AGENTS_STORE,
+    CHECKED,
+    ERROR_FD,
+    EVENTS_FD,
+    PLACE_FD,
+    prepare_environment,
+    show_gpus,
+)
+from arachnec.launch.phases import new_memory, read_place
 from arachnec.solver.budget import usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
-CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
 WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
 ENDING = (signal.SIGTERM, signal.SIGHUP)

@@ -43,18 +43,10 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
-from arachnec.launch.environment import local_cache
-from arachnec.launch.failure import (
-    ERROR_FD,
-    Failure,
-    failure_of,
-    follows_from_another,
-    record_failure,
-)
-from arachnec.launch.last_place import LastPlace, open_memory, read_place
-from arachnec.launch.progress import Place, Progress, behind, held_up_by
+from arachnec.launch.ending import SIGNALS, Failure, StopRequest, failure_of, follows_from_another, record_failure
+from arachnec.launch.environment import ERROR_FD, local_cache
+from arachnec.launch.phases import LastPlace, Place, Progress, behind, held_up_by, open_memory, read_place
 from arachnec.launch.rank_faults import LoopLeft, RankGone, Stalled, StoreLost, TookTooLong
-from arachnec.launch.stop_request import SIGNALS, StopRequest
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]

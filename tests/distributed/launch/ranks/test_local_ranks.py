@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.launch.failure import failure_of, read_failure, record_failure
+from arachnec.launch.ending import failure_of, read_failure, record_failure
 from arachnec.launch.local_ranks import RanksStopped, RankStayed, RankTold, launch
 from tests.house.test_house import ROOT
 

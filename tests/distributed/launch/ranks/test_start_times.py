@@ -6,13 +6,7 @@ import time
 
 import pytest
 
-from arachnec.launch.start_times import (
-    LAUNCHED,
-    StartClock,
-    StartTimes,
-    note_launch,
-    process_age,
-)
+from arachnec.launch.start_times import LAUNCHED, StartClock, StartTimes, note_launch, process_age
 
 
 def test_parts_follow_one_another_and_add_up_to_the_whole() -> None:

@@ -19,10 +19,9 @@ import pytest
 import torch.distributed as dist
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.launch.failure import Failure, follows_from_another
-from arachnec.launch.last_place import new_memory
-from arachnec.launch.progress import START, Place, Position, held_up_by
-from arachnec.launch.starts import store_of_this_start
+from arachnec.launch.ending import Failure, follows_from_another
+from arachnec.launch.phases import START, Place, Position, held_up_by, new_memory
+from arachnec.launch.ranks import store_of_this_start
 from arachnec.launch.watchdog import Limits, Member, Watchdog
 from tests.distributed.executor_cases import RUNS
 from tests.warm_python import warm_python
