@@ -7,6 +7,7 @@ measured of a step, so that all end after the same one.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -21,12 +22,13 @@ import click
 import msgspec
 
 from arachnec.ir.diagnostic import UserError, refused, render
-from arachnec.launch.environment import ERROR_FD
+from arachnec.launch.environment import ERROR_FD, local_cache
 
 LARGEST_RECORD = 2**24  # bytes
 LOST_PEER = re.compile(
     r"connection (was )?(closed|reset|refused)|broken pipe|socket|gloo|nccl|timed? ?out", re.IGNORECASE
 )
+MARK_S = 3600.0  # that a mark outlives its failure: all ranks of a run have ended long before
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 AGAIN_S = 1.0  # within which a signal is the same one: `timeout`, torchrun and a terminal tell a process and its group
 
@@ -63,6 +65,22 @@ def record_failure(failure: Failure) -> None:
         os.pwrite(int(descriptor), msgspec.json.encode(failure), 0)
     else:
         print(failure.text, file=sys.stderr, flush=True)
+
+
+def first_to_tell(name: str) -> bool:
+    """Whether no other process of this host has told the failure of that name: it leaves a mark."""
+    marks = local_cache() / "told"
+    try:
+        marks.mkdir(parents=True, exist_ok=True)
+        for mark in marks.iterdir():  # of runs that ended long ago; which rank of a run ends last is not known
+            if time.time() - mark.stat().st_mtime > MARK_S:
+                mark.unlink(missing_ok=True)
+        (marks / hashlib.sha256(name.encode()).hexdigest()).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True  # better twice than not at all
+    return True
 
 
 def read_failure(descriptor: int) -> Failure | None:
