@@ -37,8 +37,7 @@ from arachnec.cluster.device_selection import (
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import Ended
-from arachnec.launch.environment import AGENTS_STORE, CHECKED, local_cache, prepare_environment
-from arachnec.launch.kernel_cache import compile_once
+from arachnec.launch.environment import AGENTS_STORE, CHECKED, compile_once, local_cache, prepare_environment
 from arachnec.launch.phases import GROUP_TIMEOUT, START_S
 from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
 
