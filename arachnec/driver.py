@@ -10,7 +10,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -24,7 +24,7 @@ from arachnec.executable.batch_size import require_batch
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.training_options import Training, bad_value
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.caption_tokens import CaptionCounter
@@ -37,12 +37,6 @@ from arachnec.views.executable_page import PAGE, executable_page
 
 if TYPE_CHECKING:
     from arachnec.passes.trace import Trace
-
-
-@dataclass(frozen=True)
-class NoClipsGiven(Diagnostic):
-    title: ClassVar[str] = "nothing says which clips to train on"
-    help: ClassVar[str] = "give --data with a manifest, or several as `mix` of the training options"
 
 
 @dataclass(frozen=True)
@@ -248,7 +242,10 @@ def _listed(data: str | Path | None, batch: Batch, training: Training, machine: 
     """The clips; None where the manifest is too long to list."""
     if not training.mix.manifests:
         if data is None:
-            raise UserError(NoClipsGiven(None))
+            raise user_error(
+                "nothing says which clips to train on",
+                help="give --data with a manifest, or several as `mix` of the training options",
+            )
         if is_long(Path(data)):
             return None
         return demand_plannable(require_batch(read_manifest(Path(data), batch, training.columns), batch, machine))

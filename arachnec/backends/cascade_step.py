@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from arachnec.backends.finite_losses import poisoning
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.span import Span
 from arachnec.models.batch import clip_in_step, make_batch, prediction_of
 from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile, own_errors
@@ -21,11 +22,12 @@ from arachnec.models.precision import in_precision
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class NoGradient(Diagnostic):
-    title: ClassVar[str] = "no gradient can follow from `loss`: {found}"
-    help: ClassVar[str] = "loss(prediction, target) returns one scalar tensor that depends on the prediction"
-    found: str
+def no_gradient_error(span: Span | None, found: str) -> UserError:
+    return user_error(
+        f"no gradient can follow from `loss`: {found}",
+        help="loss(prediction, target) returns one scalar tensor that depends on the prediction",
+        span=span,
+    )
 
 
 def build_model(model_file: ModelFile, training: Training, device: torch.device) -> nn.Module:
@@ -139,9 +141,9 @@ def loss_of(
     loss = model_file.loss(prediction, target)
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
-        raise UserError(NoGradient(model_file.span("loss"), f"it returned {shape}"))
+        raise no_gradient_error(model_file.span("loss"), f"it returned {shape}")
     if not loss.requires_grad:
-        raise UserError(NoGradient(model_file.span("loss"), "its result depends on no parameter that trains"))
+        raise no_gradient_error(model_file.span("loss"), "its result depends on no parameter that trains")
     return poisoning(loss.reshape(()), share)
 
 

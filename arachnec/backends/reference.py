@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -20,27 +19,11 @@ from arachnec.backends.cascade_step import (
 from arachnec.backends.stages_in_turn import StagesInTurn
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
 from arachnec.model_state.kept_gradients import drop_gradients, gradients_of
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile
-
-
-@dataclass(frozen=True)
-class NotTraining(Diagnostic):
-    title: ClassVar[str] = "%{cascade} is a `{phase}` cascade, which the reference does not run"
-    help: ClassVar[str] = "the reference runs `encode` and `train` cascades, and those of the stages that `stages` made"
-    cascade: str
-    phase: str
-
-
-@dataclass(frozen=True)
-class NoCascades(Diagnostic):
-    title: ClassVar[str] = "@{module} is {level}: it has no cascades to run"
-    help: ClassVar[str] = "run the pass `partition` first"
-    module: str
-    level: str
 
 
 @dataclass(frozen=True)
@@ -67,7 +50,11 @@ def run_reference(
     Raises ``UserError`` for a module below ``partitioned`` or with phases that are not training.
     """
     if module.level < Level.PARTITIONED:
-        raise UserError(NoCascades(module.span, module.name, module.level.word))
+        raise user_error(
+            f"@{module.name} is {module.level.word}: it has no cascades to run",
+            help="run the pass `partition` first",
+            span=module.span,
+        )
     training = training or Training()
     device = torch.device(device)
     model = model if model is not None else build_model(model_file, training, device)
@@ -93,7 +80,11 @@ def run_reference(
             encoded = encoded_inputs(module, cascade, values)
             total += pipeline.run(cascade, chosen, encoded, step, device)
         else:
-            raise UserError(NotTraining(cascade.span, cascade.name, cascade.phase.value))
+            raise user_error(
+                f"%{cascade.name} is a `{cascade.phase.value}` cascade, which the reference does not run",
+                help="the reference runs `encode` and `train` cascades, and those of the stages that `stages` made",
+                span=cascade.span,
+            )
     gradients = gradients_of(parameters)
     drop_gradients(parameters)
     return Outcome(total, gradients)

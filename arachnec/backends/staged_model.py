@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from arachnec.backends.cascade_step import DTYPES, build_model
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module, Stage
 from arachnec.models.batch import prediction_of
@@ -39,32 +39,6 @@ from arachnec.tracing.sample import arguments_of, meta_encoders, tiled
 
 META = torch.device("meta")
 TRY_S = 30.0  # of compiling, for cutting the model at the clips' shapes
-
-
-@dataclass(frozen=True)
-class OtherForward(Diagnostic):
-    title: ClassVar[str] = "the model's forward called `{found}` where it called `{expected}` when it was cut"
-    help: ClassVar[str] = "its calls must follow from the shapes of its arguments; or train it as one stage"
-    found: str
-    expected: str
-
-
-@dataclass(frozen=True)
-class ChangedInPlace(Diagnostic):
-    title: ClassVar[str] = "the model changes what `{path}` returned in place, and a later stage needs it as it was"
-    help: ClassVar[str] = "write `x = x + y` for `x += y` there, or cut the model elsewhere"
-    path: str
-
-
-@dataclass(frozen=True)
-class OtherParameters(Diagnostic):
-    title: ClassVar[str] = "for some clips stage {stage} reads `{name}`, which it does not have"
-    help: ClassVar[str] = (
-        "a stage has the parameters that it reads for the first clip: make `{name}` part of a block, "
-        "read it for every clip, or train the model as one stage"
-    )
-    name: str
-    stage: int
 
 
 class _StageEnd(BaseException):
@@ -161,7 +135,14 @@ class Cuts:
         for stage, (own, names) in enumerate(zip(known, cut.parameters, strict=True)):
             missing = names - own if stage else (names - own) & read
             if missing:
-                raise UserError(OtherParameters(None, min(missing), stage))
+                absent = min(missing)
+                raise user_error(
+                    f"for some clips stage {stage} reads `{absent}`, which it does not have",
+                    help=(
+                        f"a stage has the parameters that it reads for the first clip: make `{absent}` part of a "
+                        "block, read it for every clip, or train the model as one stage"
+                    ),
+                )
 
     def forward(self, model: nn.Module, cut: Cut, stage: int) -> StageForward:
         """Of the one model with values that these cuts are for."""
@@ -232,7 +213,10 @@ class StageForward:
         self._at += 1
         if number >= len(self._calls) or self._calls[number].path != unit.path:
             expected = self._calls[number].path if number < len(self._calls) else "its end"
-            raise UserError(OtherForward(None, unit.path, expected))
+            raise user_error(
+                f"the model's forward called `{unit.path}` where it called `{expected}` when it was cut",
+                help="its calls must follow from the shapes of its arguments; or train it as one stage",
+            )
         stage, call = self._cut.stages[number], self._calls[number]
         if stage > self._stage:
             raise _StageEnd
@@ -258,7 +242,11 @@ class StageForward:
                 continue
             value, version = self._outputs_here[output]
             if value._version != version:
-                raise UserError(ChangedInPlace(None, self._calls[output.call].path))
+                raise user_error(
+                    f"the model changes what `{self._calls[output.call].path}` returned in place, and a later stage "
+                    "needs it as it was",
+                    help="write `x = x + y` for `x += y` there, or cut the model elsewhere",
+                )
             values[output] = handing(output, value)
         return values
 

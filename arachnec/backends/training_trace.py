@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
-from typing import ClassVar
 
 from arachnec.backends.cascade_step import in_training_precision, trained_parameters
 from arachnec.data.clip import VideoClip
@@ -14,7 +13,7 @@ from arachnec.data.header_check import hold_against_headers
 from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import validation_text
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.file import ModelFile
@@ -32,15 +31,6 @@ KEYS: Mapping[str, Callable[[VideoClip], bool]] = {
     "`caption`": lambda clip: clip.caption is not None,
     "tensors": lambda clip: bool(clip.tensors),
 }
-
-
-@dataclass(frozen=True)
-class HeldBackLacks(Diagnostic):
-    title: ClassVar[str] = "held-back clip `{clip}` of {path} has no {key}, and the clips of training have"
-    help: ClassVar[str] = "its loss would be another thing: give held-back clips what those of training have"
-    clip: str | int
-    path: str
-    key: str
 
 
 def training_trace(
@@ -80,7 +70,10 @@ def validation_manifest(clips: Sequence[VideoClip], training: Training) -> Manif
         if all(has(clip) for clip in islice(clips, LOOKED_AT)):
             for clip in manifest.clips:
                 if not has(clip):
-                    raise UserError(HeldBackLacks(None, clip.name, str(manifest.path), key))
+                    raise user_error(
+                        f"held-back clip `{clip.name}` of {manifest.path} has no {key}, and the clips of training have",
+                        help="its loss would be another thing: give held-back clips what those of training have",
+                    )
     return manifest
 
 

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
@@ -25,7 +25,7 @@ from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.manifest import Manifest
 from arachnec.executable.folder import demand_folder, iteration_of, row_of, write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.local_ranks import RankCrashed, launch
 from arachnec.launch.phases import Timeouts
@@ -42,19 +42,14 @@ WORKER = "arachnec.caching.plan_worker"
 CLIPS_OF_A_RANK = 16  # in a batch
 
 
-@dataclass(frozen=True)
-class NothingToEncode(Diagnostic):
-    title: ClassVar[str] = "{path} has nothing to encode with: {reason}"
-    help: ClassVar[str] = "{remedy}"
-    path: str
-    reason: str
-    remedy: str
+def nothing_to_encode_error(path: str, reason: str, remedy: str) -> UserError:
+    return user_error(f"{path} has nothing to encode with: {reason}", help=remedy)
 
 
 @dataclass(frozen=True)
 class NoneEncoded(Diagnostic):
-    title: ClassVar[str] = "none of the clips could be encoded: clip {clip}: {reason}"
-    help: ClassVar[str] = "check the paths of the manifest, and that this host can read them"
+    title = "none of the clips could be encoded: clip {clip}: {reason}"
+    help = "check the paths of the manifest, and that this host can read them"
     clip: str | int
     reason: str
 
@@ -125,15 +120,15 @@ def encoders_named(model_file: ModelFile, wanted: Sequence[str], clips: Sequence
     known = list(meta_encoders(model_file))
     path, before = str(model_file.path), encoded_beforehand(clips)
     if not known:
-        raise UserError(NothingToEncode(None, path, "it has no encoders()", "docs/your_model.md says how they look"))
+        raise nothing_to_encode_error(path, "it has no encoders()", "docs/your_model.md says how they look")
     unknown = [name for name in wanted if name not in known]
     if unknown:
         reason = f"there is no encoder `{unknown[0]}`"
-        raise UserError(NothingToEncode(None, path, reason, f"its encoders are {', '.join(known)}"))
+        raise nothing_to_encode_error(path, reason, f"its encoders are {', '.join(known)}")
     names = tuple(name for name in known if name not in before and (not wanted or name in wanted))
     if not names:
         remedy = "train with this manifest as it is"
-        raise UserError(NothingToEncode(None, path, "the clips have all of it encoded beforehand", remedy))
+        raise nothing_to_encode_error(path, "the clips have all of it encoded beforehand", remedy)
     return names
 
 

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import click
 
 from arachnec.caching.options import CacheOptions, cache_options
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.launch.ending import exit_with
 from arachnec.launch.phases import START_S
 from arachnec.launch.ranks import joined_rank
@@ -29,14 +28,6 @@ if TYPE_CHECKING:
     from arachnec.data.manifest import Manifest
 
     Encode = Callable[[Path, EncodedFiles], None]
-
-
-@dataclass(frozen=True)
-class NotShared(Diagnostic):
-    title: ClassVar[str] = "rank {rank} does not see in {folder} what rank 0 wrote there"
-    help: ClassVar[str] = "give -o a folder on a file system that all hosts share, where training can read it, too"
-    rank: int
-    folder: str
 
 
 @click.command()
@@ -107,7 +98,10 @@ def follow(rank: int, output: Path, encode: Encode) -> None:
     if not identity:
         return
     if not (output / PLAN / HEADER).is_file():
-        raise UserError(NotShared(None, rank, str(output)))
+        raise user_error(
+            f"rank {rank} does not see in {output} what rank 0 wrote there",
+            help="give -o a folder on a file system that all hosts share, where training can read it, too",
+        )
     names = tuple(stage.name for stage in read_executable(output / PLAN).traced.stages)
     encode(output / PLAN, EncodedFiles(output, identity, names))
 

@@ -10,9 +10,8 @@ import io
 import pickle
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +20,7 @@ from torch import Tensor
 from arachnec.checkpoint.files import sha256, write_file
 from arachnec.checkpoint.folder import COMMIT, Position, earlier_format, file_of, write_commit
 from arachnec.checkpoint.parts import part_of
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 _METADATA = "torch.distributed.checkpoint.metadata"
 _KNOWN = {
@@ -50,19 +49,10 @@ class _OldCommit(msgspec.Struct, frozen=True):
     sha256: dict[str, str]
 
 
-@dataclass(frozen=True)
-class NothingToConvert(Diagnostic):
-    title: ClassVar[str] = "{folder} holds no checkpoint of the earlier format"
-    help: ClassVar[str] = "give the folder that was --checkpoint of the run"
-    folder: str
-
-
-@dataclass(frozen=True)
-class CannotConvert(Diagnostic):
-    title: ClassVar[str] = "{path} cannot be converted: {reason}"
-    help: ClassVar[str] = "move it away and convert the one before it, or begin anew"
-    path: str
-    reason: str
+def cannot_convert_error(path: str, reason: str) -> UserError:
+    return user_error(
+        f"{path} cannot be converted: {reason}", help="move it away and convert the one before it, or begin anew"
+    )
 
 
 class _Restricted(pickle.Unpickler):
@@ -79,7 +69,10 @@ def convert_newest(folder: Path, data: str) -> Path:
     """
     whole = [path for path in earlier_format(folder) if (path / COMMIT).is_file()]
     if not whole:
-        raise UserError(NothingToConvert(None, str(folder)))
+        raise user_error(
+            f"{folder} holds no checkpoint of the earlier format",
+            help="give the folder that was --checkpoint of the run",
+        )
     path = whole[-1]
     try:
         commit = msgspec.json.decode((path / COMMIT).read_bytes(), type=_OldCommit)
@@ -89,7 +82,7 @@ def convert_newest(folder: Path, data: str) -> Path:
         raise
     except Exception as error:  # unpickling damaged bytes raises what it likes
         reason = f"it is damaged ({type(error).__name__}: {' '.join(str(error).split())})"
-        raise UserError(CannotConvert(None, str(path), reason)) from error
+        raise cannot_convert_error(str(path), reason) from error
     draft = folder / f".converted-{path.name}"
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
@@ -106,7 +99,7 @@ def _demand_intact(path: Path, commit: _OldCommit) -> None:
     """Raises ``UserError`` for a file that is not what was written."""
     for name, digest in commit.sha256.items():
         if Path(name).name != name or not (path / name).is_file() or sha256(path / name) != digest:
-            raise UserError(CannotConvert(None, str(path), f"its file {name} is damaged or gone"))
+            raise cannot_convert_error(str(path), f"its file {name} is damaged or gone")
 
 
 def _tensors(path: Path) -> dict[str, Tensor]:

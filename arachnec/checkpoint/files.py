@@ -12,7 +12,6 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import torch
@@ -20,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from arachnec.checkpoint.parts import Part
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 RUNS = "runs"  # key of the metadata: {name: [first, size of the whole]}
 
@@ -31,12 +30,11 @@ class FileRecord(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: str
 
 
-@dataclass(frozen=True)
-class ForeignCheckpoint(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} does not fit this run: {difference}"
-    help: ClassVar[str] = "give another --checkpoint folder, or what this checkpoint was made with"
-    folder: str
-    difference: str
+def foreign_checkpoint_error(folder: str, difference: str) -> UserError:
+    return user_error(
+        f"the checkpoint {folder} does not fit this run: {difference}",
+        help="give another --checkpoint folder, or what this checkpoint was made with",
+    )
 
 
 @dataclass(frozen=True)
@@ -104,7 +102,7 @@ def fill_from(folder: Path, stored: Mapping[str, StoredRuns], wanted: Mapping[st
         held = stored.get(name, StoredRuns(part.size, ()))
         if held.size != part.size:
             difference = f"its {name} has {held.size} elements, not {part.size}"
-            raise UserError(ForeignCheckpoint(None, str(folder), difference))
+            raise foreign_checkpoint_error(str(folder), difference)
         place, end = part.first, part.first + part.values.numel()
         for run in held.runs:
             if run.first <= place < min(run.end, end):
@@ -112,7 +110,7 @@ def fill_from(folder: Path, stored: Mapping[str, StoredRuns], wanted: Mapping[st
                 by_file[run.file].append((name, place - run.first, until - run.first, place - part.first))
                 place = until
         if place < end or name not in stored:
-            raise UserError(ForeignCheckpoint(None, str(folder), f"it has no {name}"))
+            raise foreign_checkpoint_error(str(folder), f"it has no {name}")
     for file, copies in by_file.items():
         with safe_open(folder / file, "pt") as opened:
             for name, first, end, place in copies:
@@ -130,10 +128,10 @@ def stored_runs(folder: Path, files: Sequence[str]) -> dict[str, StoredRuns]:
                 metadata = msgspec.json.decode((opened.metadata() or {}).get(RUNS, ""), type=dict[str, tuple[int, int]])
                 lengths = {name: opened.get_slice(name).get_shape() for name in opened.keys()}  # noqa: SIM118
         except (SafetensorError, msgspec.MsgspecError, RecursionError) as error:
-            raise UserError(ForeignCheckpoint(None, str(folder), f"{file} cannot be read: {error}")) from None
+            raise foreign_checkpoint_error(str(folder), f"{file} cannot be read: {error}") from None
         for name, shape in lengths.items():
             first, size = metadata.get(name, (0, -1))
             if len(shape) != 1 or first < 0 or size != sizes.setdefault(name, size):
-                raise UserError(ForeignCheckpoint(None, str(folder), f"{file} says other things of {name} than others"))
+                raise foreign_checkpoint_error(str(folder), f"{file} says other things of {name} than others")
             runs[name].append(Run(file, first, first + shape[0]))
     return {name: StoredRuns(sizes[name], tuple(sorted(of, key=lambda run: run.first))) for name, of in runs.items()}

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from arachnec.checkpoint.class_states import CLASSES, class_numbers, classes_of
 from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs, write_file
 from arachnec.checkpoint.folder import committed, is_intact, read_commit
 from arachnec.checkpoint.parts import Part
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.length_classes import ByLength, Heads
 
 FILE = "sparse_attention.safetensors"  # as an export names it
@@ -29,15 +28,14 @@ LEAST = 1e-6  # of a density
 Layer = tuple[str, int]  # the path of a block, and the number of an attention in it
 
 
-@dataclass(frozen=True)
-class NoPredictors(Diagnostic):
-    title: ClassVar[str] = "{place} holds no trained predictors of sparse attention: {reason}"
-    help: ClassVar[str] = (
-        "give the folder of checkpoints of a run that was compiled with `sparsify`, or of its export; or sample "
-        "without them"
+def no_predictors_error(place: str, reason: str) -> UserError:
+    return user_error(
+        f"{place} holds no trained predictors of sparse attention: {reason}",
+        help=(
+            "give the folder of checkpoints of a run that was compiled with `sparsify`, or of its export; or "
+            "sample without them"
+        ),
     )
-    place: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -80,20 +78,20 @@ def trained_predictors(place: Path) -> TrainedPredictors:
     stored = stored_runs(folder, files)
     rows = {name.removeprefix(LAYER): held for name, held in stored.items() if name.startswith(LAYER)}
     if not rows:
-        raise UserError(NoPredictors(None, str(place), "its run had no sparse layers"))
+        raise no_predictors_error(str(place), "its run had no sparse layers")
     layers: dict[Layer, TrainedLayer] = {}
     for name, held in rows.items():
         path, _, number = name.rpartition(".")
         if not number.isdigit() or held.size < 3 or held.size % 2 == 0:
-            raise UserError(NoPredictors(None, str(place), f"`{name}` is no layer's name and state"))
+            raise no_predictors_error(str(place), f"`{name}` is no layer's name and state")
         heads = held.size // 2
         values = _read(folder, stored, LAYER + name, held.size)
         try:
             of_class = classes_of(_read(folder, stored, CLASSES + name, class_numbers(heads)), heads)
         except ValueError as wrong:
-            raise UserError(NoPredictors(None, str(place), f"the state of `{name}` {wrong}")) from None
+            raise no_predictors_error(str(place), f"the state of `{name}` {wrong}") from None
         if not bool(values.isfinite().all()):
-            raise UserError(NoPredictors(None, str(place), f"the state of `{name}` is not finite"))
+            raise no_predictors_error(str(place), f"the state of `{name}` is not finite")
         every = _shares(values[heads : 2 * heads].tolist())
         densities = ByLength(every, tuple((length, _shares(own.densities)) for length, own in of_class.items()))
         layers[path, int(number)] = TrainedLayer(densities, bool(values[-1]))
@@ -137,7 +135,7 @@ def _files(place: Path) -> tuple[Path, list[str]]:
         commit = read_commit(path)
         if commit is not None and all(is_intact(path, record) for record in commit.files):
             return path, [record.name for record in commit.files]
-    raise UserError(NoPredictors(None, str(place), "there is no whole checkpoint, and no " + FILE))
+    raise no_predictors_error(str(place), "there is no whole checkpoint, and no " + FILE)
 
 
 def _key(layer: Layer) -> str:

@@ -8,32 +8,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import combinations
-from typing import ClassVar
 
 from arachnec.cluster.device_specs import DEVICE_SPECS, DeviceSpecs
 from arachnec.cluster.nvidia_tools import Device, Matrix
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 
 NVLINK = 25  # GB/s of one NVLink in one direction, from its second to its fourth generation
 MIB_PER_GIB = 1024
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-
-
-@dataclass(frozen=True)
-class UnlikeDevices(Diagnostic):
-    title: ClassVar[str] = "the node has different devices: {names}"
-    help: ClassVar[str] = "a cluster file describes nodes whose devices are alike; hide some with CUDA_VISIBLE_DEVICES"
-    names: str
-
-
-@dataclass(frozen=True)
-class CountsDiffer(Diagnostic):
-    title: ClassVar[str] = "the link matrix has {matrix} GPUs, the list of devices {devices}"
-    help: ClassVar[str] = "save both on the same machine"
-    matrix: int
-    devices: int
 
 
 def cpu_file(cores: int, memory: float) -> str:
@@ -59,9 +42,15 @@ def cluster_file(matrix: Matrix | None, devices: Sequence[Device], host_memory: 
     """
     names = sorted({device.name for device in devices})
     if len(names) > 1:
-        raise UserError(UnlikeDevices(None, ", ".join(names)))
+        raise user_error(
+            f"the node has different devices: {', '.join(names)}",
+            help="a cluster file describes nodes whose devices are alike; hide some with CUDA_VISIBLE_DEVICES",
+        )
     if matrix is not None and devices and len(matrix.gpus) != len(devices):
-        raise UserError(CountsDiffer(None, len(matrix.gpus), len(devices)))
+        raise user_error(
+            f"the link matrix has {len(matrix.gpus)} GPUs, the list of devices {len(devices)}",
+            help="save both on the same machine",
+        )
     count = len(matrix.gpus) if matrix is not None else len(devices)
     lines = [
         f"# One node of {count} {names[0] if names else 'GPUs'}.",

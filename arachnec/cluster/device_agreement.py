@@ -7,87 +7,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from arachnec.cluster.detect import find_by_driver_name
 from arachnec.cluster.device_selection import MASK, DeviceRecord
 from arachnec.cluster.device_specs import find_device_specs
 from arachnec.cluster.topology import machines
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Cluster
 
 K = TypeVar("K")
 MEMORY_SLACK = 1.0  # GiB that a driver may report less than the specs say
-
-
-@dataclass(frozen=True)
-class NoDevice(Diagnostic):
-    title: ClassVar[str] = "{ranks} on host {host} {have} no GPU: {visible}"
-    help: ClassVar[str] = (
-        "start as many ranks on a node as it has GPUs, or give every task one GPU of its own (--gpus-per-task=1). "
-        "A GPU that nvidia-smi does not list has failed: leave the node out (--exclude={host})"
-    )
-    ranks: str
-    host: str
-    have: str
-    visible: str
-
-
-@dataclass(frozen=True)
-class SharedDevice(Diagnostic):
-    title: ClassVar[str] = "{ranks} on host {host} would share one GPU ({name}, {visible})"
-    help: ClassVar[str] = (
-        "give every rank a GPU of its own: all GPUs of the node visible to all its ranks, or another one to each. "
-        "If the node has lost a GPU, leave it out (--exclude={host})"
-    )
-    ranks: str
-    host: str
-    name: str
-    visible: str
-
-
-@dataclass(frozen=True)
-class MixedKinds(Diagnostic):
-    title: ClassVar[str] = "{cpu} would run on the CPU, {gpu} on GPUs"
-    help: ClassVar[str] = "make the GPUs of {hosts} visible ({mask}, and a torch built for CUDA), or leave it out"
-    cpu: str
-    gpu: str
-    hosts: str
-    mask: str = MASK
-
-
-@dataclass(frozen=True)
-class DevicesDiffer(Diagnostic):
-    title: ClassVar[str] = "{ranks} have {found}, {others} {common}, and the plan takes them for alike"
-    help: ClassVar[str] = "leave these nodes out, or compile for a cluster file that says which nodes differ (`mixed`)"
-    ranks: str
-    found: str
-    others: str
-    common: str
-
-
-@dataclass(frozen=True)
-class SmallerDevice(Diagnostic):
-    title: ClassVar[str] = "{ranks} have {found} with {memory:.0f} GiB, the plan is for {planned} with {needed:.0f} GiB"
-    help: ClassVar[str] = "compile again with --cluster for this machine; `arachnec cluster detect` writes its file"
-    ranks: str
-    found: str
-    memory: float
-    planned: str
-    needed: float
-
-
-@dataclass(frozen=True)
-class VersionsDiffer(Diagnostic):
-    title: ClassVar[str] = "{ranks} have {part} {found}, {others} {common}"
-    help: ClassVar[str] = "install the same versions on every node, or run all ranks from one environment"
-    ranks: str
-    part: str
-    found: str
-    others: str
-    common: str
 
 
 def check_devices(records: Sequence[DeviceRecord], planned: Cluster | None = None) -> tuple[str, ...]:
@@ -106,18 +37,40 @@ def _problems(records: Sequence[DeviceRecord], planned: Cluster | None) -> Itera
     lacking = [record for record in records if record.missing]
     if lacking:
         for host, here in _grouped(lacking, lambda record: record.host).items():
-            yield NoDevice(None, ranks_of(here), str(host), "have" if len(here) > 1 else "has", _visible(here[0]))
+            yield Mistake(
+                None,
+                f"{ranks_of(here)} on host {host} {'have' if len(here) > 1 else 'has'} no GPU: {_visible(here[0])}",
+                help=(
+                    "start as many ranks on a node as it has GPUs, or give every task one GPU of its own "
+                    "(--gpus-per-task=1). A GPU that nvidia-smi does not list has failed: leave the node out "
+                    f"(--exclude={host})"
+                ),
+            )
         return
     gpus = [record for record in records if record.kind == "cuda"]
     shared = _grouped(gpus, lambda record: (record.host, record.uuid or (record.mask, record.index)))
     crowded = [here for here in shared.values() if len(here) > 1]
     if crowded:
         for here in crowded:
-            yield SharedDevice(None, ranks_of(here), here[0].host, here[0].name, _visible(here[0]))
+            yield Mistake(
+                None,
+                f"{ranks_of(here)} on host {here[0].host} would share one GPU ({here[0].name}, {_visible(here[0])})",
+                help=(
+                    "give every rank a GPU of its own: all GPUs of the node visible to all its ranks, or another one "
+                    f"to each. If the node has lost a GPU, leave it out (--exclude={here[0].host})"
+                ),
+            )
         return
     rest = [record for record in records if record.kind == "cpu"]
     if gpus and rest:
-        yield MixedKinds(None, ranks_of(rest), ranks_of(gpus), ", ".join(sorted({record.host for record in rest})))
+        yield Mistake(
+            None,
+            f"{ranks_of(rest)} would run on the CPU, {ranks_of(gpus)} on GPUs",
+            help=(
+                f"make the GPUs of {', '.join(sorted({record.host for record in rest}))} visible ({MASK}, and a torch "
+                "built for CUDA), or leave it out"
+            ),
+        )
         return
     yield from _unlike_versions(records)
     if gpus:
@@ -128,7 +81,11 @@ def _problems(records: Sequence[DeviceRecord], planned: Cluster | None) -> Itera
 def _unlike_versions(records: Sequence[DeviceRecord]) -> Iterator[Diagnostic]:
     for part in sorted({part for record in records for part in record.versions}):
         for version, few, common, most in _minorities(records, partial(_version, part)):
-            yield VersionsDiffer(None, ranks_of(few), part, version, ranks_of(most), common)
+            yield Mistake(
+                None,
+                f"{ranks_of(few)} have {part} {version}, {ranks_of(most)} {common}",
+                help="install the same versions on every node, or run all ranks from one environment",
+            )
 
 
 def _version(part: str, record: DeviceRecord) -> str:
@@ -138,14 +95,23 @@ def _version(part: str, record: DeviceRecord) -> str:
 def _unlike_names(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[Diagnostic]:
     for alike in _grouped(records, lambda record: _planned_device(record, planned)).values():
         for name, few, common, most in _minorities(alike, lambda record: record.name):
-            yield DevicesDiffer(None, ranks_of(few), name, ranks_of(most), common)
+            yield Mistake(
+                None,
+                f"{ranks_of(few)} have {name}, {ranks_of(most)} {common}, and the plan takes them for alike",
+                help="leave these nodes out, or compile for a cluster file that says which nodes differ (`mixed`)",
+            )
 
 
 def _too_small(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[Diagnostic]:
     small = [record for record in records if record.memory < _planned_device(record, planned)[1] - MEMORY_SLACK]
     for here in _grouped(small, lambda record: (record.name, _planned_device(record, planned))).values():
         device, needed = _planned_device(here[0], planned)
-        yield SmallerDevice(None, ranks_of(here), here[0].name, here[0].memory, device, needed)
+        yield Mistake(
+            None,
+            f"{ranks_of(here)} have {here[0].name} with {here[0].memory:.0f} GiB, the plan is for {device} with "
+            f"{needed:.0f} GiB",
+            help="compile again with --cluster for this machine; `arachnec cluster detect` writes its file",
+        )
 
 
 def _notes(records: Sequence[DeviceRecord], planned: Cluster | None) -> Iterator[str]:

@@ -22,11 +22,10 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, PCIE4, DeviceSpecs, find_device_specs
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import MOST_GPUS, Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.solver.budget import usable_cores
@@ -35,85 +34,36 @@ LARGEST_FILE = 2**20  # bytes
 AUTO = "auto"  # this machine, as `arachnec cluster detect` describes it
 
 
-@dataclass(frozen=True)
-class ClusterNotFound(Diagnostic):
-    title: ClassVar[str] = "`{given}` is neither a cluster file nor a short form"
-    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`"
-    given: str
-
-
-@dataclass(frozen=True)
-class UnknownDevice(Diagnostic):
-    title: ClassVar[str] = "unknown device `{device}`"
-    label: ClassVar[str] = "no device of that name is known"
-    help: ClassVar[str] = (
-        "did you mean `{suggestion}`? Known are {known}; "
-        "a file may describe any other device by memory, flops, intra, inter, latency and inter_latency"
+def no_gpus_error(span: Span | None, nodes: int, gpus: int) -> UserError:
+    return user_error(
+        f"the cluster has no GPUs: {nodes} nodes of {gpus}",
+        label="must be at least 1",
+        help="give at least one node with at least one device",
+        span=span,
     )
-    device: str
-    suggestion: str
-    known: str
 
 
-@dataclass(frozen=True)
-class NoGpus(Diagnostic):
-    title: ClassVar[str] = "the cluster has no GPUs: {nodes} nodes of {gpus}"
-    label: ClassVar[str] = "must be at least 1"
-    help: ClassVar[str] = "give at least one node with at least one device"
-    nodes: int
-    gpus: int
-
-
-@dataclass(frozen=True)
-class TooManyGpus(Diagnostic):
-    title: ClassVar[str] = "the cluster has {nodes} nodes of {gpus}, more than {most} GPUs"
-    label: ClassVar[str] = "more than is planned for"
-    help: ClassVar[str] = "write NODESxGPUS:DEVICE, as in `2x8:h100-80g`"
-    nodes: int
-    gpus: int
-    most: int = MOST_GPUS
-
-
-@dataclass(frozen=True)
-class UnequalNodes(Diagnostic):
-    title: ClassVar[str] = "the nodes of the cluster have different numbers of GPUs"
-    help: ClassVar[str] = "give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`"
-
-
-@dataclass(frozen=True)
-class UnknownClusterKey(Diagnostic):
-    title: ClassVar[str] = "unknown key `{key}` in the cluster file"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "did you mean `{suggestion}`? A cluster file has {known}"
-    key: str
-    suggestion: str
-    known: str
-
-
-@dataclass(frozen=True)
-class MissingClusterKey(Diagnostic):
-    title: ClassVar[str] = "the cluster file has no `{key}`"
-    help: ClassVar[str] = "add `{example}`"
-    key: str
-    example: str
+def missing_cluster_key_error(span: Span | None, key: str, example: str) -> UserError:
+    return user_error(f"the cluster file has no `{key}`", help=f"add `{example}`", span=span)
 
 
 @dataclass(frozen=True)
 class BadClusterValue(Diagnostic):
-    title: ClassVar[str] = "`{key}` of the cluster is {found}, expected {expected}"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "write for example `{example}`"
+    title = "`{key}` of the cluster is {found}, expected {expected}"
+    label = "expected {expected}"
+    help = "write for example `{example}`"
     key: str
     found: str
     expected: str
     example: str
 
 
-@dataclass(frozen=True)
-class BadToml(Diagnostic):
-    title: ClassVar[str] = "the cluster file is not TOML: {reason}"
-    help: ClassVar[str] = "text values stand in quotes, one `key = value` a line"
-    reason: str
+def bad_toml_error(span: Span | None, reason: str) -> UserError:
+    return user_error(
+        f"the cluster file is not TOML: {reason}",
+        help="text values stand in quotes, one `key = value` a line",
+        span=span,
+    )
 
 
 _UNITS = {
@@ -176,13 +126,16 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
         return _of_toml(detected(), AUTO, name)
     path = Path(text_or_path)
     if not path.is_file():
-        raise UserError(ClusterNotFound(None, str(text_or_path)))
+        raise user_error(
+            f"`{text_or_path}` is neither a cluster file nor a short form",
+            help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`",
+        )
     if path.stat().st_size > LARGEST_FILE:
-        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
+        raise bad_toml_error(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(BadToml(Span(str(path), 1, 1, 1, 2), "it is no UTF-8 text")) from None
+        raise bad_toml_error(Span(str(path), 1, 1, 1, 2), "it is no UTF-8 text") from None
     return _of_toml(text, str(path), name)
 
 
@@ -191,13 +144,13 @@ def _of_toml(text: str, path: str, name: str) -> Cluster:
     try:
         values = dict(tomllib.loads(text))
     except RecursionError:
-        raise UserError(BadToml(Span(path, 1, 1, 1, 2), "it is nested too deeply")) from None
+        raise bad_toml_error(Span(path, 1, 1, 1, 2), "it is nested too deeply") from None
     except tomllib.TOMLDecodeError as error:
         position = re.search(r"\(at line (\d+), column (\d+)\)", str(error))
         line, column = (int(position[1]), int(position[2])) if position else (1, 1)
-        raise UserError(BadToml(Span(path, line, column, line, column + 1), str(error))) from error
+        raise bad_toml_error(Span(path, line, column, line, column + 1), str(error)) from error
     except ValueError:
-        raise UserError(BadToml(Span(path, 1, 1, 1, 2), "it has a number of thousands of digits")) from None
+        raise bad_toml_error(Span(path, 1, 1, 1, 2), "it has a number of thousands of digits") from None
     return _cluster(values, name, Lines(path, text))
 
 
@@ -206,7 +159,10 @@ def _of_short_forms(parts: list[dict[str, object]], name: str) -> Cluster:
     if len(parts) == 1:
         return _cluster(parts[0] | _own_cores(parts[0]), name, lines)
     if len({part["gpus"] for part in parts}) > 1:
-        raise UserError(UnequalNodes(None))
+        raise user_error(
+            "the nodes of the cluster have different numbers of GPUs",
+            help="give all nodes as many, as in `2x8:h100-80g+2x8:a100-80g`",
+        )
     groups = [{"nodes": part["nodes"], "device": part["device"]} for part in parts]
     return _cluster({"gpus": parts[0]["gpus"], "group": groups}, name, lines)
 
@@ -272,7 +228,7 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
         specs, device = _device(row | shared, of_group)
         counts.append(_count(row, "nodes", 1, of_group))
         if counts[-1] < 1:
-            raise UserError(NoGpus(of_group.span("nodes"), counts[-1], _count(values, "gpus", None, lines)))
+            raise no_gpus_error(of_group.span("nodes"), counts[-1], _count(values, "gpus", None, lines))
         specs_of_groups.append(specs)
         places = {key: lines if key in shared else of_group for key in _REQUIRED}
         devices.append((device, {key: _quantity(row | shared, key, specs, at) for key, at in places.items()}))
@@ -307,7 +263,7 @@ def _build(
 ) -> Cluster:
     for key, other in (("rack", "uplink"), ("uplink", "rack")):
         if key in values and other not in values:
-            raise UserError(MissingClusterKey(lines.span(key), other, _EXAMPLES[other]))
+            raise missing_cluster_key_error(lines.span(key), other, _EXAMPLES[other])
     rack = _count(values, "rack", nodes, lines)
     if not 1 <= rack <= LARGEST:
         raise UserError(_bad("rack", rack, f"nodes: 1 to {LARGEST:g}", lines))
@@ -335,15 +291,25 @@ def _build(
 def _check_keys(values: dict[str, object], known: tuple[str, ...], lines: Lines) -> None:
     for key in values:
         if key not in known:
-            raise UserError(UnknownClusterKey(lines.span(key), key, _nearest(key, list(known)), ", ".join(known)))
+            raise user_error(
+                f"unknown key `{key}` in the cluster file",
+                label="no such key",
+                help=f"did you mean `{_nearest(key, list(known))}`? A cluster file has {', '.join(known)}",
+                span=lines.span(key),
+            )
 
 
 def _gpus(values: dict[str, object], nodes: int, lines: Lines) -> int:
     gpus = _count(values, "gpus", None, lines)
     if nodes < 1 or gpus < 1:
-        raise UserError(NoGpus(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus))
+        raise no_gpus_error(lines.span("nodes" if nodes < 1 else "gpus"), nodes, gpus)
     if nodes * gpus > MOST_GPUS:
-        raise UserError(TooManyGpus(lines.span("nodes" if nodes > gpus else "gpus"), nodes, gpus))
+        raise user_error(
+            f"the cluster has {nodes} nodes of {gpus}, more than {MOST_GPUS} GPUs",
+            label="more than is planned for",
+            help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g`",
+            span=lines.span("nodes" if nodes > gpus else "gpus"),
+        )
     return gpus
 
 
@@ -351,14 +317,22 @@ def _device(values: dict[str, object], lines: Lines) -> tuple[DeviceSpecs | None
     """The specs and the full name of the device; no specs where the file says all that they would."""
     device = _text(values, "device", lines)
     if device is None:
-        raise UserError(MissingClusterKey(lines.span(""), "device", _EXAMPLES["device"]))
+        raise missing_cluster_key_error(lines.span(""), "device", _EXAMPLES["device"])
     specs = find_device_specs(device)
     if specs is None and not all(key in values for key in _REQUIRED):
         names = sorted(DEVICE_SPECS)
         near = difflib.get_close_matches(device.lower(), [*names, *ALIASES], 1, 0.0)[0]
         first = ALIASES.get(near, near)
         listed = ", ".join(sorted(names, key=lambda name: name != first))
-        raise UserError(UnknownDevice(lines.span("device"), device, near, listed))
+        raise user_error(
+            f"unknown device `{device}`",
+            label="no device of that name is known",
+            help=(
+                f"did you mean `{near}`? Known are {listed}; a file may describe any other device by memory, flops, "
+                "intra, inter, latency and inter_latency"
+            ),
+            span=lines.span("device"),
+        )
     return specs, specs.name if specs else device
 
 
@@ -391,7 +365,7 @@ def _nics(values: dict[str, object], gpus: int, specs: DeviceSpecs | None, lines
 def _count(values: dict[str, object], key: str, default: int | None, lines: Lines) -> int:
     if key not in values:
         if default is None:
-            raise UserError(MissingClusterKey(lines.span(""), key, _EXAMPLES[key]))
+            raise missing_cluster_key_error(lines.span(""), key, _EXAMPLES[key])
         return default
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int):

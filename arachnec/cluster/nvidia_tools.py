@@ -11,9 +11,8 @@ from __future__ import annotations
 import csv
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Span
 
 DISTANCES = ("PIX", "PXB", "PHB", "NODE", "SYS")  # from near to far
@@ -25,30 +24,22 @@ _DEVICE = re.compile(r"GPU\d+")
 _MEMORY = re.compile(r"(\d+) MiB")
 
 
-@dataclass(frozen=True)
-class NoMatrix(Diagnostic):
-    title: ClassVar[str] = "this is neither a link matrix nor a list of devices"
-    label: ClassVar[str] = "expected `GPU0 ...`, or `index, name, memory.total [MiB]`"
-    help: ClassVar[str] = (
-        "save what `nvidia-smi topo -m` or "
-        "`nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints, all of it"
+def bad_matrix_error(span: Span | None, problem: str) -> UserError:
+    return user_error(
+        f"the link matrix is damaged: {problem}",
+        label=problem,
+        help="save what `nvidia-smi topo -m` prints again, all of it",
+        span=span,
     )
 
 
-@dataclass(frozen=True)
-class BadMatrix(Diagnostic):
-    title: ClassVar[str] = "the link matrix is damaged: {problem}"
-    label: ClassVar[str] = "{problem}"
-    help: ClassVar[str] = "save what `nvidia-smi topo -m` prints again, all of it"
-    problem: str
-
-
-@dataclass(frozen=True)
-class BadDevices(Diagnostic):
-    title: ClassVar[str] = "the list of devices is damaged: {problem}"
-    label: ClassVar[str] = "{problem}"
-    help: ClassVar[str] = "save what `nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints again"
-    problem: str
+def bad_devices_error(span: Span | None, problem: str) -> UserError:
+    return user_error(
+        f"the list of devices is damaged: {problem}",
+        label=problem,
+        help="save what `nvidia-smi --query-gpu=index,name,memory.total --format=csv` prints again",
+        span=span,
+    )
 
 
 @dataclass(frozen=True)
@@ -83,7 +74,15 @@ def parse_matrix(text: str, file: str) -> Matrix:
     rows = [_ESCAPE.sub("", row) for row in text.splitlines()]
     top = next((number for number, row in enumerate(rows) if _is_header(row)), None)
     if top is None:
-        raise UserError(NoMatrix(_span(file, 1, rows[0] if rows else "")))
+        raise user_error(
+            "this is neither a link matrix nor a list of devices",
+            label="expected `GPU0 ...`, or `index, name, memory.total [MiB]`",
+            help=(
+                "save what `nvidia-smi topo -m` or `nvidia-smi --query-gpu=index,name,memory.total --format=csv` "
+                "prints, all of it"
+            ),
+            span=_span(file, 1, rows[0] if rows else ""),
+        )
     header = rows[top]
     for words in _AFFINITIES:
         header = header.replace(words, "")
@@ -98,22 +97,22 @@ def parse_matrix(text: str, file: str) -> Matrix:
             break
         for peer, cell in zip(columns, cells, strict=False):
             if not _CELL.fullmatch(cell) or (cell == "X") != (name == peer):
-                raise UserError(BadMatrix(_span(file, number, row), f"`{cell}` between {name} and {peer}"))
+                raise bad_matrix_error(_span(file, number, row), f"`{cell}` between {name} and {peer}")
             links[name, peer] = cell
         if len(cells) < len(columns):
             problem = f"{name} has {len(cells)} of {len(columns)} cells"
-            raise UserError(BadMatrix(_span(file, number, row), problem))
+            raise bad_matrix_error(_span(file, number, row), problem)
         affinities = cells[len(columns) :]
         if name in gpus and len(affinities) > 1 and affinities[1].isdigit():
             numa[name] = affinities[1]
     missing = [name for name in columns if (name, name) not in links]
     if missing:
-        raise UserError(BadMatrix(_span(file, top + 1, rows[top]), f"there is no row for {missing[0]}"))
+        raise bad_matrix_error(_span(file, top + 1, rows[top]), f"there is no row for {missing[0]}")
     uneven = [(a, b) for a, b in links if links[a, b] != links[b, a]]
     if uneven:
         gpu, peer = uneven[0]
         problem = f"{gpu} to {peer} is {links[gpu, peer]}, and {links[peer, gpu]} the other way"
-        raise UserError(BadMatrix(_span(file, top + 1, rows[top]), problem))
+        raise bad_matrix_error(_span(file, top + 1, rows[top]), problem)
     names = dict(re.findall(r"^\s*(NIC\d+): *(\S+)", text, re.MULTILINE))
     return Matrix(gpus, nics, links, numa, names)
 
@@ -136,7 +135,7 @@ def parse_devices(text: str, file: str) -> tuple[Device, ...]:
     }
     for word, column in column_of.items():
         if column is None:
-            raise UserError(BadDevices(_span(file, 1, rows[0]), f"it has no column `{word}`"))
+            raise bad_devices_error(_span(file, 1, rows[0]), f"it has no column `{word}`")
     name_at, memory_at = (column for column in column_of.values() if column is not None)
     devices = []
     for number, cells in enumerate(csv.reader(rows[1:], skipinitialspace=True), 2):
@@ -144,14 +143,14 @@ def parse_devices(text: str, file: str) -> tuple[Device, ...]:
             continue
         if len(cells) != len(names):
             problem = f"{len(cells)} values for {len(names)} columns"
-            raise UserError(BadDevices(_span(file, number, rows[number - 1]), problem))
+            raise bad_devices_error(_span(file, number, rows[number - 1]), problem)
         memory = _MEMORY.fullmatch(cells[memory_at].strip())
         if memory is None:
             problem = f"`{cells[memory_at]}` is no memory in MiB"
-            raise UserError(BadDevices(_span(file, number, rows[number - 1]), problem))
+            raise bad_devices_error(_span(file, number, rows[number - 1]), problem)
         devices.append(Device(cells[name_at].strip(), int(memory[1])))
     if not devices:
-        raise UserError(BadDevices(_span(file, 1, rows[0]), "it lists none"))
+        raise bad_devices_error(_span(file, 1, rows[0]), "it lists none")
     return tuple(devices)
 
 

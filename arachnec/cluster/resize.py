@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from arachnec.cluster.topology import mix_of
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.nodes import Cluster
-
-
-@dataclass(frozen=True)
-class CannotReplan(Diagnostic):
-    title: ClassVar[str] = "the plan is for {planned} and cannot be made again for {world}"
-    help: ClassVar[str] = "give at most {most}, or a multiple of {gpus}, or compile for another cluster"
-    planned: str
-    world: int
-    most: str
-    gpus: int
 
 
 def cluster_for(cluster: Cluster, world: int) -> Cluster:
@@ -28,8 +17,12 @@ def cluster_for(cluster: Cluster, world: int) -> Cluster:
         changed = cluster.attrs.updated(nodes=1, gpus=world, nics=_first(cluster, world), mixed=mix_of(cluster, 1))
         return replace(cluster, attrs=changed)
     if world % cluster.gpus:
-        raise UserError(
-            CannotReplan(None, counted(cluster.world, "rank"), world, counted(cluster.gpus, "rank"), cluster.gpus)
+        raise user_error(
+            f"the plan is for {counted(cluster.world, 'rank')} and cannot be made again for {world}",
+            help=(
+                f"give at most {counted(cluster.gpus, 'rank')}, or a multiple of {cluster.gpus}, or compile for "
+                "another cluster"
+            ),
         )
     nodes = world // cluster.gpus
     return replace(cluster, attrs=cluster.attrs.updated(nodes=nodes, mixed=mix_of(cluster, nodes)))

@@ -4,55 +4,45 @@ from __future__ import annotations
 
 import sys
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.parser import LARGEST_TEXT, parse_module
 from arachnec.ir.printer import print_module
-from arachnec.ir.syntax_errors import TextTooLarge
+from arachnec.ir.syntax_errors import text_too_large_error
 from arachnec.passes.infra.instruments import pipeline_of
 
 
-@dataclass(frozen=True)
-class NoPipeline(Diagnostic):
-    title: ClassVar[str] = "no pipeline for {file}"
-    help: ClassVar[str] = "give --passes, or write `// arachnec opt --passes ...` in the file's first line"
-    file: str
-
-
-@dataclass(frozen=True)
-class UnreadableFile(Diagnostic):
-    title: ClassVar[str] = "{file} cannot be read: {reason}"
-    help: ClassVar[str] = "give a .cascade file"
-    file: str
-    reason: str
+def unreadable_file_error(file: str, reason: str) -> UserError:
+    return user_error(f"{file} cannot be read: {reason}", help="give a .cascade file")
 
 
 def read_text(path: Path) -> str:
     """The text of a file, or of standard input where that is ``-``. Raises UserError."""
     if str(path) != "-" and path.exists() and not path.is_file():
-        raise UserError(UnreadableFile(None, str(path), "it is no file"))
+        raise unreadable_file_error(str(path), "it is no file")
     try:
         with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
             data = file.read(LARGEST_TEXT + 1)
         if len(data) > LARGEST_TEXT:
-            raise UserError(TextTooLarge(None, str(path), LARGEST_TEXT >> 20))
+            raise text_too_large_error(str(path), LARGEST_TEXT >> 20)
         return data.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise UserError(UnreadableFile(None, str(path), str(reason))) from None
+        raise unreadable_file_error(str(path), str(reason)) from None
 
 
 def wanted_passes(passes: str | None, text: str, file: str) -> str:
     """``--passes``, else what line 1 of the text names. Raises UserError where there is neither."""
     pipeline = passes if passes is not None else pipeline_of(text)
     if pipeline is None:
-        raise UserError(NoPipeline(None, file))
+        raise user_error(
+            f"no pipeline for {file}",
+            help="give --passes, or write `// arachnec opt --passes ...` in the file's first line",
+        )
     return pipeline
 
 

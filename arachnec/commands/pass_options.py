@@ -7,24 +7,17 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.passes.infra.errors import UnknownPass
 from arachnec.passes.infra.instruments import Dump, Instrument, PrintAfter, Reproducer, Timing
 from arachnec.passes.infra.pipeline import Pipeline, did_you_mean
 from arachnec.passes.infra.registry import Registry, installed, load_file
 
 Command = TypeVar("Command", bound=Callable[..., Any])
-
-
-@dataclass(frozen=True)
-class NothingTakesProfile(Diagnostic):
-    title: ClassVar[str] = "no pass of `{pipeline}` takes a profile"
-    help: ClassVar[str] = "leave --profile out, or put `annotate` into the pipeline"
-    pipeline: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +41,10 @@ class PassOptions:
             return pipeline
         takers = [index for index, step in enumerate(pipeline.passes) if hasattr(step, "profile")]
         if not takers:
-            raise UserError(NothingTakesProfile(None, str(pipeline)))
+            raise user_error(
+                f"no pass of `{pipeline}` takes a profile",
+                help="leave --profile out, or put `annotate` into the pipeline",
+            )
         if Path(profile).is_file() or find_device_specs(str(profile)) is None:
             read_profile(profile)  # what is wrong with it is told before a model is traced
         passes: list[Any] = list(pipeline.passes)

@@ -2,41 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.commands.opt import read_text
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.verify import check_module
 
 PROGRAM = "program.cascade"
-
-
-@dataclass(frozen=True)
-class NoProgramFile(Diagnostic):
-    title: ClassVar[str] = "there is no {path}"
-    help: ClassVar[str] = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
-    path: str
-
-
-@dataclass(frozen=True)
-class NotAProgram(Diagnostic):
-    title: ClassVar[str] = "{path} has no {program}"
-    help: ClassVar[str] = "give the folder that `arachnec compile -o` wrote, or a .cascade file"
-    path: str
-    program: str
-
-
-@dataclass(frozen=True)
-class NotLowered(Diagnostic):
-    title: ClassVar[str] = "{path} is at level {level}, and only a lowered module has programs"
-    help: ClassVar[str] = "run `arachnec opt {path} --passes {passes} -o lowered.cascade` first"
-    path: str
-    level: str
-    passes: str
 
 
 REMAINING = {
@@ -57,7 +31,9 @@ REMAINING_OF_REQUESTS = {
 def demand_program(path: Path) -> None:
     """Raises ``UserError`` where nothing is at ``path``."""
     if not path.exists() and str(path) != "-":
-        raise UserError(NoProgramFile(None, str(path)))
+        raise user_error(
+            f"there is no {path}", help="give the folder that `arachnec compile -o` wrote, or a .cascade file"
+        )
 
 
 def read_program(path: Path) -> Module:
@@ -65,10 +41,15 @@ def read_program(path: Path) -> Module:
     demand_program(path)
     file = path / PROGRAM if path.is_dir() else path
     if path.is_dir() and not file.is_file():
-        raise UserError(NotAProgram(None, str(path), PROGRAM))
+        raise user_error(
+            f"{path} has no {PROGRAM}", help="give the folder that `arachnec compile -o` wrote, or a .cascade file"
+        )
     module = parse_module(read_text(file), str(file))
     if module.level is not Level.LOWERED:
         remaining = REMAINING if module.attrs.get("models") is None else REMAINING_OF_REQUESTS
-        raise UserError(NotLowered(None, str(file), module.level.word, remaining[module.level]))
+        raise user_error(
+            f"{file} is at level {module.level.word}, and only a lowered module has programs",
+            help=f"run `arachnec opt {file} --passes {remaining[module.level]} -o lowered.cascade` first",
+        )
     check_module(module)
     return module

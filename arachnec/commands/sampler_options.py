@@ -6,26 +6,15 @@ import ast
 import functools
 import symtable
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import click
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 OF_TRAINING = "of training; a sampler file has none of it"
-
-
-@dataclass(frozen=True)
-class TwoKinds(Diagnostic):
-    title: ClassVar[str] = "this is a model file and a sampler file in one"
-    label: ClassVar[str] = "it names build, sample and loss, and {names} too"
-    help: ClassVar[str] = (
-        "move what samples into a file of its own, which imports this one; or give `models` another name"
-    )
-    names: str
 
 
 def sampler_options(command: Command) -> Command:
@@ -61,7 +50,12 @@ def is_sampler(path: Path) -> bool:
     names = _top_level_names(path, set())
     trains, samples = names.issuperset(MODEL_FILE.required), names.issuperset(SAMPLER_FORM.required)
     if trains and samples:
-        raise UserError(TwoKinds(definition(path, "models"), ", ".join(SAMPLER_FORM.required)))
+        raise user_error(
+            "this is a model file and a sampler file in one",
+            label=f"it names build, sample and loss, and {', '.join(SAMPLER_FORM.required)} too",
+            help="move what samples into a file of its own, which imports this one; or give `models` another name",
+            span=definition(path, "models"),
+        )
     return samples or ("models" in names and "build" not in names)
 
 

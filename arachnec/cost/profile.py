@@ -15,13 +15,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
 from arachnec.cost.sparse_profile import SparseProfile, sparse_problem
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.ir.values import Formula, Term
 
@@ -131,26 +130,16 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     measured_at: str = ""  # date and time of the machine
 
 
-@dataclass(frozen=True)
-class ProfileNotFound(Diagnostic):
-    title: ClassVar[str] = "`{profile}` is neither a profile file nor a known device"
-    help: ClassVar[str] = "make a profile with `arachnec profile`, or name one of {known}"
-    profile: str
-    known: str
-
-
-@dataclass(frozen=True)
-class BadProfile(Diagnostic):
-    title: ClassVar[str] = "`{profile}` is not a profile: {reason}"
-    help: ClassVar[str] = "make a new one with `arachnec profile`"
-    profile: str
-    reason: str
+def bad_profile_error(span: Span | None, profile: str, reason: str) -> UserError:
+    return user_error(
+        f"`{profile}` is not a profile: {reason}", help="make a new one with `arachnec profile`", span=span
+    )
 
 
 @dataclass(frozen=True)
 class StageNotProfiled(Diagnostic):
-    title: ClassVar[str] = "the profile has no stage `{stage}`"
-    help: ClassVar[str] = "it has {known}; profile this model, or leave `profile` out to use the device's specs"
+    title = "the profile has no stage `{stage}`"
+    help = "it has {known}; profile this model, or leave `profile` out to use the device's specs"
     stage: str
     known: str
 
@@ -161,16 +150,19 @@ def read_profile(path: str | Path) -> Profile:
     if not file.is_file():
         from arachnec.cluster.device_specs import DEVICE_SPECS
 
-        raise UserError(ProfileNotFound(None, str(path), ", ".join(sorted(DEVICE_SPECS))))
+        raise user_error(
+            f"`{path}` is neither a profile file nor a known device",
+            help=f"make a profile with `arachnec profile`, or name one of {', '.join(sorted(DEVICE_SPECS))}",
+        )
     span = Span(str(path), 1, 1, 1, 2)
     if file.stat().st_size > LARGEST_FILE:
-        raise UserError(BadProfile(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB"))
+        raise bad_profile_error(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB")
     try:
         profile = msgspec.json.decode(file.read_bytes(), type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(BadProfile(span, str(path), str(error))) from error
+        raise bad_profile_error(span, str(path), str(error)) from error
     if problem := next(_problems(profile), None):
-        raise UserError(BadProfile(span, str(path), problem))
+        raise bad_profile_error(span, str(path), problem)
     return profile
 
 

@@ -13,68 +13,21 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Final
+from typing import Any, Final
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.dataset_item import BadItem, clip_of_item
+from arachnec.data.dataset_item import bad_item_error, clip_of_item
 from arachnec.data.dataset_raised import dataset_raised
 from arachnec.data.source_state import from_text, to_text
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 
 EMPTY = hashlib.sha256(b"").hexdigest()
 END: Final = object()  # of a dataset: None may be an item of it, which is a mistake
 
 
-@dataclass(frozen=True)
-class NotIterable(Diagnostic):
-    title: ClassVar[str] = "`batches` is a {kind}, which cannot be drawn from"
-    help: ClassVar[str] = "{remedy}"
-    kind: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class DatasetEnded(Diagnostic):
-    title: ClassVar[str] = "the dataset announced {announced} and ended after {drawn}"
-    help: ClassVar[str] = "correct its __len__, or find what it leaves out; a checkpoint has what was trained so far"
-    announced: str
-    drawn: str
-
-
-@dataclass(frozen=True)
-class NothingDrawn(Diagnostic):
-    title: ClassVar[str] = "the dataset gives no clips"
-    help: ClassVar[str] = "an iterator can be used up once only: give a new one, or the dataset itself"
-
-
-@dataclass(frozen=True)
-class SameId(Diagnostic):
-    title: ClassVar[str] = "two clips of one batch have the id `{id}`"
-    help: ClassVar[str] = "ids seed a clip's noise and must differ; leave `id` out to have the clips counted"
-    id: str | int
-
-
-@dataclass(frozen=True)
-class UnlikeBefore(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` announces {announced} and its `{name}` is {found}"
-    help: ClassVar[str] = "`{name}` of clip `{other}`, of the same size, is {before}: one of them is of another size"
-    clip: str | int
-    announced: str
-    name: str
-    found: str
-    other: str | int
-    before: str
-
-
-@dataclass(frozen=True)
-class WithoutTensors(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has no tensors, and clip `{other}` has {names}"
-    help: ClassVar[str] = "give every clip the same ones: without any, `sample` makes zeros to plan with"
-    clip: str | int
-    other: str | int
-    names: str
+def not_iterable_error(kind: str, remedy: str) -> UserError:
+    return user_error(f"`batches` is a {kind}, which cannot be drawn from", help=remedy)
 
 
 class BatchSource:
@@ -169,12 +122,18 @@ class BatchSource:
         clips = self._grouped() if self._batch is not None else self._whole()
         if not clips:
             if not self._given and self._in_epoch == 0:
-                raise UserError(NothingDrawn(None))
+                raise user_error(
+                    "the dataset gives no clips",
+                    help="an iterator can be used up once only: give a new one, or the dataset itself",
+                )
             return None
         seen: set[str] = set()
         for clip in clips:
             if str(clip.id) in seen:
-                raise UserError(SameId(None, clip.id))
+                raise user_error(
+                    f"two clips of one batch have the id `{clip.id}`",
+                    help="ids seed a clip's noise and must differ; leave `id` out to have the clips counted",
+                )
             seen.add(str(clip.id))
         return tuple(clips)
 
@@ -187,7 +146,7 @@ class BatchSource:
                 break
             if isinstance(item, list | tuple):
                 remedy = "leave `batch` out: the dataset itself says which clips make one"
-                raise UserError(BadItem(None, self._given, "a list of clips, and `batch` was given", remedy))
+                raise bad_item_error(self._given, "a list of clips, and `batch` was given", remedy)
             clips.append(self._clip(item))
         return clips
 
@@ -197,9 +156,9 @@ class BatchSource:
             return []
         if not isinstance(item, list | tuple):
             remedy = "give Engine(..., batch=N): so many of them make a global batch"
-            raise UserError(BadItem(None, self._given, "a single clip, and nothing says how many make a batch", remedy))
+            raise bad_item_error(self._given, "a single clip, and nothing says how many make a batch", remedy)
         if not item:
-            raise UserError(BadItem(None, self._given, "a batch without clips", "give each batch at least one clip"))
+            raise bad_item_error(self._given, "a batch without clips", "give each batch at least one clip")
         return [self._clip(clip) for clip in item]
 
     def _clip(self, item: object) -> VideoClip:
@@ -211,7 +170,10 @@ class BatchSource:
             before, other = self._like.setdefault((clip.shape, name), (shape, clip.id))
             if shape != before:
                 announced, actual, expected = (" x ".join(map(str, sizes)) for sizes in (clip.shape[:3], shape, before))
-                raise UserError(UnlikeBefore(None, clip.id, announced, name, actual, other, expected))
+                raise user_error(
+                    f"clip `{clip.id}` announces {announced} and its `{name}` is {actual}",
+                    help=f"`{name}` of clip `{other}`, of the same size, is {expected}: one of them is of another size",
+                )
         return clip
 
     def _demand_tensors(self, clip: VideoClip) -> None:
@@ -222,7 +184,10 @@ class BatchSource:
             self._bare = clip.id
         if self._full is not None and self._bare is not None:
             names = ", ".join(f"`{name}`" for name in self._full.tensors)
-            raise UserError(WithoutTensors(None, self._bare, self._full.id, names))
+            raise user_error(
+                f"clip `{self._bare}` has no tensors, and clip `{self._full.id}` has {names}",
+                help="give every clip the same ones: without any, `sample` makes zeros to plan with",
+            )
 
     def _item(self, *, again: bool) -> Any:
         """The dataset's next item; ``END`` at its end, after which ``again`` begins anew where it may."""
@@ -232,8 +197,10 @@ class BatchSource:
         except StopIteration:
             announced = self._length()
             if announced is not None and self._in_epoch < announced and not self._keeps_state:
-                raise UserError(
-                    DatasetEnded(None, counted(announced, "item"), counted(self._in_epoch, "item"))
+                raise user_error(
+                    f"the dataset announced {counted(announced, 'item')} and ended after "
+                    f"{counted(self._in_epoch, 'item')}",
+                    help="correct its __len__, or find what it leaves out; a checkpoint has what was trained so far",
                 ) from None
             if not (again and self._repeat and self._in_epoch and not isinstance(self._dataset, Iterator)):
                 return END
@@ -250,20 +217,20 @@ class BatchSource:
         dataset: Any = self._dataset
         kind = type(dataset).__name__
         if isinstance(dataset, str | bytes | Path | Mapping):
-            raise UserError(NotIterable(None, kind, "give an iterable of clips; a manifest is run by `arachnec run`"))
+            raise not_iterable_error(kind, "give an iterable of clips; a manifest is run by `arachnec run`")
         parts = _parts(dataset)
         if parts > 1:
             remedy = "leave the sampler out: only rank 0 draws, for all ranks"
-            raise UserError(NotIterable(None, f"{kind} whose sampler gives a rank one part in {parts}", remedy))
+            raise not_iterable_error(f"{kind} whose sampler gives a rank one part in {parts}", remedy)
         if hasattr(dataset, "__iter__"):
             with self._told():
                 return iter(dataset)
         if not hasattr(dataset, "__getitem__"):
-            raise UserError(NotIterable(None, kind, "give an iterable, or a dataset with __getitem__ and __len__"))
+            raise not_iterable_error(kind, "give an iterable, or a dataset with __getitem__ and __len__")
         length = self._length()
         if length is None:
             remedy = "give it a __len__: without one nobody knows how many clips it has"
-            raise UserError(NotIterable(None, f"{kind} with __getitem__ and without __len__", remedy))
+            raise not_iterable_error(f"{kind} with __getitem__ and without __len__", remedy)
         return _by_index(dataset, length)
 
     def _length(self) -> int | None:

@@ -11,9 +11,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
+from arachnec.ir.diagnostic import UserError, close_to, user_error
 from arachnec.ir.nodes import Span
 
 # Of several columns for one key the first with a value is taken.
@@ -44,31 +43,11 @@ _VALUES = re.compile(
 _JOINED = re.compile(r"(.+)_[xy]")  # a column that both tables had, as pandas' merge calls it
 
 
-@dataclass(frozen=True)
-class UnknownKey(Diagnostic):
-    title: ClassVar[str] = "unknown key `{key}`"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "{suggestion}"
-    key: str
-    suggestion: str
-
-
-@dataclass(frozen=True)
-class BadColumns(Diagnostic):
-    title: ClassVar[str] = "`{given}` does not say which columns are read: {reason}"
-    help: ClassVar[str] = "write KEY=COLUMN, as in caption=prompt,path=video,values=*; the keys are {keys}"
-    given: str
-    reason: str
-    keys: str = ", ".join((*KEYS, VALUES, FILES))
-
-
-@dataclass(frozen=True)
-class NoColumn(Diagnostic):
-    title: ClassVar[str] = "`{path}` has no column `{column}`, which --columns names"
-    help: ClassVar[str] = "its columns are {columns}"
-    path: str
-    column: str
-    columns: str
+def bad_columns_error(given: str, reason: str, keys: str = ", ".join((*KEYS, VALUES, FILES))) -> UserError:
+    return user_error(
+        f"`{given}` does not say which columns are read: {reason}",
+        help=f"write KEY=COLUMN, as in caption=prompt,path=video,values=*; the keys are {keys}",
+    )
 
 
 @dataclass(frozen=True)
@@ -84,13 +63,13 @@ class Columns:
         for pair in filter(str.strip, text.split(",")):
             key, equals, column = (part.strip() for part in pair.partition("="))
             if not (key and equals and column):
-                raise UserError(BadColumns(None, text, f"`{pair.strip()}` is no pair"))
+                raise bad_columns_error(text, f"`{pair.strip()}` is no pair")
             if key not in (*KEYS, VALUES, FILES):
-                raise UserError(BadColumns(None, text, f"there is no key `{key}`"))
+                raise bad_columns_error(text, f"there is no key `{key}`")
             if column == EVERY and key != VALUES:
-                raise UserError(BadColumns(None, text, f"`{EVERY}` stands behind `{VALUES}=` only"))
+                raise bad_columns_error(text, f"`{EVERY}` stands behind `{VALUES}=` only")
             if other := next((known for known, there in named if there == column), None):
-                raise UserError(BadColumns(None, text, f"the column `{column}` is both `{other}` and `{key}`"))
+                raise bad_columns_error(text, f"the column `{column}` is both `{other}` and `{key}`")
             named.append((key, column))
         return cls(tuple(named))
 
@@ -103,7 +82,10 @@ class Columns:
         """Raises ``UserError`` where a column that the user names is not among those of the manifest."""
         for column in self.required:
             if column not in present:
-                raise UserError(NoColumn(None, path, column, ", ".join(f"`{name}`" for name in present)))
+                columns_text = ", ".join(f"`{name}`" for name in present)
+                raise user_error(
+                    f"`{path}` has no column `{column}`, which --columns names", help=f"its columns are {columns_text}"
+                )
 
 
 @dataclass(frozen=True)
@@ -189,7 +171,7 @@ class RowKeys:
         if self.extras:
             taken = f" --columns {self._known[near[0]][0]}={name} reads it as that," if near else "; --columns"
             suggestion += f"{taken} {VALUES}={name} gives it to `sample`, in `clip.values`"
-        raise UserError(UnknownKey(span, name, suggestion))
+        raise user_error(f"unknown key `{name}`", label="no such key", help=suggestion, span=span)
 
 
 CLIP_KEYS = RowKeys(KEYS, NAMES, fractions=("fps", "target_fps"), extras=True)

@@ -3,38 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.columns import CLIP_KEYS
 from arachnec.data.manifest import clips_of_row
 from arachnec.data.rows import Row as ManifestRow
 from arachnec.data.rows import normalised
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 VIDEO = "video"  # pixels: channels x frames x height x width
 SIZES = ("frames", "height", "width")
 ITEM_KEYS = replace(CLIP_KEYS, extras=False)  # more is given as tensors
 
 
-@dataclass(frozen=True)
-class BadItem(Diagnostic):
-    title: ClassVar[str] = "item {number} of the dataset is {found}"
-    help: ClassVar[str] = "{remedy}"
-    number: int
-    found: str
-    remedy: str
+def bad_item_error(number: int, found: str, remedy: str) -> UserError:
+    return user_error(f"item {number} of the dataset is {found}", help=remedy)
 
 
-@dataclass(frozen=True)
-class OtherShape(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` announces {announced} and its `video` is {found}"
-    help: ClassVar[str] = "`video` is channels x frames x height x width; frames, height and width may be left out then"
-    clip: str | int
-    announced: str
-    found: str
+def other_shape_error(clip: str | int, announced: str, found: str) -> UserError:
+    return user_error(
+        f"clip `{clip}` announces {announced} and its `video` is {found}",
+        help="`video` is channels x frames x height x width; frames, height and width may be left out then",
+    )
 
 
 def clip_of_item(item: object, number: int) -> VideoClip:
@@ -48,7 +41,7 @@ def clip_of_item(item: object, number: int) -> VideoClip:
         return _as_announced(item)
     if not isinstance(item, Mapping):
         remedy = "a clip is an arachnec.VideoClip, or a dict with frames, height, width, caption or text_tokens"
-        raise UserError(BadItem(None, number, f"a {type(item).__name__}", remedy))
+        raise bad_item_error(number, f"a {type(item).__name__}", remedy)
     values = {str(key): _tensor(value, str(key), number) for key, value in item.items() if _is_array(value)}
     given = {str(key): value for key, value in item.items() if not _is_array(value)}
     key = given.pop("__key__", None)
@@ -58,7 +51,7 @@ def clip_of_item(item: object, number: int) -> VideoClip:
     for name, value in given.items():
         instead = _remedy(name, value)
         if instead is not None:
-            raise UserError(BadItem(None, number, f"a dict whose `{name}` is {_kind(value)}", instead))
+            raise bad_item_error(number, f"a dict whose `{name}` is {_kind(value)}", instead)
     for name, text in (("txt", "caption"),):
         if name in given:
             given[text] = given.pop(name)
@@ -74,7 +67,7 @@ def _as_announced(clip: VideoClip) -> VideoClip:
     video = clip.values.get(VIDEO)
     if video is not None and tuple(video.shape[1:]) != clip.shape[:3]:
         sizes = (" x ".join(map(str, shape)) for shape in (clip.shape[:3], tuple(video.shape)))
-        raise UserError(OtherShape(None, clip.id, *sizes))
+        raise other_shape_error(clip.id, *sizes)
     return clip
 
 
@@ -121,4 +114,4 @@ def _tensor(value: Any, name: str, number: int) -> Any:
         place = " on the meta device" if isinstance(value, torch.Tensor) and value.is_meta else ""
         kind = f"a {type(value).__name__} of {value.dtype}{place}"
         remedy = "give a tensor or an array of numbers; or leave it out"
-        raise UserError(BadItem(None, number, f"a dict whose `{name}` is {kind}", remedy)) from None
+        raise bad_item_error(number, f"a dict whose `{name}` is {kind}", remedy) from None

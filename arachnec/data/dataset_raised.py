@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.nodes import Span
@@ -25,9 +24,9 @@ LONGEST = 400  # letters of an exception
 
 @dataclass(frozen=True)
 class DatasetRaised(Diagnostic):
-    title: ClassVar[str] = "the dataset raised {exception} after {drawn}"
-    label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = "{remedy}"
+    title = "the dataset raised {exception} after {drawn}"
+    label = "raised here"
+    help = "{remedy}"
     exception: str
     drawn: str
     remedy: str

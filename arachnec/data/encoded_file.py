@@ -3,39 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 TENSOR = "encoded"
-
-
-@dataclass(frozen=True)
-class UnreadableEncoded(Diagnostic):
-    title: ClassVar[str] = "what `{encoder}` made of clip `{clip}` cannot be read from {path}: {reason}"
-    help: ClassVar[str] = (
-        "run `arachnec cache` again: it encodes what is missing or cut off. Remove a file that is damaged otherwise"
-    )
-    encoder: str
-    clip: str | int
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class PartlyEncoded(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has {found} encoded beforehand, and clip `{other}` {before}"
-    help: ClassVar[str] = "an encoder runs for all clips or for none: give manifests that `arachnec cache` wrote alike"
-    clip: str | int
-    found: str
-    other: str | int
-    before: str
 
 
 def read_encoded(clip: VideoClip) -> dict[str, Tensor]:
@@ -51,7 +28,13 @@ def read_encoded(clip: VideoClip) -> dict[str, Tensor]:
                 values[name] = file.get_tensor(TENSOR)
         except (SafetensorError, OSError) as error:
             reason = (str(error).splitlines() or [type(error).__name__])[0]
-            raise UserError(UnreadableEncoded(None, name, clip.name, str(path), reason)) from None
+            raise user_error(
+                f"what `{name}` made of clip `{clip.name}` cannot be read from {path}: {reason}",
+                help=(
+                    "run `arachnec cache` again: it encodes what is missing or cut off. Remove a file that is damaged "
+                    "otherwise"
+                ),
+            ) from None
     return values
 
 
@@ -89,7 +72,10 @@ def encoded_beforehand(clips: Sequence[VideoClip]) -> frozenset[str]:
     for clip in clips:
         assert first is not None
         if clip.cached.keys() != first.cached.keys():
-            raise UserError(PartlyEncoded(None, clip.name, _named(clip), first.name, _named(first)))
+            raise user_error(
+                f"clip `{clip.name}` has {_named(clip)} encoded beforehand, and clip `{first.name}` {_named(first)}",
+                help="an encoder runs for all clips or for none: give manifests that `arachnec cache` wrote alike",
+            )
     return frozenset(first.cached if first else ())
 
 

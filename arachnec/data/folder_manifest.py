@@ -10,13 +10,13 @@ import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from arachnec.data.columns import CLIP_KEYS, Columns
 from arachnec.data.row_values import texts
 from arachnec.data.rows import read_rows
 from arachnec.data.video import read_header
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.progress import Reporter, unreported
 
 SUFFIXES = frozenset(
@@ -25,29 +25,6 @@ SUFFIXES = frozenset(
         *(".3gp", ".ogv", ".y4m", ".gif", ".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff"),
     )
 )
-
-
-@dataclass(frozen=True)
-class NoFolder(Diagnostic):
-    title: ClassVar[str] = "there is no folder `{folder}`"
-    help: ClassVar[str] = "give the folder of the videos; those of the folders in it are listed, too"
-    folder: str
-
-
-@dataclass(frozen=True)
-class NoVideos(Diagnostic):
-    title: ClassVar[str] = "`{folder}` has no video or picture that can be read{reason}"
-    help: ClassVar[str] = "files of these kinds are looked at: {suffixes}"
-    folder: str
-    reason: str
-    suffixes: str = ", ".join(sorted(SUFFIXES))
-
-
-@dataclass(frozen=True)
-class NoFile(Diagnostic):
-    title: ClassVar[str] = "this row of captions names no file"
-    label: ClassVar[str] = "no `path`"
-    help: ClassVar[str] = "add a column `path`, `video` or `file_name`, or name the one with --columns path=COLUMN"
 
 
 @dataclass(frozen=True)
@@ -70,7 +47,10 @@ def list_folder(
     which columns of the table are read. Raises ``UserError`` for a folder without files that can be read.
     """
     if not folder.is_dir():
-        raise UserError(NoFolder(None, str(folder)))
+        raise user_error(
+            f"there is no folder `{folder}`",
+            help="give the folder of the videos; those of the folders in it are listed, too",
+        )
     files = list(_files(folder))
     table = {} if captions is None else _table(captions, folder, columns)
     rows: list[dict[str, Any]] = []
@@ -84,7 +64,7 @@ def list_folder(
             caption = _text_beside(path) if entry is None else entry.caption
             str(path).encode()
         except UserError as error:
-            skipped[path] = error.diagnostics[0].text(error.diagnostics[0].title)
+            skipped[path] = error.diagnostics[0].message
             continue
         except UnicodeError:
             skipped[path] = "its name or its caption is not UTF-8"
@@ -99,7 +79,11 @@ def list_folder(
         )
     if not rows:
         first = next(iter(skipped.items()), None)
-        raise UserError(NoVideos(None, str(folder), f": {first[1]}" if first else ""))
+        reason_text = f": {first[1]}" if first else ""
+        raise user_error(
+            f"`{folder}` has no video or picture that can be read{reason_text}",
+            help=f"files of these kinds are looked at: {', '.join(sorted(SUFFIXES))}",
+        )
     without = sum(not row["caption"] for row in rows)
     return FolderRows(tuple(rows), skipped, without, len({entry.row for entry in table.values()} - used))
 
@@ -131,7 +115,12 @@ def _table(path: Path, folder: Path, columns: str) -> dict[str, _Caption]:
     for row in read_rows(path, replace(CLIP_KEYS, columns=Columns.of(columns))):
         file, given = row.values.get("path", row.values.get("id")), texts(row, "caption")
         if not isinstance(file, str):
-            raise UserError(NoFile(row.span()))
+            raise user_error(
+                "this row of captions names no file",
+                label="no `path`",
+                help="add a column `path`, `video` or `file_name`, or name the one with --columns path=COLUMN",
+                span=row.span(),
+            )
         entry = _Caption(row.number, given[0] if len(given) == 1 else list(given) or "")
         keys = [str((start / file).resolve()) for start in (path.parent, folder)]
         for key in (*keys, *([file] if "/" not in file else [])):

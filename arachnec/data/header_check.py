@@ -6,26 +6,15 @@ from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import RATE_TOLERANCE, VideoHeader, count_frames, frames_taken, read_header
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 
 MOST_OPENED = 256  # videos whose headers are read before a model is traced; of more, as many, evenly spaced
 THREADS = 4
 LISTED = 5  # clips that one message names
 LARGEST_MULTIPLE = 64  # pixels: sizes may be rounded up to a multiple that only the model's encoder knows
-
-
-@dataclass(frozen=True)
-class OtherThanVideos(Diagnostic):
-    title: ClassVar[str] = "{named} not as the manifest says ({videos} videos were looked at):\n{clips}"
-    help: ClassVar[str] = "{remedy}"
-    named: str
-    videos: int
-    clips: str
-    remedy: str
 
 
 def disagreement(clip: VideoClip, header: VideoHeader, multiple: int) -> tuple[str, str] | None:
@@ -80,7 +69,10 @@ def hold_against_headers(clips: Iterable[VideoClip]) -> list[str]:
     if wrong:
         lines = [f"  clip `{id}`: {reason}" for id, reason, _ in wrong[:LISTED]] + ["  ..."] * (len(wrong) > LISTED)
         named = f"{counted(len(wrong), 'clip')} {'is' if len(wrong) == 1 else 'are'}"
-        raise UserError(OtherThanVideos(None, named, number, "\n".join(lines), wrong[0][2]))
+        details = "\n".join(lines)
+        raise user_error(
+            f"{named} not as the manifest says ({number} videos were looked at):\n{details}", help=f"{wrong[0][2]}"
+        )
     return _notes(looks, number, len(here))
 
 

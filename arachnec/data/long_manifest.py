@@ -7,9 +7,9 @@ window; captions are measured, and not kept.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import msgspec
 
@@ -18,28 +18,20 @@ from arachnec.data.columns import CLIP_KEYS, Columns, RowKeys
 from arachnec.data.manifest import ALL, Batch, clips_of_row
 from arachnec.data.parquet_clips import WINDOW, ParquetClips, caption_lengths, key_columns
 from arachnec.data.rows import normalised, parquet_row, unpacking
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 LISTED = 100_000  # rows up to which a manifest is read as a list
 SIZES = ("frames", "height", "width")
 
 
-@dataclass(frozen=True)
-class LongManifestLacks(Diagnostic):
-    title: ClassVar[str] = "`{path}` has {rows} rows, too many to list, and {reason}"
-    help: ClassVar[str] = "{remedy}"
-    path: str
-    rows: int
-    reason: str
-    remedy: str
+def long_manifest_lacks_error(path: str, rows: int, reason: str, remedy: str) -> UserError:
+    return user_error(f"`{path}` has {rows} rows, too many to list, and {reason}", help=remedy)
 
 
-@dataclass(frozen=True)
-class OtherManifest(Diagnostic):
-    title: ClassVar[str] = "`{path}` is not the manifest that was compiled: {reason}"
-    help: ClassVar[str] = "compile again, or put the file back"
-    path: str
-    reason: str
+def other_manifest_error(path: str, reason: str) -> UserError:
+    return user_error(
+        f"`{path}` is not the manifest that was compiled: {reason}", help="compile again, or put the file back"
+    )
 
 
 class CountsCaptions(Protocol):
@@ -64,7 +56,7 @@ class LongManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Its clips, in the file's order without a ``seed``. Raises ``UserError`` for a file that is another now."""
         clips = ParquetClips(self.path, seed, stratified=self.batch if stratified else None, columns=self.columns)
         if clips.rows != self.rows:
-            raise UserError(OtherManifest(None, self.path, f"it has {clips.rows} rows, and had {self.rows}"))
+            raise other_manifest_error(self.path, f"it has {clips.rows} rows, and had {self.rows}")
         return clips
 
     def tokens(self, clip: VideoClip) -> int:
@@ -72,7 +64,7 @@ class LongManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         known = {shape[:4]: shape[4] for shape in self.shapes}
         if clip.shape not in known:
             sizes = " x ".join(map(str, clip.shape[:3]))
-            raise UserError(OtherManifest(None, self.path, f"clip `{clip.id}` is {sizes}, which no clip was"))
+            raise other_manifest_error(self.path, f"clip `{clip.id}` is {sizes}, which no clip was")
         return known[clip.shape]
 
 
@@ -111,7 +103,7 @@ def _read(
     for shape, place in first.items():
         if None in shape[: len(SIZES)]:
             remedy = "give it in every row: so many videos are not opened to look"
-            raise UserError(LongManifestLacks(None, str(path), rows, f"row {place + 1} has no size", remedy))
+            raise long_manifest_lacks_error(str(path), rows, f"row {place + 1} has no size", remedy)
     of_shapes = _clips_at(path, file, keys, sorted(first.values()))
     clips = sorted(map(captions.clip, of_shapes) if captions else of_shapes, key=lambda clip: clip.shape)
     shortest_first = {clip.shape: clip for clip in reversed(clips)}
@@ -129,7 +121,7 @@ def _demand_listable(path: Path, rows: int, names: Mapping[str, list[str]], batc
     elif missing := [key for key in SIZES if key not in names]:
         reason, remedy = f"it has no column `{missing[0]}`", "add it: so many videos are not opened to look"
     if reason:
-        raise UserError(LongManifestLacks(None, str(path), rows, reason, remedy))
+        raise long_manifest_lacks_error(str(path), rows, reason, remedy)
 
 
 def _shapes(file: Any, keys: RowKeys, captions: CountsCaptions | None) -> tuple[dict[tuple[Any, ...], int], int]:

@@ -6,24 +6,24 @@ import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal, TypeAlias
+from typing import Any, Final, Literal, TypeAlias
 
 from arachnec.data.clip import VideoClip, with_unique_names
 from arachnec.data.columns import CLIP_KEYS, FILES, NAMES, VALUES, Columns
 from arachnec.data.row_values import (
     BadValue,
-    MissingKey,
-    SameId,
     bad_value,
     identifier,
     integer,
+    missing_key_error,
     rate,
+    same_id_error,
     texts,
     tokens_of_text,
 )
 from arachnec.data.rows import Row, read_rows
 from arachnec.data.video import VideoHeader, frames_taken, read_header
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 
 MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
 MOST_IN_BATCH = 2**14  # clips that are planned at once, in some 10 s
@@ -34,18 +34,9 @@ SEEDS = "ids seed a clip's noise and must differ"
 
 
 @dataclass(frozen=True)
-class EmptyManifest(Diagnostic):
-    title: ClassVar[str] = "the manifest `{path}` lists no clips"
-    help: ClassVar[str] = 'add a line such as {{"frames": 81, "height": 480, "width": 832, "text_tokens": 226}}'
-    path: str
-
-
-@dataclass(frozen=True)
 class BatchTooLarge(Diagnostic):
-    title: ClassVar[str] = "global batch {number} of `{path}` has {clips} clips, and at most {most} are planned at once"
-    help: ClassVar[str] = (
-        "give a smaller `--batch` (without one all clips make one); `accumulate` makes an optimizer step of several"
-    )
+    title = "global batch {number} of `{path}` has {clips} clips, and at most {most} are planned at once"
+    help = "give a smaller `--batch` (without one all clips make one); `accumulate` makes an optimizer step of several"
     path: str
     number: int
     clips: int
@@ -105,11 +96,14 @@ def read_manifest(path: str | Path, batch: Batch = None, columns: str = "") -> M
         group = _iteration(row, grouped)
         for clip in clips_of_row(row):
             if str(clip.id) in seen:
-                raise UserError(SameId(row.span("id"), CLIP, clip.id, seen[str(clip.id)] + 1, SEEDS))
+                raise same_id_error(row.span("id"), CLIP, clip.id, seen[str(clip.id)] + 1, SEEDS)
             seen[str(clip.id)] = row.number
             groups.setdefault(group, []).append(clip)
     if grouped is None:
-        raise UserError(EmptyManifest(None, str(path)))
+        raise user_error(
+            f"the manifest `{path}` lists no clips",
+            help='add a line such as {"frames": 81, "height": 480, "width": 832, "text_tokens": 226}',
+        )
     clips = with_unique_names([clip for group in groups.values() for clip in group])
     sizes = [len(group) for group in groups.values()] if grouped else _batches(len(clips), batch)
     ends = itertools.accumulate(sizes)
@@ -135,7 +129,7 @@ def _iteration(row: Row, grouped: bool) -> object:
     if ("iteration" in row.values) != grouped:
         remedy = "give `iteration` in every row, or in none"
         if grouped:
-            raise UserError(MissingKey(row.span(), CLIP, "iteration", remedy))
+            raise missing_key_error(row.span(), CLIP, "iteration", remedy)
         raise UserError(
             BadValue(row.span("iteration"), "iteration", "given here", "no row or every row to have it", remedy)
         )
@@ -249,7 +243,7 @@ def _header(row: Row, path: Path | None, start: int, sizes: Mapping[str, int | N
     """A row's video and its header, for the sizes that the row leaves out. Raises ``UserError`` without a video."""
     if path is None or path.suffix == ".safetensors":
         key = next(key for key, value in sizes.items() if value is None)
-        raise UserError(MissingKey(row.span(), CLIP, key, f"add `{key}`, or the `path` of a video to read it from"))
+        raise missing_key_error(row.span(), CLIP, key, f"add `{key}`, or the `path` of a video to read it from")
     header = read_header(path)
     if start >= header.frames:
         remedy = f"the video has {header.frames} frames, counted from 0"

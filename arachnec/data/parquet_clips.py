@@ -4,28 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.columns import CLIP_KEYS, Columns, RowKeys
 from arachnec.data.manifest import clips_of_row
-from arachnec.data.rows import NoManifest, NoPyArrow, Row, normalised, parquet_row, unpacking
+from arachnec.data.rows import Row, no_manifest_error, no_py_arrow_error, normalised, parquet_row, unpacking
 from arachnec.data.stratified import stratified
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Span
 
 WINDOW = 2**16  # rows that are shuffled with each other
-
-
-@dataclass(frozen=True)
-class OtherOrder(Diagnostic):
-    title: ClassVar[str] = "the clips of `{path}` come in another order: {now}; the checkpoint's was {before}"
-    help: ClassVar[str] = "resume with the same seed, `shuffle` and `stratified`, or begin a new run"
-    path: str
-    now: str
-    before: str
 
 
 class ParquetClips:
@@ -42,11 +33,11 @@ class ParquetClips:
         """Reads the file's metadata alone. Raises ``UserError`` for no manifest, or an unknown column."""
         self.path = Path(path)
         if not self.path.is_file():
-            raise UserError(NoManifest(None, str(path)))
+            raise no_manifest_error(str(path))
         try:
             import pyarrow.parquet
         except ImportError:
-            raise UserError(NoPyArrow(None, str(path))) from None
+            raise no_py_arrow_error(str(path)) from None
         with unpacking(self.path):
             self._file = pyarrow.parquet.ParquetFile(self.path, memory_map=True)
             names = self._file.schema_arrow.names
@@ -72,7 +63,10 @@ class ParquetClips:
         """Raises ``UserError`` for a place in another order: some clips would come twice, and some not at all."""
         before = state.get("order", self._order_name)
         if before != self._order_name:
-            raise UserError(OtherOrder(None, str(self.path), self._order_name, str(before)))
+            raise user_error(
+                f"the clips of `{self.path}` come in another order: {self._order_name}; the checkpoint's was {before}",
+                help="resume with the same seed, `shuffle` and `stratified`, or begin a new run",
+            )
         self._round, self._rows, self._copies = state["round"], state["rows"], state["copies"]
         self._begun = False
 

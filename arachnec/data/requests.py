@@ -6,13 +6,21 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.columns import NAMES, RowKeys
-from arachnec.data.row_values import MissingKey, SameId, bad_value, identifier, integer, text, tokens_of_text
+from arachnec.data.row_values import (
+    bad_value,
+    identifier,
+    integer,
+    missing_key_error,
+    same_id_error,
+    text,
+    tokens_of_text,
+)
 from arachnec.data.rows import Row, read_rows
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -35,13 +43,6 @@ REQUEST_KEYS = RowKeys(
     texts=("caption", "negative_prompt"),
     fractions=("guidance", "arrival"),
 )
-
-
-@dataclass(frozen=True)
-class NoRequests(Diagnostic):
-    title: ClassVar[str] = "`{path}` lists no requests"
-    help: ClassVar[str] = 'add a line such as {{"caption": "a fox", "frames": 81, "height": 480, "width": 832}}'
-    path: str
 
 
 @dataclass(frozen=True)
@@ -100,17 +101,20 @@ def read_requests(path: str | Path) -> tuple[Request, ...]:
         request = _request(row)
         name = str(request.id)
         if name in requests:
-            raise UserError(SameId(row.span("id"), REQUEST, request.id, rows[name] + 1, NAMES_FILES))
+            raise same_id_error(row.span("id"), REQUEST, request.id, rows[name] + 1, NAMES_FILES)
         requests[name], rows[name] = request, row.number
     if not requests:
-        raise UserError(NoRequests(None, str(path)))
+        raise user_error(
+            f"`{path}` lists no requests",
+            help='add a line such as {"caption": "a fox", "frames": 81, "height": 480, "width": 832}',
+        )
     return tuple(requests.values())
 
 
 def _request(row: Row) -> Request:
     for key in ("frames", "height", "width"):
         if key not in row.values:
-            raise UserError(MissingKey(row.span(), REQUEST, key, f"add `{key}`, in pixels of the video to generate"))
+            raise missing_key_error(row.span(), REQUEST, key, f"add `{key}`, in pixels of the video to generate")
     frames, height, width = (integer(row, key) or 0 for key in ("frames", "height", "width"))
     caption = text(row, "caption")
     seed, steps = integer(row, "seed"), integer(row, "steps")

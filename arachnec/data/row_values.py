@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.data.clip import caption_tokens
 from arachnec.data.rows import Row
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.span import Span
 
 LEAST = dict.fromkeys(("frames", "height", "width", "clips", "stride", "steps"), 1)
 LEAST |= dict.fromkeys(("text_tokens", "start", "seed"), 0)
@@ -21,36 +21,28 @@ MOST = dict.fromkeys(LEAST, 2**20) | {"start": 2**31, "steps": 10_000, "seed": 2
 LOWEST_RATE, HIGHEST_RATE = 0.001, 1000  # frames a second
 
 
-@dataclass(frozen=True)
-class MissingKey(Diagnostic):
-    title: ClassVar[str] = "the {what} has no `{key}`"
-    label: ClassVar[str] = "missing here"
-    help: ClassVar[str] = "{remedy}"
-    what: str
-    key: str
-    remedy: str
+def missing_key_error(span: Span | None, what: str, key: str, remedy: str) -> UserError:
+    return user_error(f"the {what} has no `{key}`", label="missing here", help=remedy, span=span)
 
 
 @dataclass(frozen=True)
 class BadValue(Diagnostic):
-    title: ClassVar[str] = "`{key}` is {found}, expected {expected}"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "{remedy}"
+    title = "`{key}` is {found}, expected {expected}"
+    label = "expected {expected}"
+    help = "{remedy}"
     key: str
     found: str
     expected: str
     remedy: str
 
 
-@dataclass(frozen=True)
-class SameId(Diagnostic):
-    title: ClassVar[str] = "two {what}s have the id `{id}`"
-    label: ClassVar[str] = "the other is in row {row}, counted from 1"
-    help: ClassVar[str] = "{reason}; leave `id` out to use the row's number"
-    what: str
-    id: str | int
-    row: int
-    reason: str
+def same_id_error(span: Span | None, what: str, id: str | int, row: int, reason: str) -> UserError:
+    return user_error(
+        f"two {what}s have the id `{id}`",
+        label=f"the other is in row {row}, counted from 1",
+        help=f"{reason}; leave `id` out to use the row's number",
+        span=span,
+    )
 
 
 def integer(row: Row, key: str) -> int | None:
@@ -138,5 +130,5 @@ def tokens_of_text(row: Row, what: str, captions: Sequence[str]) -> int:
         return tokens
     if not captions:
         remedy = "add `caption`, or `text_tokens` (0 for a model that reads no text)"
-        raise UserError(MissingKey(row.span(), what, "text_tokens", remedy))
+        raise missing_key_error(row.span(), what, "text_tokens", remedy)
     return max(map(caption_tokens, captions))

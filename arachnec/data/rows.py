@@ -12,10 +12,10 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TextIO
+from typing import Any, TextIO
 
 from arachnec.data.columns import CLIP_KEYS, FILES, RESOLUTION, VALUES, RowKeys
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**28  # bytes
@@ -33,90 +33,44 @@ _NUMBER = re.compile(
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-@dataclass(frozen=True)
-class NoManifest(Diagnostic):
-    title: ClassVar[str] = "there is no manifest `{path}`"
-    help: ClassVar[str] = "give a .jsonl, .json, .csv or .parquet file, with a row for each clip or request"
-    path: str
-
-
-@dataclass(frozen=True)
-class FolderGiven(Diagnostic):
-    title: ClassVar[str] = "`{path}` is a folder, and clips are listed by a manifest"
-    help: ClassVar[str] = "`arachnec manifest {path} -o clips.jsonl` writes one of the videos in it"
-    path: str
-
-
-@dataclass(frozen=True)
-class OtherSeparator(Diagnostic):
-    title: ClassVar[str] = "`{path}` is separated by {separator}, and a .csv file is by commas"
-    label: ClassVar[str] = "no comma in the names of its columns"
-    help: ClassVar[str] = (
-        "write it again with commas: pandas.read_csv({name!r}, sep={written!r}).to_csv({name!r}, index=False)"
+def no_manifest_error(path: str) -> UserError:
+    return user_error(
+        f"there is no manifest `{path}`",
+        help="give a .jsonl, .json, .csv or .parquet file, with a row for each clip or request",
     )
-    path: str
-    name: str
-    separator: str
-    written: str
 
 
-@dataclass(frozen=True)
-class UnknownFormat(Diagnostic):
-    title: ClassVar[str] = "`{path}` is not a manifest: its extension is `{suffix}`"
-    help: ClassVar[str] = "manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows"
-    path: str
-    suffix: str
+def no_py_arrow_error(path: str) -> UserError:
+    return user_error(
+        f"reading `{path}` needs pyarrow, which is not installed",
+        help="pip install 'pyarrow>=15', or write the manifest as .jsonl",
+    )
 
 
-@dataclass(frozen=True)
-class NoPyArrow(Diagnostic):
-    title: ClassVar[str] = "reading `{path}` needs pyarrow, which is not installed"
-    help: ClassVar[str] = "pip install 'pyarrow>=15', or write the manifest as .jsonl"
-    path: str
+def unreadable_manifest_error(path: str, reason: str) -> UserError:
+    return user_error(
+        f"`{path}` cannot be read: {reason}", help="write the manifest again as UTF-8 .jsonl, .csv or .parquet"
+    )
 
 
-@dataclass(frozen=True)
-class UnreadableManifest(Diagnostic):
-    title: ClassVar[str] = "`{path}` cannot be read: {reason}"
-    help: ClassVar[str] = "write the manifest again as UTF-8 .jsonl, .csv or .parquet"
-    path: str
-    reason: str
+def manifest_too_large_error(path: str, most: int, what: str) -> UserError:
+    return user_error(
+        f"`{path}` is too large to list: it has more than {most} {what}",
+        help="give fewer rows, or write clips as .parquet, of which a run reads the rows that it draws",
+    )
 
 
-@dataclass(frozen=True)
-class ManifestTooLarge(Diagnostic):
-    title: ClassVar[str] = "`{path}` is too large to list: it has more than {most} {what}"
-    help: ClassVar[str] = "give fewer rows, or write clips as .parquet, of which a run reads the rows that it draws"
-    path: str
-    most: int
-    what: str
+def bad_row_error(span: Span | None, expected: str, reason: str, remedy: str) -> UserError:
+    return user_error(f"this row is not {expected}", label=reason, help=remedy, span=span)
 
 
-@dataclass(frozen=True)
-class BadRow(Diagnostic):
-    title: ClassVar[str] = "this row is not {expected}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "{remedy}"
-    expected: str
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class KeyTwice(Diagnostic):
-    title: ClassVar[str] = "`{key}` and `{other}` are two names of one thing"
-    label: ClassVar[str] = "given twice"
-    help: ClassVar[str] = "keep `{key}`"
-    key: str
-    other: str
-
-
-@dataclass(frozen=True)
-class RepeatedKey(Diagnostic):
-    title: ClassVar[str] = "`{key}` is given twice"
-    label: ClassVar[str] = "the second one"
-    help: ClassVar[str] = "keep one of them; to list another clip, write another row"
-    key: str
+def repeated_key_error(span: Span | None, key: str) -> UserError:
+    return user_error(
+        f"`{key}` is given twice",
+        label="the second one",
+        help="keep one of them; to list another clip, write another row",
+        span=span,
+    )
 
 
 @dataclass(frozen=True)
@@ -153,13 +107,19 @@ class Row:
 def read_rows(path: Path, keys: RowKeys = CLIP_KEYS) -> Iterator[Row]:
     """Rows in the file's order, by canonical keys. Raises ``UserError`` for a row that cannot be read."""
     if path.is_dir():
-        raise UserError(FolderGiven(None, str(path)))
+        raise user_error(
+            f"`{path}` is a folder, and clips are listed by a manifest",
+            help=f"`arachnec manifest {path} -o clips.jsonl` writes one of the videos in it",
+        )
     if not path.is_file():
-        raise UserError(NoManifest(None, str(path)))
+        raise no_manifest_error(str(path))
     readers = {".jsonl": _json, ".ndjson": _json, ".json": _json, ".csv": _csv, ".parquet": _parquet}
     reader = readers.get(path.suffix.lower())
     if reader is None:
-        raise UserError(UnknownFormat(None, str(path), path.suffix or "missing"))
+        raise user_error(
+            f"`{path}` is not a manifest: its extension is `{path.suffix or 'missing'}`",
+            help="manifests end in .jsonl, .csv or .parquet; a .json file is one array of rows",
+        )
     return _normalised(path, reader(path, keys), keys)
 
 
@@ -188,36 +148,34 @@ class _Lines:
         try:
             line = self.file.readline(LONGEST_ROW + 1)
         except UnicodeDecodeError:
-            raise UserError(
-                UnreadableManifest(None, str(self.path), f"not UTF-8 at byte {_wrong_byte(self.path)}")
-            ) from None
+            raise unreadable_manifest_error(str(self.path), f"not UTF-8 at byte {_wrong_byte(self.path)}") from None
         self.taken += len(line)
         if not line:
             raise StopIteration
         self.number, self.text = self.number + 1, line.rstrip("\r\n")
         if self.number > MOST_LINES:
-            raise UserError(ManifestTooLarge(None, str(self.path), MOST_LINES, "lines"))
+            raise manifest_too_large_error(str(self.path), MOST_LINES, "lines")
         if self.taken > LONGEST_ROW:
             reason = f"it has more than {LONGEST_ROW} characters"
             span = Span(str(self.path), self.number, 1, self.number, 2)
-            raise UserError(BadRow(span, "a row", reason, "end every row with a line's end, and close every quote"))
+            raise bad_row_error(span, "a row", reason, "end every row with a line's end, and close every quote")
         return line
 
     def row_ends(self, rows: int) -> None:
         self.taken = 0
         if rows > MOST_ROWS:
-            raise UserError(ManifestTooLarge(None, str(self.path), MOST_ROWS, "rows"))
+            raise manifest_too_large_error(str(self.path), MOST_ROWS, "rows")
 
 
 @contextlib.contextmanager
 def _lines(path: Path) -> Iterator[_Lines]:
     try:
         if path.stat().st_size > LARGEST_FILE:
-            raise UserError(ManifestTooLarge(None, str(path), LARGEST_FILE >> 20, "MiB"))
+            raise manifest_too_large_error(str(path), LARGEST_FILE >> 20, "MiB")
         with path.open(encoding="utf-8-sig") as file:
             yield _Lines(path, file)
     except OSError as error:
-        raise UserError(UnreadableManifest(None, str(path), str(error.strerror))) from None
+        raise unreadable_manifest_error(str(path), str(error.strerror)) from None
 
 
 def _wrong_byte(path: Path) -> int:
@@ -256,7 +214,7 @@ def _json_array(path: Path) -> Iterator[Row]:
     """The elements of the file's array, one after the other."""
     text = path.read_text(encoding="utf-8-sig", errors="surrogateescape")
     if any("\udc80" <= character <= "\udcff" for character in text):
-        raise UserError(UnreadableManifest(None, str(path), f"not UTF-8 at byte {_wrong_byte(path)}"))
+        raise unreadable_manifest_error(str(path), f"not UTF-8 at byte {_wrong_byte(path)}")
     decoder, places = json.JSONDecoder(), _Places(path, text)
     here, number = text.index("[") + 1, 0
     while True:
@@ -265,23 +223,23 @@ def _json_array(path: Path) -> Iterator[Row]:
             break
         if number:
             if text[here : here + 1] != ",":
-                raise UserError(BadRow(places.at(here), "JSON", "expecting ',' delimiter", ARRAY))
+                raise bad_row_error(places.at(here), "JSON", "expecting ',' delimiter", ARRAY)
             here = _SPACE.match(text, here + 1).end()  # type: ignore[union-attr]
         try:
             _, end = decoder.raw_decode(text, here)
         except json.JSONDecodeError as error:
             reason = error.msg[0].lower() + error.msg[1:]
-            raise UserError(BadRow(places.at(error.pos), "JSON", reason, ARRAY)) from None
+            raise bad_row_error(places.at(error.pos), "JSON", reason, ARRAY) from None
         except (ValueError, RecursionError):
-            raise UserError(BadRow(places.at(here), "JSON", ENDLESS, ARRAY)) from None
+            raise bad_row_error(places.at(here), "JSON", ENDLESS, ARRAY) from None
         span = places.at(here)
         yield _json_row(Row(number, {}, path, span.line, text[here:end], span.column))
         here, number = end, number + 1
         if number > MOST_ROWS:
-            raise UserError(ManifestTooLarge(None, str(path), MOST_ROWS, "rows"))
+            raise manifest_too_large_error(str(path), MOST_ROWS, "rows")
     rest = _SPACE.match(text, here + 1).end()  # type: ignore[union-attr]
     if rest < len(text):
-        raise UserError(BadRow(places.at(rest), "JSON", "more behind the array", ARRAY))
+        raise bad_row_error(places.at(rest), "JSON", "more behind the array", ARRAY)
 
 
 @dataclass
@@ -307,12 +265,12 @@ def _json_row(row: Row) -> Row:
         values = json.loads(row.text, object_pairs_hook=functools.partial(_object, row))
     except json.JSONDecodeError as error:
         reason = error.msg[0].lower() + error.msg[1:]
-        raise UserError(BadRow(row.part(error.pos, error.pos + 1), "JSON", reason, remedy)) from None
+        raise bad_row_error(row.part(error.pos, error.pos + 1), "JSON", reason, remedy) from None
     except (ValueError, RecursionError):  # a number of thousands of digits, brackets in brackets without end
-        raise UserError(BadRow(row.part(0, 1), "JSON", ENDLESS, remedy)) from None
+        raise bad_row_error(row.part(0, 1), "JSON", ENDLESS, remedy) from None
     if not isinstance(values, dict):
-        raise UserError(
-            BadRow(row.span(), "a JSON object", f"a {type(values).__name__}", "write one object of keys and values")
+        raise bad_row_error(
+            row.span(), "a JSON object", f"a {type(values).__name__}", "write one object of keys and values"
         )
     return replace(row, values=values)
 
@@ -324,7 +282,7 @@ def _object(row: Row, pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
         if key in values:
             places = [match.span() for match in re.finditer(rf'"{re.escape(key)}"(?=\s*:)', row.text)]
             # not there where it is written in escapes
-            raise UserError(RepeatedKey(row.part(*(places[1] if len(places) > 1 else (0, len(row.text)))), key))
+            raise repeated_key_error(row.part(*(places[1] if len(places) > 1 else (0, len(row.text)))), key)
         values[key] = value
     return values
 
@@ -338,7 +296,7 @@ def _csv(path: Path, keys: RowKeys) -> Iterator[Row]:
             for column, name in enumerate(names):
                 keys.require_place(name, _named_span(path, lines.text, name))
                 if name in names[:column]:
-                    raise UserError(RepeatedKey(_named_span(path, lines.text, name, names[:column].count(name)), name))
+                    raise repeated_key_error(_named_span(path, lines.text, name, names[:column].count(name)), name)
             number = 0
             for fields in reader:
                 if fields:
@@ -347,13 +305,13 @@ def _csv(path: Path, keys: RowKeys) -> Iterator[Row]:
                 lines.row_ends(number)
         except csv.Error as error:
             span = Span(str(path), lines.number, 1, lines.number, 2)
-            raise UserError(BadRow(span, "CSV", str(error), "quote fields that hold commas or quotes")) from None
+            raise bad_row_error(span, "CSV", str(error), "quote fields that hold commas or quotes") from None
 
 
 def _csv_row(row: Row, names: Sequence[str], fields: Sequence[str], keys: RowKeys) -> Row:
     if len(fields) != len(names):
         reason = f"{len(fields)} fields under {len(names)} names"
-        raise UserError(BadRow(row.span(), "complete", reason, "give every row as many fields as the first line"))
+        raise bad_row_error(row.span(), "complete", reason, "give every row as many fields as the first line")
     values = {name: _csv_value(name, field, keys) for name, field in zip(names, fields, strict=True)}
     return replace(row, values=values)
 
@@ -380,8 +338,14 @@ def _require_commas(path: Path, header: str, names: Sequence[str]) -> None:
     """Raises ``UserError`` for a file that is separated by something else."""
     for separator, word, written in ((";", "semicolons", ";"), ("\t", "tabs", "\\t"), ("|", "bars", "|")):
         if separator in header and (len(names) == 1 or separator in names[0]):
-            raise UserError(
-                OtherSeparator(Span(str(path), 1, 1, 1, len(header) + 1), str(path), path.name, word, written)
+            raise user_error(
+                f"`{path}` is separated by {word}, and a .csv file is by commas",
+                label="no comma in the names of its columns",
+                help=(
+                    f"write it again with commas: pandas.read_csv({path.name!r}, "
+                    f"sep={written!r}).to_csv({path.name!r}, index=False)"
+                ),
+                span=Span(str(path), 1, 1, 1, len(header) + 1),
             )
 
 
@@ -389,14 +353,14 @@ def _parquet(path: Path, keys: RowKeys) -> Iterator[Row]:
     try:
         import pyarrow.parquet
     except ImportError:
-        raise UserError(NoPyArrow(None, str(path))) from None
+        raise no_py_arrow_error(str(path)) from None
     with unpacking(path):
         _demand_listable(path, pyarrow.parquet.read_metadata(path))
         table = pyarrow.parquet.read_table(path)
         names, batches = table.column_names, table.to_batches()
     for column, name in enumerate(names):
         if name in names[:column]:
-            raise UserError(RepeatedKey(Span(f"{path} (column {column + 1})", 1, 1, 1, 1), name))
+            raise repeated_key_error(Span(f"{path} (column {column + 1})", 1, 1, 1, 1), name)
     number = 0
     for batch in batches:
         with unpacking(path):
@@ -414,18 +378,18 @@ def unpacking(path: Path) -> Iterator[None]:
     try:
         yield
     except UnicodeDecodeError:  # names of columns, and texts
-        raise UserError(UnreadableManifest(None, str(path), "a text of it is not UTF-8")) from None
+        raise unreadable_manifest_error(str(path), "a text of it is not UTF-8") from None
     except (pyarrow.ArrowException, OSError) as error:
         reason = (str(error).splitlines() or ["it is damaged"])[0]
-        raise UserError(UnreadableManifest(None, str(path), reason)) from None
+        raise unreadable_manifest_error(str(path), reason) from None
 
 
 def _demand_listable(path: Path, metadata: Any) -> None:
     """Raises ``UserError`` where a list of all rows would be too large: a short file may unpack to a long one."""
     if metadata.num_rows > MOST_ROWS:
-        raise UserError(ManifestTooLarge(None, str(path), MOST_ROWS, "rows"))
+        raise manifest_too_large_error(str(path), MOST_ROWS, "rows")
     if sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)) > LARGEST_FILE:
-        raise UserError(ManifestTooLarge(None, str(path), LARGEST_FILE >> 20, "MiB when it is unpacked"))
+        raise manifest_too_large_error(str(path), LARGEST_FILE >> 20, "MiB when it is unpacked")
 
 
 def parquet_row(path: Path, number: int, values: Mapping[str, Any]) -> Row:
@@ -452,7 +416,12 @@ def normalised(row: Row, keys: RowKeys = CLIP_KEYS) -> Row:
     files |= {name: row.values[name] for key, name in others if key == "path" and row.values[name] != ""}
     if others and not keys.extras:
         key, name = others[-1]
-        raise UserError(KeyTwice(row.span(name), key, name if name != key else first[key]))
+        raise user_error(
+            f"`{key}` and `{name if name != key else first[key]}` are two names of one thing",
+            label="given twice",
+            help=f"keep `{key}`",
+            span=row.span(name),
+        )
     more = {
         name: row.values[name]
         for name in (*(name for *_, name in extras), *(name for key, name in others if key != "path"))

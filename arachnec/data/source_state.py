@@ -5,20 +5,11 @@ from __future__ import annotations
 import base64
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 
 TAG = "__kind__"
-
-
-@dataclass(frozen=True)
-class BadState(Diagnostic):
-    title: ClassVar[str] = "the dataset's state_dict() has {found} at `{place}`, which no checkpoint holds"
-    help: ClassVar[str] = "return numbers, text, bytes, lists, dicts and tensors"
-    found: str
-    place: str
 
 
 def to_text(state: object) -> str:
@@ -48,7 +39,10 @@ def _encoded(value: Any, place: str) -> Any:
     if isinstance(value, Mapping):
         pairs = [[_encoded(key, place), _encoded(item, f"{place}[{key!r}]")] for key, item in value.items()]
         return {TAG: "dict", "rows": pairs}
-    raise UserError(BadState(None, f"a {type(value).__name__}", place))
+    raise user_error(
+        f"the dataset's state_dict() has a {type(value).__name__} at `{place}`, which no checkpoint holds",
+        help="return numbers, text, bytes, lists, dicts and tensors",
+    )
 
 
 def _decoded(value: Any) -> Any:

@@ -12,22 +12,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 KINDS = ("fixed", "boundary", "adaptive")
 WINDOW = 3  # steps that the adaptive curve is smoothed over
 EXAMPLES = "fixed=10, boundary=0.875, or adaptive=0.1 with least=4 and most=20 behind commas"
-
-
-@dataclass(frozen=True)
-class BadSwitch(Diagnostic):
-    title: ClassVar[str] = "`{rule}` is no switch rule: {reason}"
-    help: ClassVar[str] = "{remedy}"
-    rule: str
-    reason: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -115,4 +105,4 @@ def parse_switch(text: str) -> Switch:
 
 
 def _refused(text: str, reason: str, remedy: str) -> UserError:
-    return UserError(BadSwitch(None, text, reason, remedy))
+    return user_error(f"`{text}` is no switch rule: {reason}", help=remedy)

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from arachnec.data.container_crop import container_crop
 from arachnec.data.shown_picture import NotShown, ShownPictures, deinterlaced
@@ -30,22 +30,22 @@ RATE_TOLERANCE = 0.02  # between two statements of one frame rate
 
 @dataclass(frozen=True)
 class UnreadableVideo(Diagnostic):
-    title: ClassVar[str] = "the video `{path}` cannot be decoded: {reason}"
-    help: ClassVar[str] = "check that it plays; if it was copied, copy it again"
+    title = "the video `{path}` cannot be decoded: {reason}"
+    help = "check that it plays; if it was copied, copy it again"
     path: str
     reason: str
 
 
 @dataclass(frozen=True)
 class NoPicture(UnreadableVideo):
-    title: ClassVar[str] = "the video `{path}` cannot be shown: {reason}"
-    help: ClassVar[str] = "convert it with a tool that plays it, to an mp4 file, a PNG or a GIF"
+    title = "the video `{path}` cannot be shown: {reason}"
+    help = "convert it with a tool that plays it, to an mp4 file, a PNG or a GIF"
 
 
 @dataclass(frozen=True)
 class TooFewFrames(Diagnostic):
-    title: ClassVar[str] = "the video `{path}` gave {found} of the {wanted} frames wanted from frame {start} on"
-    help: ClassVar[str] = "{remedy}"
+    title = "the video `{path}` gave {found} of the {wanted} frames wanted from frame {start} on"
+    help = "{remedy}"
     path: str
     found: int
     wanted: int

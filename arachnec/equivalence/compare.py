@@ -9,7 +9,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -31,8 +30,8 @@ OUTSIDE = "what lies outside the layers"
 
 @dataclass(frozen=True)
 class NotEquivalent(Diagnostic):
-    title: ClassVar[str] = "the program of @{module} does not compute what its batch asks for: {what} {where}"
-    help: ClassVar[str] = (
+    title = "the program of @{module} does not compute what its batch asks for: {what} {where}"
+    help = (
         "`check` holds all its rules, so this is a mistake in the compiler or in the executor, or a program that was "
         "edited in a way no rule sees: do not run it, and report it with the file"
     )
@@ -43,8 +42,8 @@ class NotEquivalent(Diagnostic):
 
 @dataclass(frozen=True)
 class DidNotRun(Diagnostic):
-    title: ClassVar[str] = "the program of @{module} does not run to its end on small tensors: rank {rank}: {reason}"
-    help: ClassVar[str] = "`check` holds all its rules, so this is a mistake in the compiler or in the executor"
+    title = "the program of @{module} does not run to its end on small tensors: rank {rank}: {reason}"
+    help = "`check` holds all its rules, so this is a mistake in the compiler or in the executor"
     module: str
     rank: int
     reason: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.backends.staged_model import parts_of
 from arachnec.cost.compute import is_divided
@@ -26,8 +25,8 @@ DIVIDED = 4 * PATCH  # pixels along height and width, of clips that several rank
 
 @dataclass(frozen=True)
 class CannotExecute(Diagnostic):
-    title: ClassVar[str] = "@{module} cannot be executed on small tensors: {reason}"
-    help: ClassVar[str] = "`check` without --equivalence proves it as it is"
+    title = "@{module} cannot be executed on small tensors: {reason}"
+    help = "`check` without --equivalence proves it as it is"
     module: str
     reason: str
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import statistics
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.cluster.topology import machines
 from arachnec.data.manifest import Batch, Manifest
@@ -18,8 +17,8 @@ TOKEN_BYTES = 140e3  # activations of a token while a transformer of 14B paramet
 
 @dataclass(frozen=True)
 class NoBatch(Diagnostic):
-    title: ClassVar[str] = "`{path}` lists {clips}, and nothing says how many of them make a global batch"
-    help: ClassVar[str] = "give --batch N, such as --batch {most}: {reason}; --batch all makes one step of all of them"
+    title = "`{path}` lists {clips}, and nothing says how many of them make a global batch"
+    help = "give --batch N, such as --batch {most}: {reason}; --batch all makes one step of all of them"
     path: str
     clips: str
     most: int

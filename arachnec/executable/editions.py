@@ -11,40 +11,16 @@ import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import msgspec
 
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, Mark
 from arachnec.executable.folder import Executable
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Clip, integer
 
 SHOWN = 5  # ids in a message
-
-
-@dataclass(frozen=True)
-class ClipsMissing(Diagnostic):
-    title: ClassVar[str] = "the manifest lacks {lacking} that the run to resume trains: {ids}"
-    help: ClassVar[str] = "a run may go on with more clips, not with fewer: put them back, or begin another run"
-    lacking: str
-    ids: str
-
-
-@dataclass(frozen=True)
-class RowMoved(Diagnostic):
-    title: ClassVar[str] = "row {row} of the manifest was `{before}` when the run began, and is `{now}`"
-    help: ClassVar[str] = "rows without an `id` are known by their number: append new ones at the end, or give rows ids"
-    row: int
-    before: str
-    now: str
-
-
-@dataclass(frozen=True)
-class OtherBatches(Diagnostic):
-    title: ClassVar[str] = "the manifest has the clips of the run to resume in other batches"
-    help: ClassVar[str] = "compile it with the `--batch` and the order of rows that the run goes on with"
 
 
 class Edition(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,10 +116,16 @@ def continued(editions: Sequence[Edition], executable: Executable, done: int) ->
     for row in sorted(latest.files.keys() & own.files.keys()):
         file, other = latest.files[row], own.files[row]
         if file != other and (file in now or other in before):  # else it has another name
-            raise UserError(RowMoved(None, row, file, other))
+            raise user_error(
+                f"row {row} of the manifest was `{file}` when the run began, and is `{other}`",
+                help="rows without an `id` are known by their number: append new ones at the end, or give rows ids",
+            )
     if own.ids == latest.ids:
         if len(kept) > 1 and own.batches != latest.batches:  # of a single edition the checkpoint's digest says it
-            raise UserError(OtherBatches(None))
+            raise user_error(
+                "the manifest has the clips of the run to resume in other batches",
+                help="compile it with the `--batch` and the order of rows that the run goes on with",
+            )
         return kept
     begins = latest.begins + -(-(done - latest.begins) // len(latest.batches)) * len(latest.batches)
     return *kept, Edition.of(executable, begins)
@@ -188,7 +170,10 @@ def _file_name(clip: VideoClip) -> str:
 
 def _missing(ids: Sequence[str | int]) -> UserError:
     shown = ", ".join(f"`{id}`" for id in ids[:SHOWN]) + (", ..." if len(ids) > SHOWN else "")
-    return UserError(ClipsMissing(None, counted(len(ids), "clip"), shown))
+    return user_error(
+        f"the manifest lacks {counted(len(ids), 'clip')} that the run to resume trains: {shown}",
+        help="a run may go on with more clips, not with fewer: put them back, or begin another run",
+    )
 
 
 def _iteration(clip: Clip) -> int:

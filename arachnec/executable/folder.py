@@ -30,15 +30,15 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import metadata
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import msgspec
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.long_manifest import LongManifest
-from arachnec.executable.part_files import NotExecutable, demand_readable, json_part, read_part, text_of
+from arachnec.executable.part_files import demand_readable, json_part, not_executable_error, read_part, text_of
 from arachnec.executable.training_options import Training, verified
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
@@ -74,23 +74,9 @@ LIBRARIES = ("torch", "diffusers", "transformers")
 
 
 @dataclass(frozen=True)
-class OfRequests(Diagnostic):
-    title: ClassVar[str] = "{folder} is an executable that samples, and trains nothing"
-    help: ClassVar[str] = "give one that was compiled from a model file; `arachnec run` samples with this one"
-    folder: str
-
-
-@dataclass(frozen=True)
-class NameTaken(Diagnostic):
-    title: ClassVar[str] = "the model file imports `{name}` from its folder, and the executable has a file of that name"
-    help: ClassVar[str] = "give that module another name"
-    name: str
-
-
-@dataclass(frozen=True)
 class Changed(Diagnostic):
-    title: ClassVar[str] = "{file} in {folder} is not the one this executable was compiled with"
-    help: ClassVar[str] = "compile again: the plan was proved for the file as it was"
+    title = "{file} in {folder} is not the one this executable was compiled with"
+    help = "compile again: the plan was proved for the file as it was"
     folder: str
     file: str
 
@@ -235,7 +221,10 @@ def modules_of(path: Path, modules: Sequence[str], taken: Set[str]) -> dict[str,
     taken."""
     for name in modules:
         if name in taken:
-            raise UserError(NameTaken(None, name))
+            raise user_error(
+                f"the model file imports `{name}` from its folder, and the executable has a file of that name",
+                help="give that module another name",
+            )
     return {name: (path.parent / name).read_text(encoding="utf-8") for name in modules}
 
 
@@ -300,14 +289,14 @@ def read_executable(folder: Path) -> Executable:
     """
     if not (folder / HEADER).is_file():
         reason = f"it has no {HEADER}" if folder.is_dir() else "there is no such folder"
-        raise UserError(NotExecutable(None, str(folder), reason))
+        raise not_executable_error(str(folder), reason)
     header = read_header(folder)
     more = [VALIDATION] if VALIDATION in header.fingerprint else []
     raw = {name: read_part(folder, name) for name in (PROGRAM, *FINGERPRINTED, *more, *header.load, *header.modules)}
     digests = {name: digest_of(data) for name, data in raw.items()}
     for name in (*FINGERPRINTED, *header.modules):
         if name not in header.fingerprint:
-            raise UserError(NotExecutable(None, str(folder), f"its fingerprint leaves out {name}"))
+            raise not_executable_error(str(folder), f"its fingerprint leaves out {name}")
     for name, digest in header.fingerprint.items():
         if digests.get(name) != digest:
             raise UserError(Changed(None, str(folder), name))
@@ -336,7 +325,7 @@ def _demand_traced_graphs(folder: Path, model: Module, traced: Module) -> None:
     of_model, of_trace = ({graph.name: _as_traced(graph) for graph in module.graphs} for module in (model, traced))
     if of_model != of_trace:
         name = min(n for n in of_model.keys() | of_trace.keys() if of_model.get(n) != of_trace.get(n))
-        raise UserError(NotExecutable(None, str(folder), f"{MODEL_IR} has another graph `{name}` than {TRACED}"))
+        raise not_executable_error(str(folder), f"{MODEL_IR} has another graph `{name}` than {TRACED}")
 
 
 def _as_traced(graph: Graph) -> Graph:
@@ -397,14 +386,15 @@ def read_header(folder: Path) -> Header:
     """``executable.json`` of an executable that trains. Raises ``UserError`` where it is missing or malformed."""
     data = read_part(folder, HEADER)
     if samples(folder):
-        raise UserError(OfRequests(None, str(folder)))
+        raise user_error(
+            f"{folder} is an executable that samples, and trains nothing",
+            help="give one that was compiled from a model file; `arachnec run` samples with this one",
+        )
     header = json_part(folder, HEADER, data, Header)
     if header.format != FORMAT:
-        raise UserError(
-            NotExecutable(None, str(folder), f"its format is {header.format}, this arachnec reads {FORMAT}")
-        )
+        raise not_executable_error(str(folder), f"its format is {header.format}, this arachnec reads {FORMAT}")
     if header.iterations < 1:
-        raise UserError(NotExecutable(None, str(folder), f"it has {header.iterations} iterations"))
+        raise not_executable_error(str(folder), f"it has {header.iterations} iterations")
     demand_inside(folder, MODEL, header.pipeline, header.load, header.modules)
     verified(header.training)
     return header
@@ -414,14 +404,14 @@ def demand_inside(folder: Path, main: str, pipeline: str, load: Sequence[str], m
     """Raises ``UserError`` for a header that names a file outside of its folder; ``main`` is that of the user's
     functions."""
     if any(Path(name).name != name for name in load):
-        raise UserError(NotExecutable(None, str(folder), "it loads passes from outside of its folder"))
+        raise not_executable_error(str(folder), "it loads passes from outside of its folder")
     if any(not _is_inside(name, main) for name in modules) or len(modules) > MOST:
-        raise UserError(NotExecutable(None, str(folder), f"its {main} imports from outside of its folder"))
+        raise not_executable_error(str(folder), f"its {main} imports from outside of its folder")
     if len(load) > MOST_LOADED:
-        raise UserError(NotExecutable(None, str(folder), f"it loads more than {MOST_LOADED} files of passes"))
+        raise not_executable_error(str(folder), f"it loads more than {MOST_LOADED} files of passes")
     for option in FILE_OPTION.finditer(pipeline):
         if Path(profile := unquoted(option["value"])).name != profile:
-            raise UserError(NotExecutable(None, str(folder), "it reads a file from outside of its folder"))
+            raise not_executable_error(str(folder), "it reads a file from outside of its folder")
 
 
 def unquoted(value: str) -> str:
@@ -447,11 +437,11 @@ def _clips(folder: Path, data: bytes) -> tuple[VideoClip, ...]:
     clips: list[VideoClip] = []
     for number, line in enumerate(io.BytesIO(data), start=1):  # one at a time
         if number > MOST_CLIPS:
-            raise UserError(NotExecutable(None, str(folder), f"{CLIPS} lists more than {MOST_CLIPS} clips"))
+            raise not_executable_error(str(folder), f"{CLIPS} lists more than {MOST_CLIPS} clips")
         try:
             row = msgspec.json.decode(line, type=ClipRow)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UserError(NotExecutable(None, str(folder), f"{CLIPS}, line {number}: {error}")) from None
+            raise not_executable_error(str(folder), f"{CLIPS}, line {number}: {error}") from None
         clips.append(clip_of(row))
     return tuple(clips)
 
@@ -482,12 +472,12 @@ def _matching(folder: Path, clips: tuple[VideoClip, ...], traced: Module) -> tup
     """The clips themselves, where they are those that the traced module lists. Raises ``UserError``."""
     if len(clips) != len(traced.clips):
         reason = f"{CLIPS} lists {counted(len(clips), 'clip')}, {TRACED} {len(traced.clips)}"
-        raise UserError(NotExecutable(None, str(folder), reason))
+        raise not_executable_error(str(folder), reason)
     for planned in traced.clips:
         clip = clips[planned.id] if 0 <= planned.id < len(clips) else None
         if clip is None or clip.shape != (planned.frames, planned.height, planned.width, planned.text):
             reason = f"clip {planned.id} of {CLIPS} is not the one of {TRACED}"
-            raise UserError(NotExecutable(None, str(folder), reason))
+            raise not_executable_error(str(folder), reason)
     return clips
 
 

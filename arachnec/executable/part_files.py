@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, writing
-from arachnec.ir.syntax_errors import TextTooLarge
+from arachnec.ir.diagnostic import UserError, user_error, writing
+from arachnec.ir.syntax_errors import text_too_large_error
 
 LIMIT_BYTES = 256 * 2**20
 LARGEST_TEXT = 64 * 2**20  # bytes of a module: some 650,000 instructions
@@ -18,32 +17,22 @@ MODULE = ".cascade"
 Read = TypeVar("Read")
 
 
-@dataclass(frozen=True)
-class NotExecutable(Diagnostic):
-    title: ClassVar[str] = "{folder} is not an executable: {reason}"
-    help: ClassVar[str] = "make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`"
-    folder: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class CutShort(Diagnostic):
-    title: ClassVar[str] = "{folder}/{name} is cut short or damaged: {reason}"
-    help: ClassVar[str] = "copy the folder again, or compile it again"
-    folder: str
-    name: str
-    reason: str
+def not_executable_error(folder: str, reason: str) -> UserError:
+    return user_error(
+        f"{folder} is not an executable: {reason}",
+        help=f"make one with `arachnec compile MODEL --data CLIPS --cluster CLUSTER -o {folder}`",
+    )
 
 
 def read_part(folder: Path, name: str) -> bytes:
     path = folder / name
     if not path.is_file():
-        raise UserError(NotExecutable(None, str(folder), f"it has no {name}"))
+        raise not_executable_error(str(folder), f"it has no {name}")
     size = path.stat().st_size
     if name.endswith(MODULE) and size > LARGEST_TEXT:
-        raise UserError(TextTooLarge(None, str(path), LARGEST_TEXT >> 20))
+        raise text_too_large_error(str(path), LARGEST_TEXT >> 20)
     if size > LIMIT_BYTES:
-        raise UserError(NotExecutable(None, str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB"))
+        raise not_executable_error(str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB")
     with writing(path):
         return path.read_bytes()
 
@@ -53,22 +42,24 @@ def json_part(folder: Path, name: str, data: bytes, kind: type[Read]) -> Read:
     try:
         msgspec.json.decode(data, type=msgspec.Raw)  # before its fields: those of a file cut short may be others
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(CutShort(None, str(folder), name, str(error))) from None
+        raise user_error(
+            f"{folder}/{name} is cut short or damaged: {error}", help="copy the folder again, or compile it again"
+        ) from None
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(NotExecutable(None, str(folder), f"{name}: {error}")) from None
+        raise not_executable_error(str(folder), f"{name}: {error}") from None
 
 
 def text_of(folder: Path, name: str, data: bytes) -> str:
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise UserError(NotExecutable(None, str(folder), f"{name} is not UTF-8 text: {error.reason}")) from None
+        raise not_executable_error(str(folder), f"{name} is not UTF-8 text: {error.reason}") from None
 
 
 def demand_readable(folder: Path, texts: Mapping[str, str]) -> None:
     """Raises ``UserError`` for a module that nothing would read back."""
     for name, text in texts.items():
         if name.endswith(MODULE) and len(text) * 4 > LARGEST_TEXT and len(text.encode()) > LARGEST_TEXT:
-            raise UserError(TextTooLarge(None, str(folder / name), LARGEST_TEXT >> 20))
+            raise text_too_large_error(str(folder / name), LARGEST_TEXT >> 20)

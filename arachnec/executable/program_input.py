@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.sampling_folder import SamplingExecutable
@@ -23,18 +22,18 @@ ASKED = ("steps", "branches", "window", "arrival")  # of a request, which no pla
 
 @dataclass(frozen=True)
 class OtherClips(Diagnostic):
-    title: ClassVar[str] = "the program of iteration {iteration} {reason}"
-    label: ClassVar[str] = "not the clips of iteration {iteration}"
-    help: ClassVar[str] = "its clips are those of `traced.cascade` with `iteration = {iteration}`; compile again"
+    title = "the program of iteration {iteration} {reason}"
+    label = "not the clips of iteration {iteration}"
+    help = "its clips are those of `traced.cascade` with `iteration = {iteration}`; compile again"
     iteration: int
     reason: str
 
 
 @dataclass(frozen=True)
 class OtherFigure(Diagnostic):
-    title: ClassVar[str] = "{node} has {attribute} = {value} in the program, and {right} where it was compiled"
-    label: ClassVar[str] = "{attribute} is {value}"
-    help: ClassVar[str] = "a program is proved for what was traced; compile again to change the model or the cluster"
+    title = "{node} has {attribute} = {value} in the program, and {right} where it was compiled"
+    label = "{attribute} is {value}"
+    help = "a program is proved for what was traced; compile again to change the model or the cluster"
     node: str
     attribute: str
     value: str
@@ -43,8 +42,8 @@ class OtherFigure(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherStages(Diagnostic):
-    title: ClassVar[str] = "the program has stages {stages}, the executable {right}"
-    help: ClassVar[str] = "a program is proved for what was traced; compile again to change the model"
+    title = "the program has stages {stages}, the executable {right}"
+    help = "a program is proved for what was traced; compile again to change the model"
     stages: str
     right: str
 

@@ -36,7 +36,7 @@ from arachnec.executable.folder import (
     versions,
     write_parts,
 )
-from arachnec.executable.part_files import NotExecutable, json_part, read_part, text_of
+from arachnec.executable.part_files import json_part, not_executable_error, read_part, text_of
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
@@ -179,7 +179,7 @@ def read_sampling_header(folder: Path) -> SamplingHeader:
     header = json_part(folder, HEADER, read_part(folder, HEADER), SamplingHeader)
     if header.format != FORMAT:
         reason = f"its format is {header.format}, this arachnec reads {FORMAT}"
-        raise UserError(NotExecutable(None, str(folder), reason))
+        raise not_executable_error(str(folder), reason)
     demand_inside(folder, SAMPLER, header.pipeline, header.load, header.modules)
     return header
 
@@ -200,5 +200,5 @@ def read_sampling_executable(folder: Path) -> SamplingExecutable:
         # a sampler file may pad captions
         if own is None or own.shape[:3] != (clip.frames, clip.height, clip.width) or own.text_tokens > clip.text:
             reason = f"request {clip.id} of {REQUESTS} is not the one of {TRACED}"
-            raise UserError(NotExecutable(None, str(folder), reason))
+            raise not_executable_error(str(folder), reason)
     return SamplingExecutable(folder, header, program, traced, requests)

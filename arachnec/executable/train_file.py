@@ -13,7 +13,7 @@ import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
@@ -26,7 +26,7 @@ from arachnec.executable.training_options import (
     bad_value,
     verified,
 )
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 
 LARGEST_FILE = 2**20  # bytes
@@ -63,34 +63,16 @@ OF_A_GROUP = ("match", "dimensions")
 OWN_KEYS = {"optimizer": ("name",), "schedule": ("name", "warmup"), "groups": OF_A_GROUP}
 
 
-@dataclass(frozen=True)
-class UnknownTrainKey(Diagnostic):
-    title: ClassVar[str] = "unknown training option `{key}`"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "{suggestion}"
-    key: str
-    suggestion: str
+def unknown_train_key_error(span: Span | None, key: str, suggestion: str) -> UserError:
+    return user_error(f"unknown training option `{key}`", label="no such key", help=suggestion, span=span)
 
 
-@dataclass(frozen=True)
-class BadTrainFile(Diagnostic):
-    title: ClassVar[str] = "the training file is not TOML: {reason}"
-    help: ClassVar[str] = "text values stand in quotes, one `key = value` a line; docs/training_options.md has examples"
-    reason: str
-
-
-@dataclass(frozen=True)
-class NoTrainFile(Diagnostic):
-    title: ClassVar[str] = "there is no training file `{path}`"
-    help: ClassVar[str] = "give the path of a TOML file; docs/training_options.md lists its keys"
-    path: str
-
-
-@dataclass(frozen=True)
-class BadSetting(Diagnostic):
-    title: ClassVar[str] = "`--set {given}` sets nothing"
-    help: ClassVar[str] = "write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1"
-    given: str
+def bad_train_file_error(span: Span | None, reason: str) -> UserError:
+    return user_error(
+        f"the training file is not TOML: {reason}",
+        help="text values stand in quotes, one `key = value` a line; docs/training_options.md has examples",
+        span=span,
+    )
 
 
 @dataclass(frozen=True)
@@ -125,9 +107,12 @@ def training_of(
 def read_train_file(path: Path) -> Given:
     """A TOML file's tables. Raises ``UserError`` where it is none."""
     if not path.is_file():
-        raise UserError(NoTrainFile(None, str(path)))
+        raise user_error(
+            f"there is no training file `{path}`",
+            help="give the path of a TOML file; docs/training_options.md lists its keys",
+        )
     if path.stat().st_size > LARGEST_FILE:
-        raise UserError(BadTrainFile(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB"))
+        raise bad_train_file_error(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB")
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         return Given(tomllib.loads(text), Lines(str(path), text))
@@ -136,7 +121,7 @@ def read_train_file(path: Path) -> Given:
         line, column = (int(position[1]), int(position[2])) if position else (1, 1)
         span = Span(str(path), line, column, line, column + 1)
         reason = "it is nested too deeply" if isinstance(error, RecursionError) else str(error)
-        raise UserError(BadTrainFile(span, reason)) from None
+        raise bad_train_file_error(span, reason) from None
 
 
 def setting(text: str) -> Given:
@@ -144,7 +129,9 @@ def setting(text: str) -> Given:
     key, equals, value = text.partition("=")
     names = [name.strip() for name in key.split(".")]
     if not equals or not all(names):
-        raise UserError(BadSetting(None, text))
+        raise user_error(
+            f"`--set {text}` sets nothing", help="write --set KEY=VALUE, as in --set optimizer.weight_decay=0.1"
+        )
     try:
         read = tomllib.loads(f"value = {value}")
         inner: Any = read["value"] if set(read) == {"value"} else value
@@ -230,14 +217,14 @@ def _demand_known(given: Given) -> None:
             inner = [name for name in kinds if word in fields[name] and name != "groups"]
             of_table = f"did you mean {' or '.join(f'`{name}.{word}`' for name in inner)}?" if inner else ""
             suggestion = OTHER_WORDS.get(word) or of_table or _suggestion(key, known)
-            raise UserError(UnknownTrainKey(given.lines.span(key), key, suggestion))
+            raise unknown_train_key_error(given.lines.span(key), key, suggestion)
     for key, value in given.values.items():
         kind = kinds[key]
         if isinstance(value, Mapping) and key not in OWN_KEYS and hasattr(kind, "__struct_fields__"):
             for inner in value:
                 if inner not in kind.__struct_fields__:
                     suggestion = _suggestion(inner, kind.__struct_fields__)
-                    raise UserError(UnknownTrainKey(place(given.lines, f"{key}.{inner}"), f"{key}.{inner}", suggestion))
+                    raise unknown_train_key_error(place(given.lines, f"{key}.{inner}"), f"{key}.{inner}", suggestion)
 
 
 def _suggestion(key: str, known: Sequence[str]) -> str:

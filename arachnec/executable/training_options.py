@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -127,9 +127,9 @@ class Training(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True)
 class BadTrainValue(Diagnostic):
-    title: ClassVar[str] = "the training option `{key}` is {found}: {reason}"
-    label: ClassVar[str] = "not what it must be"
-    help: ClassVar[str] = "{remedy}"
+    title = "the training option `{key}` is {found}: {reason}"
+    label = "not what it must be"
+    help = "{remedy}"
     key: str
     found: str
     reason: str
@@ -144,9 +144,9 @@ def bad_value(key: str, value: object, reason: str, remedy: str, span: Span | No
 
 @dataclass(frozen=True)
 class BadTraining(Diagnostic):
-    title: ClassVar[str] = "{option} = {value} cannot be trained with"
-    label: ClassVar[str] = "out of range"
-    help: ClassVar[str] = "{remedy}"
+    title = "{option} = {value} cannot be trained with"
+    label = "out of range"
+    help = "{remedy}"
     option: str
     value: float
     remedy: str

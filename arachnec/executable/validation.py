@@ -15,7 +15,7 @@ import msgspec
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Drawn, Mark
 from arachnec.executable.folder import VALIDATION, ClipRow, Executable, clip_of, row_of
-from arachnec.executable.part_files import NotExecutable
+from arachnec.executable.part_files import not_executable_error
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip
@@ -79,7 +79,7 @@ class ValidationBatches:
             return [msgspec.json.decode(line, type=ValidationRow) for line in self.executable.validation.splitlines()]
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             reason = f"{VALIDATION}: {error}"
-            raise UserError(NotExecutable(None, str(self.executable.folder), reason)) from None
+            raise not_executable_error(str(self.executable.folder), reason) from None
 
 
 def _planned(number: int, row: ValidationRow) -> Clip:

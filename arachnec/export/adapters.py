@@ -10,50 +10,17 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from arachnec.export.model_values import ModelValues
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.adapters import BASE, COPY, ORIGINAL, WRAPPER, adapted_layers, original_names
 
 COMPONENT = "transformer"  # of a Diffusers pipeline
 METADATA = "lora_adapter_metadata"
-
-
-@dataclass(frozen=True)
-class CannotMerge(Diagnostic):
-    title: ClassVar[str] = "the adapter at {layer} cannot be added into the layer below it: {kind} has no merge()"
-    help: ClassVar[str] = "use peft's adapters, or give the class `merge()`, which adds itself to `base_layer`"
-    layer: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class NoAdapter(Diagnostic):
-    title: ClassVar[str] = "the model has no adapter of peft"
-    help: ClassVar[str] = "leave --lora out to write the whole model, or add one: model.add_adapter(LoraConfig(...))"
-
-
-@dataclass(frozen=True)
-class MoreThanAdapter(Diagnostic):
-    title: ClassVar[str] = "more than the adapter has trained, which no LoRA file holds: {names}"
-    help: ClassVar[str] = "leave --lora out: the whole model is written, with the adapter added in"
-    names: str
-
-
-@dataclass(frozen=True)
-class SeveralAdapters(Diagnostic):
-    title: ClassVar[str] = "the model computes with the adapters {names}, and a LoRA file holds one"
-    help: ClassVar[str] = (
-        "leave --lora out: the whole model is written, with all of them added in; or have build() use one alone: "
-        'model.set_adapter("{last}")'
-    )
-    names: str
-    last: str
 
 
 def merged_sources(values: ModelValues) -> dict[str, str]:
@@ -75,7 +42,11 @@ class Merging:
         self._latest: tuple[str, dict[str, Tensor]] = "", {}
         for path, layer in self._layers.items():
             if not callable(getattr(layer, "merge", None)):
-                raise UserError(CannotMerge(None, path, type(layer).__name__))
+                raise user_error(
+                    f"the adapter at {path} cannot be added into the layer below it: {type(layer).__name__} has no "
+                    "merge()",
+                    help="use peft's adapters, or give the class `merge()`, which adds itself to `base_layer`",
+                )
 
     def value(self, name: str) -> Tensor:
         """A tensor of the trained model, its layer's adapter added in where it has one."""
@@ -124,14 +95,26 @@ def _adapter(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, Any]]:
     configs: Mapping[str, Any] = getattr(model, "peft_config", {})
     used = _used(model, list(configs))
     if not used:
-        raise UserError(NoAdapter(None))
+        raise user_error(
+            "the model has no adapter of peft",
+            help="leave --lora out to write the whole model, or add one: model.add_adapter(LoraConfig(...))",
+        )
     if len(used) > 1:
-        raise UserError(SeveralAdapters(None, ", ".join(used), used[-1]))
+        raise user_error(
+            f"the model computes with the adapters {', '.join(used)}, and a LoRA file holds one",
+            help=(
+                "leave --lora out: the whole model is written, with all of them added in; or have build() use one "
+                f'alone: model.set_adapter("{used[-1]}")'
+            ),
+        )
     originals = original_names(model)
     trained = [name for name, value in model.named_parameters() if value.requires_grad]
     more = [name for name in trained if originals[name] is not None or f".{COPY}." in f".{name}."]
     if more:
-        raise UserError(MoreThanAdapter(None, ", ".join(more)))
+        raise user_error(
+            f"more than the adapter has trained, which no LoRA file holds: {', '.join(more)}",
+            help="leave --lora out: the whole model is written, with the adapter added in",
+        )
     from peft import get_peft_model_state_dict
 
     (active,) = used

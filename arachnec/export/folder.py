@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from arachnec.executable.folder import Executable
 from arachnec.export.adapters import Merging, lora_file, merged_sources, peft_files
 from arachnec.export.model_values import META, ModelValues, TrainedModel, model_values
 from arachnec.export.trained_values import trained_values
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.adapters import WRAPPER, plain_model
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import folded, model_folder
@@ -27,35 +27,6 @@ from arachnec.models.weight_files import INDEX, PREFERRED, SHARD_BYTES, SUFFIX, 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 LORA = "pytorch_lora_weights.safetensors"
 PEFT, PEFT_CONFIG = "adapter_model.safetensors", "adapter_config.json"  # as peft names them
-
-
-@dataclass(frozen=True)
-class OtherNames(Diagnostic):
-    title: ClassVar[str] = "the model of build() has other tensors than {kind} makes of the same config:{more}{less}"
-    help: ClassVar[str] = (
-        "wrap layers with peft's adapters, which are added in; other changes need a class of their own, whose "
-        "from_pretrained knows these names"
-    )
-    kind: str
-    more: str
-    less: str
-
-
-@dataclass(frozen=True)
-class DoesNotFit(Diagnostic):
-    title: ClassVar[str] = "{name} has values up to {largest:.3g}, which {dtype} does not hold"
-    help: ClassVar[str] = "export with --dtype bf16 or fp32"
-    name: str
-    largest: float
-    dtype: str
-
-
-@dataclass(frozen=True)
-class IsRead(Diagnostic):
-    title: ClassVar[str] = "`{output}` holds {what}, which an export reads and does not overwrite"
-    help: ClassVar[str] = "give another folder with -o"
-    output: str
-    what: str
 
 
 @dataclass(frozen=True)
@@ -111,7 +82,10 @@ def _demand_other(output: Path, init: Path | None, executable: Path, checkpoint:
         read |= {init: "the weights of --init", model_folder(init): "the weights of --init"}
     for folder, what in read.items():
         if output.resolve() == folder.resolve():
-            raise UserError(IsRead(None, str(output), what))
+            raise user_error(
+                f"`{output}` holds {what}, which an export reads and does not overwrite",
+                help="give another folder with -o",
+            )
 
 
 def _write_model(values: ModelValues, folder: Path, dtype: str | None, shard_bytes: int) -> tuple[int, int, str]:
@@ -168,7 +142,10 @@ def _precision(model: nn.Module, name: str, value: Tensor, dtype: str | None) ->
 def _cast(name: str, value: Tensor, dtype: torch.dtype) -> Tensor:
     result = value.to(dtype)
     if dtype == torch.float16 and not torch.isfinite(result).all() and torch.isfinite(value).all():
-        raise UserError(DoesNotFit(None, name, float(value.abs().max()), "fp16"))
+        raise user_error(
+            f"{name} has values up to {float(value.abs().max()):.3g}, which fp16 does not hold",
+            help="export with --dtype bf16 or fp32",
+        )
     return result
 
 
@@ -182,7 +159,13 @@ def _demand_names(model: nn.Module, names: set[str]) -> None:
     if known != names:
         lists = (("more", sorted(names - known)), ("less", sorted(known - names)))
         more, less = (f"\n  {what}: {', '.join(folded(of))}" if of else "" for what, of in lists)
-        raise UserError(OtherNames(None, kind.__name__, more, less))
+        raise user_error(
+            f"the model of build() has other tensors than {kind.__name__} makes of the same config:{more}{less}",
+            help=(
+                "wrap layers with peft's adapters, which are added in; other changes need a class of their own, whose "
+                "from_pretrained knows these names"
+            ),
+        )
 
 
 def _is_diffusers(model: nn.Module) -> bool:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import torch
@@ -18,27 +17,12 @@ from arachnec.backends.cascade_step import build_model
 from arachnec.executable.folder import MODEL, Executable
 from arachnec.executable.training_options import Training
 from arachnec.export.trained_values import TrainedValues
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import InitialWeights, initial_weights, model_folder
 from arachnec.models.weight_files import weight_files
 
 META = torch.device("meta")
-
-
-@dataclass(frozen=True)
-class NeedsInit(Diagnostic):
-    title: ClassVar[str] = "the frozen weights of the checkpoint {path} are in the folder that its run began with"
-    help: ClassVar[str] = "give it as --init FOLDER, or write what has trained alone: --lora"
-    path: str
-
-
-@dataclass(frozen=True)
-class OtherInit(Diagnostic):
-    title: ClassVar[str] = "the run of the checkpoint {path} did not begin with the weights in {init}"
-    help: ClassVar[str] = "give the folder that was --init of the run"
-    path: str
-    init: str
 
 
 @dataclass(frozen=True)
@@ -89,7 +73,10 @@ class ModelValues:
             return
         values = [self.named[name] for name in names]
         if any(isinstance(value, nn.Parameter) and id(value) not in self._trained_names for value in values):
-            raise UserError(NeedsInit(None, str(self.trained.path)))
+            raise user_error(
+                f"the frozen weights of the checkpoint {self.trained.path} are in the folder that its run began with",
+                help="give it as --init FOLDER, or write what has trained alone: --lora",
+            )
 
     @cached_property
     def _trained_names(self) -> dict[int, str]:
@@ -121,5 +108,8 @@ def model_values(of: TrainedModel, trained: TrainedValues, init: Path | None) ->
         model = build()
     initial = None if init is None else initial_weights(init, model)
     if init is not None and trained.position.init not in ("", weight_files(model_folder(init)).fingerprint()):
-        raise UserError(OtherInit(None, str(trained.path), str(init)))
+        raise user_error(
+            f"the run of the checkpoint {trained.path} did not begin with the weights in {init}",
+            help="give the folder that was --init of the run",
+        )
     return ModelValues(model, trained, initial, build)

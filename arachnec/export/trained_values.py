@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,31 +12,9 @@ from torch import Tensor
 from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs
 from arachnec.checkpoint.folder import Position, committed, is_intact, read_commit
 from arachnec.checkpoint.parts import AVERAGE, IN_USE, MASTER, Part
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 
 BUFFER = "buffer"
-
-
-@dataclass(frozen=True)
-class NoCheckpoint(Diagnostic):
-    title: ClassVar[str] = "{folder} holds no whole checkpoint"
-    help: ClassVar[str] = "give the folder that was --checkpoint of the run, or one step's folder in it"
-    folder: str
-
-
-@dataclass(frozen=True)
-class OtherModelFile(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {path} was not made with the model file of {executable}"
-    help: ClassVar[str] = "give the executable that its run was started with, or of your own loop the model file"
-    path: str
-    executable: str
-
-
-@dataclass(frozen=True)
-class NoAverages(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {path} has no averages of the weights"
-    help: ClassVar[str] = "leave --ema out, or train with an average: arachnec run ... --ema 0.999"
-    path: str
 
 
 @dataclass(frozen=True)
@@ -80,10 +57,19 @@ def trained_values(folder: Path, digest: str, executable: Path, *, averages: boo
         if commit is None or not all(is_intact(path, record) for record in commit.files):
             continue
         if commit.position.model != digest:
-            raise UserError(OtherModelFile(None, str(path), str(executable)))
+            raise user_error(
+                f"the checkpoint {path} was not made with the model file of {executable}",
+                help="give the executable that its run was started with, or of your own loop the model file",
+            )
         stored = stored_runs(path, [record.name for record in commit.files])
         if averages and not any(key.startswith(f"{AVERAGE}/") for key in stored):
-            raise UserError(NoAverages(None, str(path)))
+            raise user_error(
+                f"the checkpoint {path} has no averages of the weights",
+                help="leave --ema out, or train with an average: arachnec run ... --ema 0.999",
+            )
         own = IN_USE if any(key.startswith(f"{IN_USE}/") for key in stored) else MASTER
         return TrainedValues(path, commit.position, AVERAGE if averages else own, stored)
-    raise UserError(NoCheckpoint(None, str(folder)))
+    raise user_error(
+        f"{folder} holds no whole checkpoint",
+        help="give the folder that was --checkpoint of the run, or one step's folder in it",
+    )

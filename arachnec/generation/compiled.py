@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import ONE_MODEL, Switch, parse_switch
@@ -15,7 +15,7 @@ from arachnec.executable.folder import REPORT
 from arachnec.executable.sampling_folder import Settings, write_sampling_executable
 from arachnec.generation.plan import ordered, planned, traced
 from arachnec.generation.switches_seen import Seen
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
@@ -26,15 +26,6 @@ from arachnec.sampling.loop import Sampling
 from arachnec.views.executable_page import PAGE, executable_page
 
 SWITCH = "boundary=0.9"  # of two models where neither the file nor the person says
-
-
-@dataclass(frozen=True)
-class OneModel(Diagnostic):
-    title: ClassVar[str] = "`{option}` says when a second model takes over, and the sampler file has `{name}` alone"
-    label: ClassVar[str] = "one model"
-    help: ClassVar[str] = "leave the option out, or name a second model in `models`"
-    option: str
-    name: str
 
 
 @dataclass(frozen=True)
@@ -84,7 +75,12 @@ def asked(
     file = load_sampler_file(sampler)
     option = f"--switch {switch}" if switch is not None else "--history restart" if history == "restart" else None
     if option is not None and len(file.names()) == 1:
-        raise UserError(OneModel(file.span("models"), option, file.names()[0]))
+        raise user_error(
+            f"`{option}` says when a second model takes over, and the sampler file has `{file.names()[0]}` alone",
+            label="one model",
+            help="leave the option out, or name a second model in `models`",
+            span=file.span("models"),
+        )
     alone = pipeline is not None and any(getattr(step, "models", 2) == 1 for step in pipeline.passes)
     names = ordered(file, first)[: 1 if alone else None]
     rule = switch_of(file, names, rule)

@@ -7,12 +7,11 @@ The plan has the densities, and which layers are ready; the projections are read
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from arachnec.checkpoint.trained_predictors import TrainedPredictors
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities, sparse_layers
 from arachnec.ir.head_division import parts_by_layer
@@ -28,29 +27,21 @@ from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
 SITE = 0  # a block that can be sparse has one attention over the clip's tokens
 
 
-@dataclass(frozen=True)
-class OtherPredictors(Diagnostic):
-    title: ClassVar[str] = "the predictors in {place} are not of `{model}`: {what}"
-    help: ClassVar[str] = "name the run that trained this model's; or take the model out of `predictors()`"
-    place: str
-    model: str
-    what: str
-
-
-@dataclass(frozen=True)
-class NoOneGraph(Diagnostic):
-    title: ClassVar[str] = (
-        "`{model}` has predictors, and its blocks have a graph for each clip shape: none can be sparse"
+def other_predictors_error(place: str, model: str, what: str) -> UserError:
+    return user_error(
+        f"the predictors in {place} are not of `{model}`: {what}",
+        help="name the run that trained this model's; or take the model out of `predictors()`",
     )
-    help: ClassVar[str] = "take the model out of `predictors()`"
-    model: str
 
 
 def with_predictors(stage: Stage, graphs: Sequence[Graph], trained: TrainedPredictors) -> Stage:
     """A traced model with the layers whose predictors are ready, as ``learned``. Raises ``UserError`` for those of
     another model."""
     if "graphs" in stage.attrs:
-        raise UserError(NoOneGraph(None, stage.name))
+        raise user_error(
+            f"`{stage.name}` has predictors, and its blocks have a graph for each clip shape: none can be sparse",
+            help="take the model out of `predictors()`",
+        )
     known = attentions_of(stage, graphs)
     numbers = {path: number for number, (path, _) in enumerate(layers_of(stage)) if number in known}
     rows: dict[int, LayerDensity] = {}
@@ -58,13 +49,13 @@ def with_predictors(stage: Stage, graphs: Sequence[Graph], trained: TrainedPredi
     for (path, site), layer in trained.layers.items():
         if path not in numbers or site != SITE:
             what = f"it has no attention over the clip's tokens in `{path}`"
-            raise UserError(OtherPredictors(None, trained.place, stage.name, what))
+            raise other_predictors_error(trained.place, stage.name, what)
         attention, share = known[numbers[path]]
         ranks.add(_rank(stage, trained, (path, site), attention))
         if layer.ready:
             rows[numbers[path]] = LayerDensity.of(share, layer.densities)
     if len(ranks) > 1:
-        raise UserError(OtherPredictors(None, trained.place, stage.name, "they have several ranks"))
+        raise other_predictors_error(trained.place, stage.name, "they have several ranks")
     return replace(stage, attrs=stage.attrs.updated(learned=density_rows(rows), predictor_rank=ranks.pop()))
 
 
@@ -78,7 +69,7 @@ def _rank(stage: Stage, trained: TrainedPredictors, layer: Layer, attention: Cla
         what = f"those of `{layer[0]}` have {features} numbers, for {heads} heads of {attention.size} features"
     else:
         return rank
-    raise UserError(OtherPredictors(None, trained.place, stage.name, what))
+    raise other_predictors_error(trained.place, stage.name, what)
 
 
 def learned_layers(sequence: SequenceModel, stage: Stage, trained: TrainedPredictors | None) -> dict[int, LayerState]:
@@ -90,16 +81,14 @@ def learned_layers(sequence: SequenceModel, stage: Stage, trained: TrainedPredic
     names: dict[int, Layer] = {number: (paths[number], SITE) for number in table}
     if trained is None or any(name not in trained.layers for name in names.values()):
         place = "the sampler file" if trained is None else trained.place
-        raise UserError(
-            OtherPredictors(None, place, stage.name, "the plan has layers that are not there; compile again")
-        )
+        raise other_predictors_error(place, stage.name, "the plan has layers that are not there; compile again")
     rank = count_in(stage, "predictor_rank")
     states = sequence.sparsify(rank, here={path for path, _ in names.values()})
     layers: dict[int, LayerState] = {}
     for number, name in names.items():
         if name not in states:
             what = f"the attention of `{name[0]}`, as it runs, cannot be sparse"
-            raise UserError(OtherPredictors(None, trained.place, stage.name, what))
+            raise other_predictors_error(trained.place, stage.name, what)
         site, own = states[name].site, states[name].projections
         query, key = trained.projections(name, (site.heads, site.head_size, rank))
         by = Projections(query.to(own.query.device), key.to(own.key.device))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -15,7 +14,7 @@ from arachnec.generation.encoded import Encoders
 from arachnec.generation.learned_layers import with_predictors
 from arachnec.generation.model_kind import model_kind
 from arachnec.generation.switches_seen import Seen
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.values import Symbol, Value
@@ -36,26 +35,6 @@ from arachnec.tracing.sample import meta_encoders
 
 DEFAULT = "generate"  # a named pipeline
 LATENT_BYTES = 4  # of a number of the latents, which are kept in fp32
-
-
-@dataclass(frozen=True)
-class UnknownModel(Diagnostic):
-    title: ClassVar[str] = "the sampler file has no model `{name}`"
-    help: ClassVar[str] = "its models are {names}"
-    name: str
-    names: str
-
-
-@dataclass(frozen=True)
-class FewerSteps(Diagnostic):
-    title: ClassVar[str] = "request `{request}` has {steps}, and `{rule}` switches after {least} at the earliest"
-    help: ClassVar[str] = (
-        "give it at least {least} steps, or switch earlier: after all of a request's steps is the latest"
-    )
-    request: str | int
-    steps: str
-    rule: str
-    least: int
 
 
 @dataclass(frozen=True)
@@ -123,7 +102,7 @@ def ordered(sampler: SamplerFile, first: str | None) -> tuple[str, ...]:
     if first is None:
         return names
     if first not in names:
-        raise UserError(UnknownModel(None, first, ", ".join(names)))
+        raise user_error(f"the sampler file has no model `{first}`", help=f"its models are {', '.join(names)}")
     return (first, *(name for name in names if name != first))
 
 
@@ -192,7 +171,11 @@ def demand_steps(sampling: Sampling, requests: Sequence[Request]) -> None:
     for request in requests:
         steps = len(sampling.schedule(request))
         if steps < least:
-            raise UserError(FewerSteps(None, request.id, counted(steps, "step"), str(rule), least))
+            raise user_error(
+                f"request `{request.id}` has {counted(steps, 'step')}, and `{rule}` switches after {least} at the "
+                "earliest",
+                help=f"give it at least {least} steps, or switch earlier: after all of a request's steps is the latest",
+            )
 
 
 def demand_latents(sampling: Sampling, requests: Sequence[Request]) -> None:

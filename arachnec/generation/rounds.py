@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Module, quantity
 from arachnec.ir.sampling import outcomes_of
 from arachnec.launch.phases import GROUP_TIMEOUT
@@ -26,14 +26,6 @@ POLL_S = 0.02
 FIRST = 0.25  # of a round, that planning is expected to take before it has
 KEPT = "-"  # in place of a program: the one that ranks have goes on
 PATIENCE = 0.2  # of a round, for which a rank that comes to its end waits for the next program
-
-
-@dataclass(frozen=True)
-class NoNextRound(Diagnostic):
-    title: ClassVar[str] = "rank {rank} waits in vain for the program of round {round}"
-    help: ClassVar[str] = "rank 0, which plans it, has ended or hangs; its own output says more"
-    rank: int
-    round: int
 
 
 class RoundStore(Protocol):
@@ -69,7 +61,10 @@ class Rounds:
             self.store.set(f"comes/{round}", str(self.rank))
         while not self.store.check([f"program/{round}"]):
             if time.monotonic() - started > GROUP_TIMEOUT.total_seconds():
-                raise UserError(NoNextRound(None, self.rank, round))
+                raise user_error(
+                    f"rank {self.rank} waits in vain for the program of round {round}",
+                    help="rank 0, which plans it, has ended or hangs; its own output says more",
+                )
             time.sleep(POLL_S)
         text = self.store.get(f"program/{round}").decode()
         self.waited_s += time.monotonic() - started

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import msgspec
 
@@ -29,7 +29,7 @@ from arachnec.generation.compiled import CompiledRequests, asked, compile_reques
 from arachnec.generation.plan import DEFAULT, planned
 from arachnec.generation.results import EXECUTED, Outcome, Results
 from arachnec.generation.switches_seen import Seen, read_seen, record_seen
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Cluster, Module, Stage
 from arachnec.ir.printer import print_module
 from arachnec.launch.local_ranks import RankDied, launch
@@ -41,16 +41,6 @@ from arachnec.runtime.clock import Interval
 
 PLAN, OUTCOMES, REPORT = "plan", "outcomes", "report.json"
 WORKER = "arachnec.generation.worker"
-
-
-@dataclass(frozen=True)
-class NotFinite(Diagnostic):
-    title: ClassVar[str] = "request `{request}` has no result: {reason}"
-    help: ClassVar[str] = (
-        "all other requests are finished; check its guidance, and the weights and their precision, and run again"
-    )
-    request: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -177,7 +167,19 @@ def run_here(generation: Generation, stall_timeout: float | None = None) -> dict
         (out / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     failed = [row for row in report["requests"] if row["failed"]]
     if failed:
-        raise UserError(*(NotFinite(None, row["id"], row["failed"]) for row in failed))
+        raise UserError(
+            *(
+                Mistake(
+                    None,
+                    f"request `{row['id']}` has no result: {row['failed']}",
+                    help=(
+                        "all other requests are finished; check its guidance, and the weights and their precision, "
+                        "and run again"
+                    ),
+                )
+                for row in failed
+            )
+        )
     return report
 
 

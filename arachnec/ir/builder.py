@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from lark import Token, Transformer
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import (
     NO_ATTRIBUTES,
     Cascade,
@@ -140,7 +140,7 @@ class ModuleBuilder(Transformer[Token, Module]):
         for key, value in filter(None, parts):
             name = string_of(key, key) if key.type == "STRING" else str(key)
             if name in seen:
-                raise UserError(syntax_errors.TwiceGiven(span_of(key), what=f"attribute `{name}`"))
+                raise syntax_errors.twice_given_error(span_of(key), what=f"attribute `{name}`")
             seen.add(name)
             pairs.append((name, value))
             spans.append(span_of(key))
@@ -170,7 +170,7 @@ class ModuleBuilder(Transformer[Token, Module]):
             else:
                 value = self._plain_value(pair, line, first)
             if name in names:
-                raise UserError(syntax_errors.TwiceGiven(span, what=f"attribute `{name}`"))
+                raise syntax_errors.twice_given_error(span, what=f"attribute `{name}`")
             names.add(name)
             pairs.append((name, value))
             spans.append(span)
@@ -271,7 +271,7 @@ class ModuleBuilder(Transformer[Token, Module]):
         for item in items:
             kinds[type(item)].append(item)
         if len(kinds[Cluster]) > 1:
-            raise UserError(syntax_errors.TwiceGiven(kinds[Cluster][1].span, what="the cluster"))
+            raise syntax_errors.twice_given_error(kinds[Cluster][1].span, what="the cluster")
         return Module(
             name=name_of(name),
             level=_level(attrs, name),
@@ -298,9 +298,19 @@ def _without(attrs: Attributes, name: str) -> Attributes:
 
 def _level(attrs: Attributes, module: Token) -> Level:
     if "level" not in attrs:
-        raise UserError(syntax_errors.NoLevel(span_of(module), name=name_of(module), levels=LEVELS))
+        raise user_error(
+            f"module `@{name_of(module)}` does not say its level",
+            label="no `level` among its attributes",
+            help=f'write `attributes {{ level = "traced" }}`; levels are {LEVELS}',
+            span=span_of(module),
+        )
     word = attrs["level"]
     for level in Level:
         if level.word == word:
             return level
-    raise UserError(syntax_errors.UnknownLevel(attrs.span("level"), found=json.dumps(str(word)), levels=LEVELS))
+    raise user_error(
+        f"there is no level {json.dumps(str(word))}",
+        label="not a level",
+        help=f"levels are {LEVELS}",
+        span=attrs.span("level"),
+    )

@@ -1,16 +1,18 @@
-"""Errors as data: one frozen dataclass per user mistake, rendered with place, line, carets, message and remedy.
+"""Errors as data: what is wrong, where, and the remedy, rendered with location, line and carets.
 
-A subclass states its texts as format strings over its own fields::
+The message stands where it is raised::
+
+    raise user_error(f"unknown key `{key}`", label="no such key", help="did you mean `frames`?", span=span)
+
+A kind of mistake that code or a test tells apart is a class, with texts as format strings over its own fields::
 
     @dataclass(frozen=True)
     class UnknownKey(Diagnostic):
-        title: ClassVar[str] = "unknown key `{key}`"
-        label: ClassVar[str] = "no such key"
-        help: ClassVar[str] = "did you mean `{suggestion}`?"
+        title = "unknown key `{key}`"
+        label = "no such key"
+        help = "did you mean `{suggestion}`?"
         key: str
         suggestion: str
-
-    raise UserError(UnknownKey(span, key="fps", suggestion="frames"))
 """
 
 from __future__ import annotations
@@ -21,45 +23,71 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 from arachnec.ir.span import Span
 
 WIDEST = 240  # characters of a row that are shown
 LONGEST_FIELD = 600  # characters of a field that are shown: more is no name that anybody gave
+LONGEST_TEXT = 4 * LONGEST_FIELD
 LARGEST_SHOWN = 10**30
 PIECE, LONGEST_LINE = 2**20, 2**20  # characters of a file that are read at once to show a line
 MOST_SHOWN, LONGEST_SHOWN = 20, 10_000  # errors, and characters of them, that are shown at once
 
 
+class _Texts:
+    title: str
+    label: str = ""
+    help: str = ""
+
+
 @dataclass(frozen=True)
-class Diagnostic:
+class Diagnostic(_Texts):
     """A mistake and its place in a file; ``span`` is None where there is none. Subclasses add what is wrong."""
 
-    title: ClassVar[str]
-    label: ClassVar[str] = ""
-    help: ClassVar[str] = ""
     span: Span | None
 
+    @property
+    def message(self) -> str:
+        """The first line of the rendered error, without its place."""
+        return self.text(self.title)
+
     def text(self, template: str) -> str:
+        """One of the three texts, with this object's fields in it."""
         fields = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         return template.format(**{name: shown(value) for name, value in fields.items()})
+
+
+@dataclass(frozen=True)
+class Mistake(Diagnostic):
+    """A mistake that is only reported: its texts are complete."""
+
+    title: str
+    label: str = ""
+    help: str = ""
+
+    def text(self, template: str) -> str:
+        return shown_text(template)
 
 
 class UserError(Exception):
     """What a command raises for bad input: it is printed, the exit code is 2, and there is no traceback."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
-        super().__init__("\n".join(d.text(d.title) for d in diagnostics[:MOST_SHOWN]))
+        super().__init__("\n".join(d.message for d in diagnostics[:MOST_SHOWN]))
         self.diagnostics = diagnostics
+
+
+def user_error(title: str, *, label: str = "", help: str = "", span: Span | None = None) -> UserError:
+    """The error of one mistake that is only reported."""
+    return UserError(Mistake(span, title, label, help))
 
 
 @dataclass(frozen=True)
 class SystemRefuses(Diagnostic):
     """A file or folder that the operating system refuses: missing, not writable, on a full disk."""
 
-    title: ClassVar[str] = "{path}{reason}"
-    help: ClassVar[str] = "give another path, or make this one readable and writable, on a disk with space"
+    title = "{path}{reason}"
+    help = "give another path, or make this one readable and writable, on a disk with space"
     path: str
     reason: str
 
@@ -70,8 +98,16 @@ def shown(value: object) -> object:
         return f"an integer of {value.bit_length()} bits"
     if not isinstance(value, str):
         return value
-    short = value if len(value) <= LONGEST_FIELD else f"{value[: LONGEST_FIELD - 3]}..."
-    return short if short.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in short)
+    return printable(value if len(value) <= LONGEST_FIELD else f"{value[: LONGEST_FIELD - 3]}...")
+
+
+def shown_text(text: str) -> str:
+    """A complete text as a terminal may have it: of a long one its beginning and its end."""
+    return printable(text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT // 2]}...{text[-LONGEST_FIELD:]}")
+
+
+def printable(text: str) -> str:
+    return text if text.isprintable() else "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
 
 
 def close_to(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
@@ -105,7 +141,7 @@ def writing(path: object) -> Iterator[None]:
 
 def render(diagnostic: Diagnostic, source: str | None = None) -> str:
     """The message as a person reads it. ``source`` is the file's text; without it the file is read if it is there."""
-    lines = [f"error: {diagnostic.text(diagnostic.title)}"]
+    lines = [f"error: {diagnostic.message}"]
     span = diagnostic.span
     if span is not None:
         lines.append(f"  --> {span.file}:{span.line}:{span.column}")

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.gradient_buckets import layers_of
@@ -29,9 +28,9 @@ OF_SOME_LAYERS = ("tied_layers", "between_params", "between_flops", "between_sav
 
 @dataclass(frozen=True)
 class WrongFigures(Diagnostic):
-    title: ClassVar[str] = "{node} has {found} in `{name}`"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "trace the model again, or leave out what `trace` says of the stage's parts"
+    title = "{node} has {found} in `{name}`"
+    label = "expected {expected}"
+    help = "trace the model again, or leave out what `trace` says of the stage's parts"
     node: str
     name: str
     found: str
@@ -40,9 +39,9 @@ class WrongFigures(Diagnostic):
 
 @dataclass(frozen=True)
 class BelowZero(Diagnostic):
-    title: ClassVar[str] = "`{name}` of {node} comes to {value} at {shape}"
-    label: ClassVar[str] = "below zero"
-    help: ClassVar[str] = "no cascade takes less than nothing: mend the formula's coefficients"
+    title = "`{name}` of {node} comes to {value} at {shape}"
+    label = "below zero"
+    help = "no cascade takes less than nothing: mend the formula's coefficients"
     node: str
     name: str
     value: str
@@ -51,9 +50,9 @@ class BelowZero(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongCards(Diagnostic):
-    title: ClassVar[str] = "{node} names {cards} in `nics`"
-    label: ClassVar[str] = "expected one letter for each of {devices}"
-    help: ClassVar[str] = "give devices that share a network card the same letter, or leave `nics` out"
+    title = "{node} names {cards} in `nics`"
+    label = "expected one letter for each of {devices}"
+    help = "give devices that share a network card the same letter, or leave `nics` out"
     node: str
     cards: str
     devices: str

@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from arachnec.ir import errors
-from arachnec.ir.diagnostic import Diagnostic, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, close_to
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import (
     MOST_GPUS,
@@ -42,10 +41,20 @@ def nodes_fit_the_level(index: ModuleIndex) -> Problems:
     )
     for since, nodes in groups:
         if nodes and level < since:
-            yield errors.EarlyNode(nodes[0].span, label(nodes[0]), level.word, since.word)
+            yield Mistake(
+                nodes[0].span,
+                f"{label(nodes[0])} cannot stand in a {level.word} module",
+                label=f"only from level {since.word} on",
+                help=f'remove it, or say `level = "{since.word}"`',
+            )
     only_graphs = level is Level.TRACED and not (module.clips or module.stages)
     if module.cluster is None and not only_graphs:
-        yield errors.MissingNode(module.span, "cluster", level.word, "cluster @name { nodes = 1, gpus = 8, ... }")
+        yield Mistake(
+            module.span,
+            "the module has no cluster",
+            label=f"a {level.word} module needs it",
+            help="write `cluster @name { nodes = 1, gpus = 8, ... }`",
+        )
 
 
 def sizes_are_positive(index: ModuleIndex) -> Problems:
@@ -55,12 +64,21 @@ def sizes_are_positive(index: ModuleIndex) -> Problems:
         yield from _at_least(cluster, 1, nodes=cluster.nodes, gpus=cluster.gpus, rack=rack)
         if cluster.nodes * cluster.gpus > MOST_GPUS:
             place = cluster.attrs.span("nodes" if cluster.nodes > cluster.gpus else "gpus") or cluster.span
-            yield errors.TooManyRanks(place, cluster.nodes, cluster.gpus, MOST_GPUS)
+            yield Mistake(
+                place,
+                f"the cluster has {cluster.nodes} nodes of {cluster.gpus}, more than {MOST_GPUS} GPUs",
+                label="more than is planned for",
+            )
         mixed = cluster.attrs.get("mixed")
         if isinstance(mixed, tuple):
             listed = sum(integer(row[0]) for row in mixed if isinstance(row, tuple))
             if listed != cluster.nodes:
-                yield errors.WrongMix(cluster.attrs.span("mixed") or cluster.span, listed, cluster.nodes)
+                yield Mistake(
+                    cluster.attrs.span("mixed") or cluster.span,
+                    f"`mixed` lists {listed} nodes, the cluster has {cluster.nodes}",
+                    label="the first number of each row counts nodes",
+                    help="list every node once, in order",
+                )
     for clip in index.module.clips:
         yield from _at_least(clip, 1, frames=clip.frames, height=clip.height, width=clip.width, tokens=clip.tokens)
     for cascade in index.module.cascades:
@@ -70,7 +88,11 @@ def sizes_are_positive(index: ModuleIndex) -> Problems:
 def _at_least(node: Cluster | Clip | Cascade, least: int, **values: int) -> Problems:
     for what, value in values.items():
         if value < least:
-            yield errors.BadSize(node.attrs.span(what) or node.span, label(node), what, value, least)
+            yield Mistake(
+                node.attrs.span(what) or node.span,
+                f"{label(node)} has {what} = {value}",
+                label=f"expected {least} or more",
+            )
 
 
 def names_are_unique(index: ModuleIndex) -> Problems:
@@ -86,7 +108,7 @@ def _duplicates(nodes: Iterable[tuple[object, Clip | Stage | Graph | Cascade | P
     seen = set()
     for name, node in nodes:
         if name in seen:
-            yield errors.DuplicateName(node.span, label(node))
+            yield duplicate_name_error(node.span, label(node))
         seen.add(name)
 
 
@@ -127,7 +149,12 @@ def _unknown(
     mark = what.partition("`")[2][:1]
     shown = ", ".join(f"{mark}{item}" for item in names[:8]) + (", ..." if len(names) > 8 else "")
     remedy = f"did you mean `{mark}{close[0]}`?" if close else f"the module has {shown or 'none'}"
-    return errors.UnknownReference(node.attrs.span(attribute) or node.span, label(node), what, remedy)
+    return Mistake(
+        node.attrs.span(attribute) or node.span,
+        f"{label(node)} speaks of {what}, which is not in the module",
+        label=f"there is no {what}",
+        help=remedy,
+    )
 
 
 def inputs_come_first(index: ModuleIndex) -> Problems:
@@ -138,9 +165,19 @@ def inputs_come_first(index: ModuleIndex) -> Problems:
                 path = _path_back(index, name, cascade.name)
                 if path:
                     shown = " -> ".join(map(percent, [cascade.name, *path]))
-                    yield errors.Cycle(cascade.span, label(cascade), shown)
+                    yield Mistake(
+                        cascade.span,
+                        f"{label(cascade)} waits for itself: {shown}",
+                        label="in a cycle",
+                        help="remove one of these inputs",
+                    )
                 elif name in index.cascades:
-                    yield errors.UsedBeforeMade(cascade.span, label(cascade), name)
+                    yield Mistake(
+                        cascade.span,
+                        f"{label(cascade)} reads `%{name}`, which stands after it",
+                        label=f"reads `%{name}`",
+                        help=f"move `%{name}` above: inputs come before their use",
+                    )
         defined.add(cascade.name)
 
 
@@ -169,7 +206,7 @@ def graphs_are_ordered(index: ModuleIndex) -> Problems:
                 if operand not in defined:
                     yield _operand(f"`{percent(op.name)}` of {label(graph)}", op.span, operand, defined)
             if op.name in defined:
-                yield errors.DuplicateName(op.span, f"`{percent(op.name)}` in {label(graph)}")
+                yield duplicate_name_error(op.span, f"`{percent(op.name)}` in {label(graph)}")
             defined.add(op.name)
         for name in graph.outputs:
             if name not in defined:
@@ -184,20 +221,36 @@ def fused_regions_are_apart(index: ModuleIndex) -> Problems:
         names: set[str] = set()
         for region in graph.fused:
             if region.name in names:
-                yield errors.DuplicateName(region.span, f"{label(region)} in {label(graph)}")
+                yield duplicate_name_error(region.span, f"{label(region)} in {label(graph)}")
             names.add(region.name)
             for name in region.ops:
                 if name not in ops:
                     close = close_to(name, sorted(ops))
                     remedy = f"did you mean `{percent(close[0])}`?" if close else f"name operations of {label(graph)}"
-                    yield errors.UnknownFusedOp(region.span, label(region), name, remedy)
+                    yield Mistake(
+                        region.span,
+                        f"{label(region)} fuses `%{name}`, which its graph does not have",
+                        label=f"no operation `%{name}`",
+                        help=remedy,
+                    )
                 elif name in owner:
-                    yield errors.FusedTwice(region.span, label(region), name, owner[name])
+                    yield Mistake(
+                        region.span,
+                        f"{label(region)} fuses `%{name}`, which is in `@{owner[name]}`",
+                        label=f"the second region with `%{name}`",
+                        help="an operation runs once: leave it out of one of them",
+                    )
                 else:
                     owner[name] = region.name
         if cycle := _waits_for_itself(graph, owner):
             span = next(region.span for region in graph.fused if region.name == cycle)
-            yield errors.FusedCycle(span, f"fused `{symbol(cycle)}`")
+            yield Mistake(
+                span,
+                f"fused `{symbol(cycle)}` waits for itself: something outside it reads what it makes, and it reads "
+                "that",
+                label="neither can run first",
+                help="split the region where its value leaves it",
+            )
 
 
 def _waits_for_itself(graph: Graph, owner: dict[str, str]) -> str | None:
@@ -224,7 +277,12 @@ def _waits_for_itself(graph: Graph, owner: dict[str, str]) -> str | None:
 def _operand(node: str, span: Span | None, operand: str, defined: set[str]) -> Diagnostic:
     close = close_to(operand, sorted(defined))
     remedy = f"did you mean `{percent(close[0])}`?" if close else "make it an input of the graph, or move its op above"
-    return errors.UnknownOperand(span, node, operand, remedy)
+    return Mistake(
+        span,
+        f"{node} reads `%{operand}`, which nothing before it makes",
+        label=f"no `%{operand}` above",
+        help=remedy,
+    )
 
 
 NAME_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
@@ -236,3 +294,7 @@ NAME_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     graphs_are_ordered,
     fused_regions_are_apart,
 )
+
+
+def duplicate_name_error(span: Span | None, node: str) -> Mistake:
+    return Mistake(span, f"there are two of {node}", label="the second", help="give each its own name")

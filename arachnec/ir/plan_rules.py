@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TypeAlias
 
-from arachnec.ir import errors
-from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
 from arachnec.ir.figure_rules import FIGURE_RULES
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.host_placement import PLACED, in_host, layers_in_host
@@ -40,27 +39,50 @@ def tolerance_of(module: Module) -> float:
 def cascades_fit_their_stage(index: ModuleIndex) -> Problems:
     for cascade in index.module.cascades:
         if cascade.clips and len(cascade.clips) != cascade.batch:
-            yield errors.WrongBatch(cascade.span, label(cascade), len(cascade.clips), cascade.batch)
+            listed = len(cascade.clips)
+            yield Mistake(
+                cascade.span,
+                f"{label(cascade)} lists {listed} clips and says {cascade.batch}",
+                label=f"`{cascade.batch} x` should be `{listed} x`",
+            )
         stage = index.stages.get(cascade.stage)
         if stage is None:
             continue
         most, clips = most_clips(stage), cascade.batch // max(1, cascade.side)
         if most is not None and clips > most:
-            yield errors.TooManyClips(cascade.span, label(cascade), clips, symbol(stage.name), most)
+            yield Mistake(
+                cascade.span,
+                f"{label(cascade)} has {clips} clips in a forward, stage `{symbol(stage.name)}` takes {most}",
+                help="partition the clips again; the model's graph was captured for that many",
+            )
         if cascade.phase in GRADIENT and not stage.trained:
-            yield errors.FrozenStage(cascade.span, label(cascade), stage.name)
+            yield Mistake(
+                cascade.span,
+                f"{label(cascade)} would train stage `@{stage.name}`, which is frozen",
+                label="needs gradients",
+                help=f"use `encode` or `forward`, or write `stage @{stage.name} trained`",
+            )
         elif index.module.level >= Level.COSTED and not cascade.attrs.get("times"):
             wanted = {Phase.TRAIN: ("forward", "backward"), Phase.BACKWARD: ("backward",), Phase.WEIGHT: ("backward",)}
             for name in wanted.get(cascade.phase, ("forward",)):
                 if name not in stage.attrs:
-                    yield errors.NoCost(cascade.span, label(cascade), stage.name, name)
+                    yield Mistake(
+                        cascade.span,
+                        f"nothing says how long {label(cascade)} takes",
+                        label=f"no `times`, and stage `@{stage.name}` has no `{name}`",
+                        help=f"give the stage `{name}`, a formula in ms, or the cascade `times`",
+                    )
 
 
 def graphs_are_known(index: ModuleIndex) -> Problems:
     for stage in index.module.stages:
         graphs = stage.attrs.get("graphs")
         if graphs not in (None, "shapes", "none"):
-            yield errors.UnknownGraphs(stage.attrs.span("graphs") or stage.span, label(stage), value_text(graphs))
+            yield Mistake(
+                stage.attrs.span("graphs") or stage.span,
+                f"{label(stage)} has graphs = {value_text(graphs)}",
+                help='write "shapes", "none", or nothing: one graph for all shapes',
+            )
 
 
 def degrees_are_legal(index: ModuleIndex) -> Problems:
@@ -80,7 +102,7 @@ def degrees_are_legal(index: ModuleIndex) -> Problems:
         elif timed and degree not in timed:
             reason = f"its `times` list {', '.join(map(str, timed))}"
         if reason:
-            yield errors.IllegalDegree(_at(cascade, "degree"), label(cascade), degree, reason)
+            yield Mistake(_at(cascade, "degree"), f"{label(cascade)} has degree {degree}", label=reason)
 
 
 def times_are_in_order(index: ModuleIndex) -> Problems:
@@ -91,9 +113,17 @@ def times_are_in_order(index: ModuleIndex) -> Problems:
     for cascade in module.cascades:
         start, end = cascade.start, cascade.end
         if end < start - tolerance:
-            yield errors.EndsBeforeStart(_at(cascade, "end"), label(cascade), number(start), number(end))
+            yield Mistake(
+                _at(cascade, "end"),
+                f"{label(cascade)} ends at {number(end)} ms and starts at {number(start)} ms",
+                label="ends before it starts",
+            )
         if end > makespan + tolerance:
-            yield errors.WrongMakespan(_at(cascade, "end"), label(cascade), number(makespan), number(end))
+            yield Mistake(
+                _at(cascade, "end"),
+                f"the makespan is {number(makespan)} ms, and {label(cascade)} ends at {number(end)} ms",
+                label="ends after the makespan",
+            )
 
 
 def inputs_end_first(index: ModuleIndex) -> Problems:
@@ -106,7 +136,12 @@ def inputs_end_first(index: ModuleIndex) -> Problems:
             source = index.cascades.get(name)
             if source is not None and cascade.start < source.end - tolerance:
                 start, end = number(cascade.start), number(source.end)
-                yield errors.StartsTooEarly(_at(cascade, "start"), label(cascade), start, name, end)
+                yield Mistake(
+                    _at(cascade, "start"),
+                    f"{label(cascade)} starts at {start} ms, before its input `%{name}` ends at {end} ms",
+                    label="starts too early",
+                    help=f"start it at {end} ms or later",
+                )
 
 
 def ranks_are_there(index: ModuleIndex) -> Problems:
@@ -121,15 +156,25 @@ def ranks_are_there(index: ModuleIndex) -> Problems:
     for node in nodes:
         ranks = integers(node.attrs.get("ranks", ()))
         if not ranks and "ranks" in node.attrs and not isinstance(node, Cascade):
-            yield errors.NoRanks(_at(node, "ranks"), label(node))
+            yield Mistake(
+                _at(node, "ranks"),
+                f"{label(node)} names no ranks",
+                label="an empty list",
+                help="name the ranks that take part, or leave `ranks` out",
+            )
         outside = next((rank for rank in ranks if not 0 <= rank < cluster.world), None)
         span = _at(node, "ranks")
         if outside is not None:
             last = cluster.world - 1
-            yield errors.RankOutside(span, label(node), outside, last, cluster.nodes, cluster.gpus)
+            yield Mistake(
+                span,
+                f"{label(node)} names rank {outside}, and the cluster ends at rank {last}",
+                label="no such rank",
+                help=f"the cluster has {cluster.nodes} x {cluster.gpus} ranks, 0 to {last}",
+            )
         twice = next((rank for rank, count in Counter(ranks).items() if count > 1), None)
         if twice is not None:
-            yield errors.RepeatedRank(span, label(node), twice)
+            yield Mistake(span, f"{label(node)} names rank {twice} twice", label="each rank once")
 
 
 def groups_fit_the_degree(index: ModuleIndex) -> Problems:
@@ -143,13 +188,26 @@ def groups_fit_the_degree(index: ModuleIndex) -> Problems:
         degree, ranks = cascade.degree, cascade.ranks
         deals = branches_of(cascade) if cascade.phase is Phase.DENOISE else cascade.batch
         if cascade.side < 1 or deals % cascade.side:
-            yield errors.WrongSide(_at(cascade, "side"), label(cascade), cascade.side, deals)
+            yield Mistake(
+                _at(cascade, "side"),
+                f"{label(cascade)} runs {cascade.side} clips side by side and has {deals}",
+                label="does not divide its clips",
+                help=f"clips side by side are equally many on all ranks: write a divisor of {deals}",
+            )
         elif len(ranks) != cascade.width:
-            yield errors.WrongRankCount(_at(cascade, "ranks"), label(cascade), degree, counted(len(ranks), "rank"))
+            yield Mistake(
+                _at(cascade, "ranks"),
+                f"{label(cascade)} has degree {degree} and {counted(len(ranks), 'rank')}",
+                label="one rank for each of its degree",
+            )
         if "ulysses" in cascade.attrs or "ring" in cascade.attrs:
             ulysses, ring = (integer(cascade.attrs.get(name, 1)) for name in ("ulysses", "ring"))
             if ulysses * ring != degree or ulysses < 1:
-                yield errors.WrongProduct(_at(cascade, "ulysses"), label(cascade), ulysses, ring, degree)
+                yield Mistake(
+                    _at(cascade, "ulysses"),
+                    f"{label(cascade)} has ulysses {ulysses} x ring {ring}, and degree {degree}",
+                    label="the product is the degree",
+                )
         yield from _shards(cascade)
 
 
@@ -171,7 +229,15 @@ def _unconditional(cascade: Cascade) -> Diagnostic | None:
     else:
         return None
     shown = value_text(cascade.attrs["unconditional"])
-    return errors.WrongUnconditional(_at(cascade, "unconditional"), label(cascade), shown, reason)
+    return Mistake(
+        _at(cascade, "unconditional"),
+        f"{label(cascade)} says unconditional = {shown}, {reason}",
+        label="the ranks of its unconditional branch",
+        help=(
+            "write `[ulysses, ring]` of the unconditional branch where both branches lie side by side, `side = 2`, "
+            "and share tokens evenly; or leave it out"
+        ),
+    )
 
 
 def cells_are_whole(index: ModuleIndex) -> Problems:
@@ -187,13 +253,27 @@ def cells_are_whole(index: ModuleIndex) -> Problems:
         if not cell_fits(size, cluster.nodes, cluster.gpus):
             stage = index.stages[name]
             span = stage.attrs.span("cell") or stage.attrs.span("tensor_parallel") or stage.span
-            yield errors.WrongCell(span, label(stage), size, cluster.nodes, cluster.gpus)
+            yield Mistake(
+                span,
+                f"{label(stage)} is dealt out over cells of {size} ranks, and there are {cluster.nodes} x "
+                f"{cluster.gpus}",
+                label=f"cells of {size}",
+                help="a cell divides the ranks of a machine, or holds whole machines and divides all ranks",
+            )
             return
     for cascade in index.module.cascades if index.module.level >= Level.PLACED else ():
         size = sizes.get(cascade.stage, 1)
         if size > 1 and not whole_cells(cascade.ranks, size):
             ranks = value_text(cascade.ranks)
-            yield errors.PartOfACell(_at(cascade, "ranks"), label(cascade), ranks, size, symbol(cascade.stage))
+            yield Mistake(
+                _at(cascade, "ranks"),
+                f"{label(cascade)} takes ranks {ranks}, which are no whole cells of {size}",
+                label="no whole cells",
+                help=(
+                    f"the members of a cell hold the parameters of `{symbol(cascade.stage)}` together, so they run its "
+                    f"cascades together: name ranks {size} by {size}, from a multiple of {size} on"
+                ),
+            )
 
 
 def host_parts_are_known(index: ModuleIndex) -> Problems:
@@ -204,7 +284,16 @@ def host_parts_are_known(index: ModuleIndex) -> Problems:
             continue
         if not listed or listed != PLACED[: len(listed)] or (layers_in_host(stage) and cell_of(stage) is None):
             span = stage.attrs.span("host") or stage.span
-            yield errors.WrongHost(span, label(stage), ", ".join(f"`{name}`" for name in listed) or "nothing")
+            listed_text = ", ".join(f"`{name}`" for name in listed) or "nothing"
+            yield Mistake(
+                span,
+                f"{label(stage)} has {listed_text} in host memory",
+                label="no such list",
+                help=(
+                    '`host` is ["optimizer"], ["optimizer", "parameters"] or ["optimizer", "parameters", '
+                    '"inputs"]; with parameters the stage has a `cell`, of one rank or more'
+                ),
+            )
 
 
 def recomputed_blocks_are_there(index: ModuleIndex) -> Problems:
@@ -219,9 +308,20 @@ def recomputed_blocks_are_there(index: ModuleIndex) -> Problems:
             continue
         blocks, span = len(layers_of(stage)), node.attrs.span("recompute") or node.span
         if not blocks:
-            yield errors.UnknownBlocks(span, label(node), count, symbol(stage.name))
+            stage_symbol = symbol(stage.name)
+            yield Mistake(
+                span,
+                f"{label(node)} recomputes {count} blocks of `{stage_symbol}`, which does not say how many it has",
+                label="no part of its blocks can be named",
+                help=f"write `true` for all of them, or say of `{stage_symbol}` what its `layers` are",
+            )
         elif not 0 < count <= blocks:
-            yield errors.WrongRecompute(span, label(node), count, blocks, symbol(stage.name))
+            yield Mistake(
+                span,
+                f"{label(node)} recomputes {count} of the {blocks} blocks of `{symbol(stage.name)}`",
+                label="not a number of its blocks",
+                help=f"write 0 to {blocks}, or `true` for all of them",
+            )
 
 
 def all_layers_say_what_they_spare(index: ModuleIndex) -> Problems:
@@ -231,7 +331,13 @@ def all_layers_say_what_they_spare(index: ModuleIndex) -> Problems:
             continue
         counts, layers = [count for count, _ in saved_by_recomputing(stage)], len(layers_of(stage))
         if sum(counts) != layers or min(counts) < 1:
-            yield errors.WrongSpared(stage.attrs.span("spared") or stage.span, label(stage), sum(counts), layers)
+            total = sum(counts)
+            yield Mistake(
+                stage.attrs.span("spared") or stage.span,
+                f"{label(stage)} says of {total} layers what recomputing them saves, and has {layers}",
+                label=f"runs of {total} layers together",
+                help="every layer is in one run, in the order of `layers`",
+            )
 
 
 def _shards(cascade: Cascade) -> Problems:
@@ -239,14 +345,14 @@ def _shards(cascade: Cascade) -> Problems:
         return
     shards, span = integers(cascade.attrs["shards"]), _at(cascade, "shards")
     if len(shards) != cascade.degree:
-        yield errors.WrongShards(
+        yield wrong_shards_error(
             span, label(cascade), f"for {counted(len(shards), 'rank')}", f"{cascade.degree}, its degree"
         )
     elif min(shards) < 0:
-        yield errors.WrongShards(span, label(cascade), "below zero", "zero or more tokens")
+        yield wrong_shards_error(span, label(cascade), "below zero", "zero or more tokens")
     elif sum(shards) != cascade.tokens:
         expected = f"{cascade.tokens}, its tokens"
-        yield errors.WrongShards(span, label(cascade), f"of {sum(shards)} tokens together", expected)
+        yield wrong_shards_error(span, label(cascade), f"of {sum(shards)} tokens together", expected)
 
 
 def a_rank_does_one_thing(index: ModuleIndex) -> Problems:
@@ -265,7 +371,12 @@ def a_rank_does_one_thing(index: ModuleIndex) -> Problems:
             if second.start < first.end - tolerance and (first.name, second.name) not in reported:
                 reported.add((first.name, second.name))
                 time = number(second.start)
-                yield errors.TwoAtOnce(_at(second, "start"), rank, label(second), first.name, time)
+                yield Mistake(
+                    _at(second, "start"),
+                    f"rank {rank} is in {label(second)} and in `%{first.name}` at once, at {time} ms",
+                    label=f"starts while `%{first.name}` runs",
+                    help="start it later, or on other ranks",
+                )
 
 
 def trained_stages_step(index: ModuleIndex) -> Problems:
@@ -280,7 +391,12 @@ def trained_stages_step(index: ModuleIndex) -> Problems:
         for stage in module.stages:
             count = counts[stage.name]
             if count > 1 or (count == 0 and stage.trained and stage.name in with_gradient):
-                yield errors.NotReduced(stage.span, stage.name, "no" if count == 0 else str(count), what)
+                yield Mistake(
+                    stage.span,
+                    f"stage `@{stage.name}` is trained, and has {'no' if count == 0 else str(count)} `{what}`",
+                    label="expected exactly one",
+                    help=f"write `{what} @{stage.name}` once, after the cascades",
+                )
 
 
 def _at(node: Cascade | Reduce | Step, attribute: str) -> Span | None:
@@ -305,3 +421,7 @@ PLAN_RULES: tuple[Callable[[ModuleIndex], Problems], ...] = (
     *SAMPLING_RULES,
     *SPARSE_RULES,
 )
+
+
+def wrong_shards_error(span: Span | None, node: str, what: str, expected: str) -> Mistake:
+    return Mistake(span, f"{node} has shards {what}", label=f"expected {expected}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.latency import OBJECTIVES
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers
@@ -23,17 +23,7 @@ from arachnec.ir.sampling import (
     planned_steps,
     segment_of,
 )
-from arachnec.ir.sampling_errors import (
-    NoObjective,
-    NotAModel,
-    NotTwoModels,
-    SwitchUnsaid,
-    UncertainBatch,
-    UnlikeRequest,
-    WrongPlanned,
-    WrongSteps,
-    WrongWindow,
-)
+from arachnec.ir.sampling_errors import switch_unsaid_error, unlike_request_error, wrong_steps_error, wrong_window_error
 from arachnec.ir.span import Span
 
 Problems: TypeAlias = Iterator[Diagnostic]
@@ -44,7 +34,12 @@ def models_are_one_or_two(index: ModuleIndex) -> Problems:
     module = index.module
     named = module.attrs.get("models")
     if isinstance(named, tuple) and not 1 <= len(named) == len(set(named)) <= 2:
-        yield NotTwoModels(_at(module, "models"), label(module), value_text(named))
+        yield Mistake(
+            _at(module, "models"),
+            f"{label(module)} has `models` {value_text(named)}",
+            label="expected one model, or two different ones",
+            help="list the stages that denoise, the first one first",
+        )
 
 
 def objective_is_known(index: ModuleIndex) -> Problems:
@@ -52,7 +47,12 @@ def objective_is_known(index: ModuleIndex) -> Problems:
     objective = module.attrs.get("objective", "makespan")
     if objective not in OBJECTIVES:
         known = " or ".join(OBJECTIVES)
-        yield NoObjective(_at(module, "objective"), label(module), value_text(objective), known)
+        yield Mistake(
+            _at(module, "objective"),
+            f"{label(module)} has `objective` {value_text(objective)}",
+            label=f"expected {known}",
+            help="leave `objective` out where the bound is of the makespan",
+        )
 
 
 def segments_fit_their_requests(index: ModuleIndex) -> Problems:
@@ -78,16 +78,16 @@ def _windows(index: ModuleIndex, segments: list[Cascade]) -> Problems:
         window = integers(clip.attrs.get("window", (steps, steps)))
         if not 1 <= steps <= MOST_STEPS:
             reason = f"and a request takes 1 to {MOST_STEPS}"
-            yield WrongWindow(_at(clip, "steps"), number, "steps", str(steps), reason)
+            yield wrong_window_error(_at(clip, "steps"), number, "steps", str(steps), reason)
         elif len(window) != 2 or not 0 <= window[0] <= window[1] <= steps:
             shown = value_text(clip.attrs.get("window", window))
-            yield WrongWindow(_at(clip, "window"), number, "window", shown, f"and it takes {steps} steps")
+            yield wrong_window_error(_at(clip, "window"), number, "window", shown, f"and it takes {steps} steps")
         elif not window[0] <= forecast_of(clip) <= window[1]:
             shown = str(forecast_of(clip))
-            yield WrongWindow(_at(clip, "forecast"), number, "forecast", shown, f"outside {value_text(window)}")
+            yield wrong_window_error(_at(clip, "forecast"), number, "forecast", shown, f"outside {value_text(window)}")
         elif not set(integers(clip.attrs.get("branches", ()))) <= {1, 2}:
             shown = value_text(clip.attrs["branches"])
-            yield WrongWindow(_at(clip, "branches"), number, "branches", shown, "and a step has 1 or 2")
+            yield wrong_window_error(_at(clip, "branches"), number, "branches", shown, "and a step has 1 or 2")
 
 
 def _segment(index: ModuleIndex, cascade: Cascade) -> Problems:
@@ -95,29 +95,39 @@ def _segment(index: ModuleIndex, cascade: Cascade) -> Problems:
     models = models_of(module)
     shown, span = value_text(cascade.attrs["steps"]), _at(cascade, "steps")
     if len(steps) != 2 or not 0 <= steps[0] <= steps[1]:
-        yield WrongSteps(span, label(cascade), shown, "which are no first and last step")
+        yield wrong_steps_error(span, label(cascade), shown, "which are no first and last step")
         return
     if cascade.stage not in models or len(models) > 2:
         listed = ", ".join(f"@{name}" for name in models) or "none"
-        yield NotAModel(cascade.span, label(cascade), cascade.stage, listed)
+        yield Mistake(
+            cascade.span,
+            f"{label(cascade)} denoises with `@{cascade.stage}`, which is none of the module's models",
+            label=f"models are {listed}",
+            help="list the stages that denoise as `models` of the module, one or two, the first one first",
+        )
         return
     count = steps[1] - steps[0] + 1
     if not 0 <= planned_steps(cascade) <= count:
-        yield WrongPlanned(_at(cascade, "planned"), label(cascade), planned_steps(cascade), count)
+        yield Mistake(
+            _at(cascade, "planned"),
+            f"{label(cascade)} is planned to take {planned_steps(cascade)} steps, and it has {count}",
+            label="more than it has",
+            help=f"write at most `planned = {count}`, or leave it out",
+        )
     requests = [index.clips[number] for number in cascade.clips if number in index.clips]
     for clip in requests:
         total = integer(clip.attrs["steps"])
         if steps[1] >= total:
-            yield WrongSteps(span, label(cascade), shown, f"and its request {clip.id} has {total}")
+            yield wrong_steps_error(span, label(cascade), shown, f"and its request {clip.id} has {total}")
         asked = asked_branches(clip, models.index(cascade.stage))
         if asked != branches_of(cascade):
             texts = str(branches_of(cascade)), clip.id, str(asked)
-            yield UnlikeRequest(_at(cascade, "branches"), label(cascade), "branches", *texts)
+            yield unlike_request_error(_at(cascade, "branches"), label(cascade), "branches", *texts)
         for name in ("steps", "window"):
             first, own = requests[0].attrs.get(name), clip.attrs.get(name)
             if first != own:
                 shown_first, shown_own = ("none" if value is None else value_text(value) for value in (first, own))
-                yield UnlikeRequest(
+                yield unlike_request_error(
                     cascade.span, label(cascade), f"requests of {name}", shown_first, clip.id, shown_own
                 )
     if requests:
@@ -128,13 +138,20 @@ def _switch(index: ModuleIndex, cascade: Cascade, clip: Clip, count: int) -> Pro
     outcomes, uncertain = outcomes_of(clip), is_uncertain(segment_of(cascade), clip)
     if len(outcomes) > 1 and count > 1:
         shown = f"{outcomes[0]} to {outcomes[-1]}"
-        yield UncertainBatch(cascade.span, label(cascade), count, shown)
+        yield Mistake(
+            cascade.span,
+            f"{label(cascade)} holds {count} requests whose switches come when they come",
+            label=f"{count} requests, outcomes {shown}",
+            help="requests of one batch take each step together: batch them where the switch is fixed",
+        )
     rule, said = index.module.attrs.get("switch"), cascade.attrs.get("switch")
     if uncertain and said is None:
-        yield SwitchUnsaid(cascade.span, label(cascade), "says no switch, and may take fewer steps", "write `switch`")
+        yield switch_unsaid_error(
+            cascade.span, label(cascade), "says no switch, and may take fewer steps", "write `switch`"
+        )
     elif said is not None and said != rule:
         what = f"says the switch {value_text(said)}, and the module {'none' if rule is None else value_text(rule)}"
-        yield SwitchUnsaid(_at(cascade, "switch"), label(cascade), what, "another rule")
+        yield switch_unsaid_error(_at(cascade, "switch"), label(cascade), what, "another rule")
 
 
 def is_uncertain(segment: tuple[int, int], clip: Clip) -> bool:

@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import (
     DensityRow,
@@ -25,15 +24,16 @@ from arachnec.ir.length_classes import LENGTH_CLASSES
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Level, Stage, integer, integers
 from arachnec.ir.printer import number, symbol
+from arachnec.ir.span import Span
 
 DIVISIONS = ("groups", "heads")
 
 
 @dataclass(frozen=True)
 class WrongDensity(Diagnostic):
-    title: ClassVar[str] = "{node} has {what} in `{attribute}`"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = (
+    title = "{node} has {what} in `{attribute}`"
+    label = "expected {expected}"
+    help = (
         "a row is `[layers, share of the stage's pairs of tokens, density of each head]`, and of one class of length "
         "alone `[..., fewest tokens of the class]`"
     )
@@ -43,41 +43,24 @@ class WrongDensity(Diagnostic):
     attribute: str = "density"
 
 
-@dataclass(frozen=True)
-class WrongSparsity(Diagnostic):
-    title: ClassVar[str] = "{node} says `{name} = {value}`"
-    label: ClassVar[str] = "expected {expected}"
-    node: str
-    name: str
-    value: str
-    expected: str
+def wrong_sparsity_error(span: Span | None, node: str, name: str, value: str, expected: str) -> Mistake:
+    return Mistake(span, f"{node} says `{name} = {value}`", label=f"expected {expected}")
 
 
-@dataclass(frozen=True)
-class NotSparse(Diagnostic):
-    title: ClassVar[str] = "{node} runs layer {layer} of `{stage}` sparse, which has no density there"
-    label: ClassVar[str] = "layer {layer}"
-    help: ClassVar[str] = "leave the layer out of `sparse`, or give `{stage}` its `density`"
-    node: str
-    layer: int
-    stage: str
-
-
-@dataclass(frozen=True)
-class WrongHeads(Diagnostic):
-    title: ClassVar[str] = "{node} has {what} in `heads`"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "leave `heads` and `groups` out, and `lower` divides the heads"
-    node: str
-    what: str
-    expected: str
+def wrong_heads_error(span: Span | None, node: str, what: str, expected: str) -> Mistake:
+    return Mistake(
+        span,
+        f"{node} has {what} in `heads`",
+        label=f"expected {expected}",
+        help="leave `heads` and `groups` out, and `lower` divides the heads",
+    )
 
 
 @dataclass(frozen=True)
 class GroupsOutside(Diagnostic):
-    title: ClassVar[str] = "{cascade} gives groups {start} to {stop} of head {head} in layer {layer} to place {place}"
-    label: ClassVar[str] = "has heads 0 to {heads} of {groups} groups"
-    help: ClassVar[str] = "a part is head, place, first group, and the end behind the last"
+    title = "{cascade} gives groups {start} to {stop} of head {head} in layer {layer} to place {place}"
+    label = "has heads 0 to {heads} of {groups} groups"
+    help = "a part is head, place, first group, and the end behind the last"
     cascade: str
     start: int
     stop: int
@@ -165,17 +148,17 @@ def _settings(stage: Stage) -> Problems:
     for name in ("query_group", "key_block", "predictors"):
         value = attrs.get(name)
         if isinstance(value, int) and value < (0 if name == "predictors" else 1):
-            yield WrongSparsity(attrs.span(name) or stage.span, node, name, str(value), "one token or more")
+            yield wrong_sparsity_error(attrs.span(name) or stage.span, node, name, str(value), "one token or more")
     division = attrs.get("division", DIVISIONS[0])
     if division not in DIVISIONS:
         span = attrs.span("division") or stage.span
-        yield WrongSparsity(span, node, "division", f'"{division}"', '"groups" or "heads"')
+        yield wrong_sparsity_error(span, node, "division", f'"{division}"', '"groups" or "heads"')
     speeds = attrs.get("sparse_speed", (1.0, 1.0, 1.0))
     assert isinstance(speeds, tuple)
     if len(speeds) != 3 or not all(isinstance(speed, int | float) and speed > 0 for speed in speeds):
         span = attrs.span("sparse_speed") or stage.span
         shown = ", ".join(str(speed) for speed in speeds)
-        yield WrongSparsity(span, node, "sparse_speed", f"[{shown}]", "three numbers above 0")
+        yield wrong_sparsity_error(span, node, "sparse_speed", f"[{shown}]", "three numbers above 0")
 
 
 def sparse_layers_have_densities(index: ModuleIndex) -> Problems:
@@ -187,7 +170,13 @@ def sparse_layers_have_densities(index: ModuleIndex) -> Problems:
         wrong = next((layer for layer in sparse_layers(cascade) if layer not in table), None)
         if wrong is not None:
             span = cascade.attrs.span("sparse") or cascade.span
-            yield NotSparse(span, label(cascade), wrong, symbol(stage.name))
+            stage_symbol = symbol(stage.name)
+            yield Mistake(
+                span,
+                f"{label(cascade)} runs layer {wrong} of `{stage_symbol}` sparse, which has no density there",
+                label=f"layer {wrong}",
+                help=f"leave the layer out of `sparse`, or give `{stage_symbol}` its `density`",
+            )
 
 
 def head_rows_fit_the_degree(index: ModuleIndex) -> Problems:
@@ -203,12 +192,12 @@ def _heads(cascade: Cascade, stage: Stage | None) -> Problems:
     rows = cascade.attrs["heads"]
     assert isinstance(rows, tuple)
     if integer(cascade.attrs.get("groups", 0)) < 1:
-        yield WrongHeads(span, node, "no number of groups", "`groups`, 1 or more, beside it")
+        yield wrong_heads_error(span, node, "no number of groups", "`groups`, 1 or more, beside it")
         return
     layers = sorted(layer for row in rows for layer in integers(row[0]))  # type: ignore[index]
     wanted = sorted(sparse_layers(cascade))
     if layers != wanted:
-        yield WrongHeads(span, node, f"layers {_listed(layers)}", f"those that are `sparse`: {_listed(wanted)}")
+        yield wrong_heads_error(span, node, f"layers {_listed(layers)}", f"those that are `sparse`: {_listed(wanted)}")
         return
     table = layer_densities(stage) if stage is not None else {}
     for row in rows:
@@ -216,15 +205,19 @@ def _heads(cascade: Cascade, stage: Stage | None) -> Problems:
         numbers, places, cut = map(integers, row)
         count = len(table[numbers[0]].heads) if numbers and numbers[0] in table else len(places)
         if len(places) != count:
-            yield WrongHeads(span, node, counted(len(places), "place"), f"one for each of {count} heads")
+            yield wrong_heads_error(span, node, counted(len(places), "place"), f"one for each of {count} heads")
             return
         if len(cut) % 4:
-            yield WrongHeads(span, node, f"parts of {len(cut)} numbers", "head, place, first group, end: four a part")
+            yield wrong_heads_error(
+                span, node, f"parts of {len(cut)} numbers", "head, place, first group, end: four a part"
+            )
             return
         used = [place for place in places if place != -1] + list(cut[1::4])
         outside = next((place for place in used if not 0 <= place < cascade.degree), None)
         if outside is not None:
-            yield WrongHeads(span, node, f"place {outside}", f"0 to {cascade.degree - 1}, for degree {cascade.degree}")
+            yield wrong_heads_error(
+                span, node, f"place {outside}", f"0 to {cascade.degree - 1}, for degree {cascade.degree}"
+            )
             return
     heads = {layer: len(integers(row[1])) for row in rows for layer in integers(row[0])}  # type: ignore[index]
     groups = integer(cascade.attrs["groups"])

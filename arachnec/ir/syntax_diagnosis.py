@@ -11,7 +11,7 @@ from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import Diagnostic, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, close_to
 from arachnec.ir.nodes import Phase
 from arachnec.ir.span import Span
 from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
@@ -92,12 +92,22 @@ def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Dia
     if isinstance(error, UnexpectedToken) and error.token.type == "$END":
         rows = text.rstrip().split("\n")
         span = Span(file, len(rows), max(1, len(rows[-1])), len(rows), len(rows[-1]) + 1, text)
-        return syntax_errors.TextEnds(span, expected=_joined(words))
+        return Mistake(
+            span,
+            f"the text ends in the middle of a module: expected {_joined(words)}",
+            label="the text ends here",
+            help="the file was cut off or is still being written; a module ends with `}` on its last line",
+        )
     if isinstance(error, UnexpectedCharacters):
         unexpected = text[error.pos_in_stream : (error.pos_in_stream or 0) + 1]
         span = Span(file, error.line, error.column, error.line, error.column + 1, text)
         if unexpected == '"':
-            return syntax_errors.OpenString(span)
+            return Mistake(
+                span,
+                "a string without its closing quote",
+                label="opened here",
+                help='close it with `"` on the same line; write a line break as `\\n`',
+            )
     else:
         token = cast(UnexpectedToken, error).token
         unexpected, span = "{" if token.type == "PLAIN" else str(token), _token_span(token, file, text)
@@ -110,10 +120,20 @@ def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Dia
     line = unexpected.splitlines()[0] if unexpected else unexpected
     shown = "the end of the line" if unexpected == "\n" else f"`{line}`"
     if close:
-        return syntax_errors.UnknownWord(span, expected=_joined(words), found=shown, suggestion=close[0])
+        return Mistake(
+            span,
+            f"expected {_joined(words)}, found {shown}",
+            label="not expected here",
+            help=f"did you mean `{close[0]}`?",
+        )
     if words == ["`module`"]:
         return syntax_errors.NotAModule(span, found=shown)
-    return syntax_errors.UnexpectedText(span, expected=_joined(words), found=shown)
+    return Mistake(
+        span,
+        f"expected {_joined(words)}, found {shown}",
+        label="not expected here",
+        help="docs/ir.md shows how it is written; the text may also have been cut off",
+    )
 
 
 def _token_span(token: Token, file: str, text: str) -> Span:

@@ -15,7 +15,7 @@ from typing import cast
 from lark import Token
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import TensorType
 from arachnec.ir.printer import LONGEST_RANGE
 from arachnec.ir.span import Span
@@ -40,35 +40,47 @@ def string_of(token: Token, text: str) -> str:
     try:
         return cast(str, json.loads(text, strict=False))
     except ValueError:
-        raise UserError(syntax_errors.BadEscape(span_of(token))) from None
+        raise user_error(
+            "a string with an escape that does not exist",
+            label="in this string",
+            help='escapes are those of JSON: `\\"`, `\\\\`, `\\n`, `\\t`, `\\u0041`',
+            span=span_of(token),
+        ) from None
 
 
 def number_of(token: Token, text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise UserError(syntax_errors.BadNumber(span_of(token), written=text))
+        raise syntax_errors.bad_number_error(span_of(token), written=text)
     return value
 
 
 def integer_of(token: Token) -> int:
     if len(token) > LONGEST_INTEGER:
-        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{token[:12]}..."))
+        raise syntax_errors.bad_number_error(span_of(token), written=f"{token[:12]}...")
     return int(token)
 
 
 def range_of(token: Token, text: str) -> range:
     first, _, last = text.partition("..")
     if max(len(first), len(last)) > LONGEST_INTEGER:
-        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{text[:12]}..."))
+        raise syntax_errors.bad_number_error(span_of(token), written=f"{text[:12]}...")
     low, high = int(first), int(last or first)
     if high < low or high - low >= LONGEST_RANGE:
-        raise UserError(syntax_errors.BadRange(span_of(token), written=text, most=LONGEST_RANGE))
+        raise user_error(
+            f"`{text}` is not a range",
+            label="in this list",
+            help=f"a range counts up, `4..7`, and has at most {LONGEST_RANGE} numbers",
+            span=span_of(token),
+        )
     return range(low, high + 1)
 
 
 def integers_of(values: Sequence[object], node: Span) -> tuple[int, ...]:
     if not all(type(value) is int for value in values):
-        raise UserError(syntax_errors.NotIntegers(node))
+        raise user_error(
+            "expected a list of integers", label="its list holds something else", help="write `[0..3, 6]`", span=node
+        )
     return tuple(cast("Sequence[int]", values))
 
 
@@ -81,7 +93,7 @@ def _dimension(token: Token, text: str) -> int | str:
 def whole_number(token: Token, text: str) -> int:
     """A number that stands inside a token."""
     if len(text) > LONGEST_INTEGER:
-        raise UserError(syntax_errors.BadNumber(span_of(token), written=f"{text[:12]}..."))
+        raise syntax_errors.bad_number_error(span_of(token), written=f"{text[:12]}...")
     return int(text)
 
 

@@ -9,9 +9,9 @@ from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import TypeAlias
 
-from arachnec.ir import errors, kinds, tables
+from arachnec.ir import kinds, tables
 from arachnec.ir.bounds import out_of_bounds
-from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
 from arachnec.ir.module_index import index_of, label
 from arachnec.ir.name_rules import NAME_RULES
 from arachnec.ir.nodes import (
@@ -108,17 +108,25 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
             names.update(close)  # a misspelt attribute is not reported as missing too
             yield _unknown(node, name, close, table, level)
         elif row.since > level:
-            yield errors.EarlyAttribute(_place(node, name), label(node), name, level.word, row.since.word)
+            yield Mistake(
+                _place(node, name),
+                f"{label(node)} cannot have `{name}` yet: the module is {level.word}",
+                label=f"only from level {row.since.word} on",
+                help=f'remove it, or say `level = "{row.since.word}"`',
+            )
         elif not kinds.test(row.kind)(value):
             yield _mismatch(node, row, value)
         elif type(value) is Formula and not isinstance(node, Fused):  # a graph has symbols of its own
             yield from _variables(node, name, value)
         if row is not None and kinds.test(row.kind)(value) and (wrong := out_of_bounds(row.kind)(value)):
-            yield errors.OutOfBounds(_place(node, name), label(node), name, *wrong, row.meaning)
+            yield out_of_bounds_error(_place(node, name), label(node), name, *wrong, row.meaning)
     for row in required:
         if row.name not in names:
-            yield errors.MissingAttribute(
-                node.span, label(node), row.name, level.word, kinds.name(row.kind), row.meaning
+            yield Mistake(
+                node.span,
+                f"{label(node)} lacks the attribute `{row.name}`",
+                label=f"a {level.word} module needs it",
+                help=f"`{row.name}` is {kinds.name(row.kind)}: {row.meaning}",
             )
 
 
@@ -132,7 +140,9 @@ def _unknown(
     known = [row.name for row in table.values() if row.since <= level]
     listed = f"its attributes are {', '.join(known)}" if known else "it has no attributes"
     remedy = f"did you mean `{close[0]}`?" if close else listed
-    return errors.UnknownAttribute(_place(node, name), label(node), name, remedy)
+    return Mistake(
+        _place(node, name), f"{label(node)} has no attribute `{name}`", label="no such attribute", help=remedy
+    )
 
 
 def _mismatch(node: Attributed, row: tables.Row, value: Value) -> Diagnostic:
@@ -141,17 +151,36 @@ def _mismatch(node: Attributed, row: tables.Row, value: Value) -> Diagnostic:
     if unit is not None and isinstance(value, Quantity | Formula) and value.unit != unit:
         written = kinds.in_unit(value, unit) if isinstance(value, Quantity) else ""
         remedy = f"write `{row.name} = {written}`" if written else f"`{row.name}`: {row.meaning}"
-        return errors.WrongUnit(place, label(node), row.name, value.unit, unit, remedy)
-    return errors.WrongType(place, label(node), row.name, kinds.describe(value), kinds.name(row.kind), row.meaning)
+        return Mistake(
+            place,
+            f"`{row.name}` of {label(node)} is in {value.unit}, not in {unit}",
+            label=f"expected {unit}",
+            help=remedy,
+        )
+    return Mistake(
+        place,
+        f"`{row.name}` of {label(node)} is {kinds.describe(value)}",
+        label=f"expected {kinds.name(row.kind)}",
+        help=f"`{row.name}`: {row.meaning}",
+    )
 
 
 def _variables(node: Attributed, name: str, value: Formula) -> Iterator[Diagnostic]:
     for term in value.terms:
         for variable, _ in term.powers:
             if variable not in kinds.VARIABLES:
-                yield errors.UnknownVariable(_place(node, name), label(node), name, variable)
+                yield Mistake(
+                    _place(node, name),
+                    f"the formula `{name}` of {label(node)} speaks of `{variable}`",
+                    label="no such variable",
+                    help="variables are B (clips in the micro-batch), S (tokens of a clip), T (text tokens of a clip)",
+                )
                 return
 
 
 def _place(node: Attributed, name: str) -> Span | None:
     return node.attrs.span(name) or node.span
+
+
+def out_of_bounds_error(span: Span | None, node: str, name: str, found: str, expected: str, meaning: str) -> Mistake:
+    return Mistake(span, f"`{name}` of {node} has {found}", label=f"expected {expected}", help=f"`{name}`: {meaning}")

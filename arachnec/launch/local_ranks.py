@@ -21,9 +21,9 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import IO, TYPE_CHECKING, ClassVar
+from typing import IO, TYPE_CHECKING
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.launch.ending import AGAIN_S, Failure, exit_code, read_failure
 from arachnec.launch.environment import (
     AGENTS_STORE,
@@ -51,8 +51,8 @@ LEAVE_S = 60.0  # that a process may take to end after the first: ranks end when
 
 @dataclass(frozen=True)
 class RankDied(Diagnostic):
-    title: ClassVar[str] = "rank {rank} of {world} {what}; the others were stopped; {last}"
-    help: ClassVar[str] = "{remedy}"
+    title = "rank {rank} of {world} {what}; the others were stopped; {last}"
+    help = "{remedy}"
     rank: int
     world: int
     what: str
@@ -62,8 +62,8 @@ class RankDied(Diagnostic):
 
 @dataclass(frozen=True)
 class RankStayed(Diagnostic):
-    title: ClassVar[str] = "rank {rank} of {world} has done its work and does not end, {seconds:.0f} s after the others"
-    help: ClassVar[str] = "it was stopped; what the run was to write is whole, and nothing needs to be done again"
+    title = "rank {rank} of {world} has done its work and does not end, {seconds:.0f} s after the others"
+    help = "it was stopped; what the run was to write is whole, and nothing needs to be done again"
     rank: int
     world: int
     seconds: float
@@ -71,18 +71,10 @@ class RankStayed(Diagnostic):
 
 @dataclass(frozen=True)
 class RanksStopped(Diagnostic):
-    title: ClassVar[str] = "all {world} ranks were stopped for {seconds:.0f} s"
-    help: ClassVar[str] = "only a signal such as SIGSTOP does that; they were ended, run again with `--resume`"
+    title = "all {world} ranks were stopped for {seconds:.0f} s"
+    help = "only a signal such as SIGSTOP does that; they were ended, run again with `--resume`"
     world: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class RankTold(Diagnostic):
-    """A mistake that a rank has found and rendered."""
-
-    title: ClassVar[str] = "{message}"
-    message: str
 
 
 class RankCrashed(Exception):
@@ -270,7 +262,7 @@ def _cause(bad: Sequence[_Rank]) -> _Rank:
 def _explain(rank: _Rank, ranks: Sequence[_Rank]) -> Exception:
     failure: Failure | None = read_failure(rank.error_file.fileno())
     if failure is not None and failure.user:
-        return UserError(RankTold(None, failure.text.removeprefix("error: ")))
+        return user_error(failure.text.removeprefix("error: "))
     if failure is not None:
         return RankCrashed(f"rank {rank.number} failed:\n{failure.text}")
     code = rank.process.returncode

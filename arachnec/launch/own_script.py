@@ -20,10 +20,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from arachnec.cluster.device_selection import TorchDevices, select_device, use_device
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import Ended, StopRequest, end_process, failure_of
 from arachnec.launch.phases import START_S, Progress
@@ -38,15 +38,6 @@ PREFIX = "arachnec-rank-"
 LOCK = "lock"
 NEW_S = 60.0  # younger folders may belong to a process that is about to lock them
 ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-
-
-@dataclass(frozen=True)
-class NoHostGroup(Diagnostic):
-    title: ClassVar[str] = "the default process group has the backend {backend}, and none for tensors of the host"
-    help: ClassVar[str] = (
-        'make it with init_process_group("cpu:gloo,cuda:nccl"), or leave it to Engine: it makes one under torchrun'
-    )
-    backend: str
 
 
 @contextmanager
@@ -90,7 +81,13 @@ class OwnScript:
         if dist.is_initialized():
             backend = str(dist.get_backend_config())
             if "gloo" not in backend:
-                raise UserError(NoHostGroup(None, backend))
+                raise user_error(
+                    f"the default process group has the backend {backend}, and none for tensors of the host",
+                    help=(
+                        'make it with init_process_group("cpu:gloo,cuda:nccl"), or leave it to Engine: it makes one '
+                        "under torchrun"
+                    ),
+                )
             script = cls(use_device(select_device(cpu, os.environ, TorchDevices())))
         else:
             if "RANK" not in os.environ:

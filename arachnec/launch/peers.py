@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -53,10 +53,8 @@ class Member(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class RankGone(Diagnostic):
-    title: ClassVar[str] = "rank {rank} of {world} on host {host} {what}; the others were stopped{last}"
-    help: ClassVar[str] = (
-        "the output of that host says more; if the system was out of memory, use fewer ranks or smaller clips"
-    )
+    title = "rank {rank} of {world} on host {host} {what}; the others were stopped{last}"
+    help = "the output of that host says more; if the system was out of memory, use fewer ranks or smaller clips"
     rank: int
     world: int
     host: str

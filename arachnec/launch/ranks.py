@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -34,7 +34,7 @@ from arachnec.cluster.device_selection import (
     select_device,
     use_device,
 )
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import Ended
 from arachnec.launch.environment import AGENTS_STORE, CHECKED, compile_once, local_cache, prepare_environment
@@ -52,19 +52,13 @@ PROBED = 16  # looks: so often the agent is asked for its store, as it may have 
 ORPHANED = 2  # the exit code
 
 
-@dataclass(frozen=True)
-class RanksMissing(Diagnostic):
-    title: ClassVar[str] = "{ranks} of {world} did not come within {seconds:.0f} s"
-    help: ClassVar[str] = "look at the output of their hosts; --start-timeout gives them longer"
-    ranks: str
-    world: int
-    seconds: float
-
-
 def missing(ranks: Sequence[int], world: int, seconds: float) -> UserError:
     """The error of ranks that others have waited for."""
     named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-    return UserError(RanksMissing(None, named, world, seconds))
+    return user_error(
+        f"{named} of {world} did not come within {seconds:.0f} s",
+        help="look at the output of their hosts; --start-timeout gives them longer",
+    )
 
 
 @dataclass(frozen=True)

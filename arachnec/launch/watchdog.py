@@ -36,11 +36,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
 from arachnec.launch.ending import (
     SIGNALS,
     Failure,
@@ -73,64 +73,6 @@ class Left(msgspec.Struct, frozen=True):
 
     rank: int
     steps: int
-
-
-@dataclass(frozen=True)
-class TookTooLong(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} on host {host} has been in {phase} for {seconds:.1f} s; its limit is {limit:g} s{cause}"
-    )
-    help: ClassVar[str] = "if it was only slow, raise the limit with {option}; ranks stood at:\n{places}"
-    rank: int
-    host: str
-    phase: str
-    seconds: float
-    limit: float
-    option: str
-    cause: str
-    places: str
-
-
-@dataclass(frozen=True)
-class Stalled(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} on host {host} is silent: in {phase} it has been in {doing} for {seconds:.0f} s{others}"
-    )
-    help: ClassVar[str] = (
-        "its limit is {limit:g} s; if it was only slow, raise that with --stall-timeout; ranks stood at:\n{places}"
-    )
-    rank: int
-    host: str
-    phase: str
-    doing: str
-    seconds: float
-    others: str
-    limit: float
-    places: str
-
-
-@dataclass(frozen=True)
-class StoreLost(Diagnostic):
-    title: ClassVar[str] = "rank {rank} on host {host} cannot reach the rendezvous store any more ({reason})"
-    help: ClassVar[str] = (
-        "the first node keeps it: it has ended or the network between it and {host} is cut; its own output says more"
-    )
-    rank: int
-    host: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class LoopLeft(Diagnostic):
-    title: ClassVar[str] = "rank {rank} left its loop after {done}, and rank {other} is in step {step}"
-    help: ClassVar[str] = (
-        "a step needs all ranks: leave the loop on every rank behind the same step, by break, return, sys.exit or an "
-        "exception that you catch"
-    )
-    rank: int
-    done: str
-    other: int
-    step: int
 
 
 @dataclass(frozen=True)
@@ -311,7 +253,14 @@ class Watchdog:
         return (
             RankGone(None, gone[0].rank, self._world, me.host, GONE, self._peers.last_of(gone[0].rank))
             if gone
-            else StoreLost(None, me.rank, me.host, reason)
+            else Mistake(
+                None,
+                f"rank {me.rank} on host {me.host} cannot reach the rendezvous store any more ({reason})",
+                help=(
+                    f"the first node keeps it: it has ended or the network between it and {me.host} is cut; its own "
+                    "output says more"
+                ),
+            )
         )
 
     def _beat(self) -> bool:
@@ -355,8 +304,11 @@ class Watchdog:
             other = held_up_by(me.rank, places, phase.progress.awaited)
             place = places.get(other, Place())
             cause = f"; it waits for rank {other}, in {place.doing or place.phase}" if other != me.rank else ""
-        return TookTooLong(
-            None, me.rank, me.host, phase.name, seconds, phase.limit, phase.option, cause, _listed(places)
+        return Mistake(
+            None,
+            f"rank {me.rank} on host {me.host} has been in {phase.name} for {seconds:.1f} s; its limit is "
+            f"{phase.limit:g} s{cause}",
+            help=f"if it was only slow, raise the limit with {phase.option}; ranks stood at:\n{_listed(places)}",
         )
 
     def _stalled(self) -> Diagnostic | None:
@@ -375,7 +327,15 @@ class Watchdog:
         ranks = ", ".join(map(str, sorted(awaited)))
         others = f", where rank{plural} {ranks} came too: the network between them may be cut" if awaited else ""
         everyone = _listed(self._peers.places(range(self._world)))
-        return Stalled(None, me.rank, me.host, own.phase, own.doing, seconds, others, own.limit, everyone)
+        return Mistake(
+            None,
+            f"rank {me.rank} on host {me.host} is silent: in {own.phase} it has been in {own.doing} for {seconds:.0f} "
+            f"s{others}",
+            help=(
+                f"its limit is {own.limit:g} s; if it was only slow, raise that with --stall-timeout; ranks stood at:\n"
+                f"{everyone}"
+            ),
+        )
 
     def _deserted(self) -> Diagnostic | None:
         """A rank that left its loop before the step that this one is in."""
@@ -384,7 +344,15 @@ class Watchdog:
         left = msgspec.json.decode(self._store.get("loop-left"), type=Left)
         if self._step < left.steps:
             return None
-        return LoopLeft(None, left.rank, counted(left.steps, "step"), self._me.rank, self._step)
+        return Mistake(
+            None,
+            f"rank {left.rank} left its loop after {counted(left.steps, 'step')}, and rank {self._me.rank} is in step "
+            f"{self._step}",
+            help=(
+                "a step needs all ranks: leave the loop on every rank behind the same step, by break, return, "
+                "sys.exit or an exception that you catch"
+            ),
+        )
 
     def _cause_of_sigterm(self) -> Diagnostic | None:
         """An agent that ends its ranks does so because one of them is gone; which one may show a moment later."""

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.cluster.device_specs import find_device_specs
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Phase, Stage
 from arachnec.kernels.attention.attention_backend import PREFERENCE, Capability, attention_backend
-
-
-@dataclass(frozen=True)
-class UnknownBackend(Diagnostic):
-    title: ClassVar[str] = "there is no attention back end `{name}`"
-    help: ClassVar[str] = "write one of {known}, or leave `attention` out"
-    name: str
-    known: str
 
 
 def demand_known(name: object, node: Cascade | Instruction) -> None:
     """Raises UserError, at the node, for a name that no kernel family has."""
     if name not in PREFERENCE:
-        raise UserError(UnknownBackend(node.attrs.span("attention") or node.span, str(name), ", ".join(PREFERENCE)))
+        raise user_error(
+            f"there is no attention back end `{name}`",
+            help=f"write one of {', '.join(PREFERENCE)}, or leave `attention` out",
+            span=node.attrs.span("attention") or node.span,
+        )
 
 
 def with_attention(

@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
 from arachnec.cost.host_copies import reduce_copies, step_copies
@@ -23,9 +22,9 @@ from arachnec.ir.values import Attributes, Quantity
 
 @dataclass(frozen=True)
 class WrongBuckets(Diagnostic):
-    title: ClassVar[str] = "the buckets {buckets} of `reduce @{stage}` do not make up the stage's {layers} layers"
-    label: ClassVar[str] = "has {layers} layers"
-    help: ClassVar[str] = "each number is a run of layers, from the last layer on, and only the last may be 0"
+    title = "the buckets {buckets} of `reduce @{stage}` do not make up the stage's {layers} layers"
+    label = "has {layers} layers"
+    help = "each number is a run of layers, from the last layer on, and only the last may be 0"
     stage: str
     buckets: list[int]
     layers: int

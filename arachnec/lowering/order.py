@@ -12,7 +12,6 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
 
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import rank_list
@@ -21,7 +20,7 @@ from arachnec.cost.compute import Compute, Load
 from arachnec.cost.recomputation import share_recomputed
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import Attention
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, formula
 from arachnec.ir.recomputation import recomputed_blocks
@@ -40,9 +39,9 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class InputNotReady(Diagnostic):
-    title: ClassVar[str] = "%{cascade} starts at {start:g} ms, before its input %{input} does at {ready:g} ms"
-    label: ClassVar[str] = "starts too early"
-    help: ClassVar[str] = "a cascade starts after the end of every cascade it reads"
+    title = "%{cascade} starts at {start:g} ms, before its input %{input} does at {ready:g} ms"
+    label = "starts too early"
+    help = "a cascade starts after the end of every cascade it reads"
     cascade: str
     input: str
     start: float
@@ -51,26 +50,17 @@ class InputNotReady(Diagnostic):
 
 @dataclass(frozen=True)
 class CyclicInputs(Diagnostic):
-    title: ClassVar[str] = "%{cascade} waits for itself"
-    label: ClassVar[str] = "reads a value that depends on its own"
-    help: ClassVar[str] = "the inputs of cascades must not form a cycle"
+    title = "%{cascade} waits for itself"
+    label = "reads a value that depends on its own"
+    help = "the inputs of cascades must not form a cycle"
     cascade: str
-
-
-@dataclass(frozen=True)
-class UnknownInput(Diagnostic):
-    title: ClassVar[str] = "%{cascade} reads %{input}, and there is no such cascade"
-    label: ClassVar[str] = "unknown input"
-    help: ClassVar[str] = "name a cascade of this module"
-    cascade: str
-    input: str
 
 
 @dataclass(frozen=True)
 class SavedElsewhere(Diagnostic):
-    title: ClassVar[str] = "%{cascade} runs on ranks {ranks}, but what %{forward} saved for it lies on ranks {holders}"
-    label: ClassVar[str] = "must run where its forward ran"
-    help: ClassVar[str] = "place both on the same ranks, in the same order"
+    title = "%{cascade} runs on ranks {ranks}, but what %{forward} saved for it lies on ranks {holders}"
+    label = "must run where its forward ran"
+    help = "place both on the same ranks, in the same order"
     cascade: str
     forward: str
     ranks: str
@@ -114,7 +104,12 @@ def depths(cascades: tuple[Cascade, ...]) -> dict[str, int]:
         waiting[cascade.name] = len(cascade.inputs)
         for name in cascade.inputs:
             if name not in by_name:
-                raise UserError(UnknownInput(cascade.span, cascade.name, name))
+                raise user_error(
+                    f"%{cascade.name} reads %{name}, and there is no such cascade",
+                    label="unknown input",
+                    help="name a cascade of this module",
+                    span=cascade.span,
+                )
             readers[name].append(cascade.name)
     depth = {name: 0 for name, count in waiting.items() if count == 0}
     ready = list(depth)

@@ -10,15 +10,14 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from arachnec.analysis.residency import resident_gib, resident_ranks
 from arachnec.analysis.stage_handoffs import handed_gib
 from arachnec.analysis.uses import split_backwards
 from arachnec.cost.host_copies import with_host_copies
 from arachnec.cost.memory import divided
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.ir.nodes import (
     Cascade,
     Cluster,
@@ -32,6 +31,7 @@ from arachnec.ir.nodes import (
 )
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.sampling import CODING, models_of, on_one_side
+from arachnec.ir.span import Span
 from arachnec.ir.stage_sizes import largest_share
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
@@ -61,11 +61,10 @@ from arachnec.lowering.reduce_overlap import overlapped_backwards
 SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "unconditional", "attention")
 
 
-@dataclass(frozen=True)
-class NoCluster(Diagnostic):
-    title: ClassVar[str] = "module @{module} has no cluster"
-    help: ClassVar[str] = "say where it runs: `cluster @pod {{ nodes = 2, gpus = 8, ... }}`"
-    module: str
+def no_cluster_error(span: Span | None, module: str) -> Mistake:
+    return Mistake(
+        span, f"module @{module} has no cluster", help="say where it runs: `cluster @pod { nodes = 2, gpus = 8, ... }`"
+    )
 
 
 def lower(module: Module, attention: str | None = None) -> Module:
@@ -76,7 +75,7 @@ def lower(module: Module, attention: str | None = None) -> Module:
     """
     module = replace(module, cascades=with_heads(module))
     if module.cluster is None:
-        raise UserError(NoCluster(module.span, module.name))
+        raise UserError(no_cluster_error(module.span, module.name))
     order = global_order(module.cascades)
     handoffs = plan_handoffs(module, module.cluster, order)
     placed = _placed(module, module.cluster, order, handoffs, attention)

@@ -13,14 +13,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module, integers
 from arachnec.kernels.attention.process_groups import ProcessGroups
@@ -40,18 +39,6 @@ from arachnec.model_state.kept_gradients import (
 )
 from arachnec.model_state.parameter_parts import GatheredParts, Parts
 from arachnec.tracing.layers import layer_of_parameters
-
-
-@dataclass(frozen=True)
-class LateGradient(Diagnostic):
-    title: ClassVar[str] = (
-        "the gradient of `{parameter}` came twice in one backward, the second time after its all-reduce began"
-    )
-    help: ClassVar[str] = (
-        "a backward inside the model's own backward does this, as reentrant checkpointing does: let arachnec recompute "
-        "instead, or compile without the pass `bucket`"
-    )
-    parameter: str
 
 
 @dataclass
@@ -122,7 +109,13 @@ class GradientSynchronisation:
             nonlocal begun
             place = waiting[name]
             if place < begun:
-                raise UserError(LateGradient(None, name))
+                raise user_error(
+                    f"the gradient of `{name}` came twice in one backward, the second time after its all-reduce began",
+                    help=(
+                        "a backward inside the model's own backward does this, as reentrant checkpointing does: let "
+                        "arachnec recompute instead, or compile without the pass `bucket`"
+                    ),
+                )
             missing[place] -= 1
             while begun < len(reduces) and missing[begun] <= 0:
                 self.start(reduces[begun])

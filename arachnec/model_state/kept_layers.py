@@ -7,26 +7,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
 from arachnec.checkpoint.class_states import CLASSES, ClassState, classes_of
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.length_classes import Heads
 from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
 
 
-@dataclass(frozen=True)
-class DamagedLayers(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} is damaged: {what} {reason}"
-    help: ClassVar[str] = (
-        "delete this folder, and --resume goes on from the checkpoint before it; or begin anew in another --checkpoint "
-        "folder"
+def damaged_layers_error(folder: str, what: str, reason: str) -> UserError:
+    return user_error(
+        f"the checkpoint {folder} is damaged: {what} {reason}",
+        help=(
+            "delete this folder, and --resume goes on from the checkpoint before it; or begin anew in "
+            "another --checkpoint folder"
+        ),
     )
-    folder: str
-    what: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ def kept_layers(tensors: Mapping[str, Tensor], names: Mapping[int, str], folder:
         try:
             known[number] = _layer(tensors, name)
         except ValueError as wrong:
-            raise UserError(DamagedLayers(None, folder, f"the state of sparse layer `{name}`", str(wrong))) from None
+            raise damaged_layers_error(folder, f"the state of sparse layer `{name}`", str(wrong)) from None
     return known
 
 
@@ -61,7 +58,7 @@ def kept_history(tensors: Mapping[str, Tensor], names: Mapping[int, str], folder
     try:
         return SparsityHistory.of(tensors[f"{HISTORY}steps"], rows, by_class)
     except ValueError as wrong:
-        raise UserError(DamagedLayers(None, folder, "the history of sparse layers", str(wrong))) from None
+        raise damaged_layers_error(folder, "the history of sparse layers", str(wrong)) from None
 
 
 def _layer(tensors: Mapping[str, Tensor], name: str) -> KeptLayer:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -32,8 +31,8 @@ RULE = "cubes"  # of the file's metadata
 
 @dataclass(frozen=True)
 class ListsUnreadable(Diagnostic):
-    title: ClassVar[str] = "the lists of step {step} in `{folder}` cannot be replayed: {reason}"
-    help: ClassVar[str] = (
+    title = "the lists of step {step} in `{folder}` cannot be replayed: {reason}"
+    help = (
         "save lists by `arachnec run --save-lists DIR` of the same model, clips, seed and steps, compiled with the "
         "same `sparsify`"
     )

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,7 @@ from arachnec.checkpoint.class_states import CLASSES, ClassState, class_tensor
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.cost.sparse_attention import faster_sparse
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Mistake, UserError, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import LayerDensity, latest_densities, layer_densities, sparse_layers, sparse_stages
 from arachnec.ir.head_division import HeadPart, parts_by_layer
@@ -60,22 +60,6 @@ from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCasca
 
 RATE = 3e-3  # of the predictors' Adam
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-@dataclass(frozen=True)
-class ScoresNotFinite(Diagnostic):
-    title: ClassVar[str] = "the attention scores of layer {layer} are not finite in step {step}, though the loss is"
-    help: ClassVar[str] = "no keys can be chosen by them: train in fp32 or bf16, or leave this layer out of `sparsify`"
-    layer: int
-    step: int
-
-
-@dataclass(frozen=True)
-class CannotBeSparse(Diagnostic):
-    title: ClassVar[str] = "layer {layer}, `{path}`, is planned sparse, and its block as it runs cannot be"
-    help: ClassVar[str] = "compile without `sparsify`, or give it a file of densities without this layer"
-    layer: int
-    path: str
 
 
 class CanBeSparse(Protocol):
@@ -136,7 +120,15 @@ class SparsePredictors:
         here = {names[n][0] for ranks, numbers in places for n in numbers if rank in ranks} if places else None
         stage = next(iter(stages.values()))
         states = sequence.sparsify(count_in(stage, "predictor_rank"), seed, here)
-        lacking = [CannotBeSparse(stage.span, n, name[0]) for n, name in names.items() if name not in states]
+        lacking = [
+            Mistake(
+                stage.span,
+                f"layer {n}, `{name[0]}`, is planned sparse, and its block as it runs cannot be",
+                help="compile without `sparsify`, or give it a file of densities without this layer",
+            )
+            for n, name in names.items()
+            if name not in states
+        ]
         if lacking:
             raise UserError(lacking[0])
         layers = {number: states[name] for number, name in names.items()}
@@ -348,7 +340,10 @@ class SparsePredictors:
         seen = {number: row for number, row in known.items() if not bool((weights_of(row[0]) <= 0).any())}
         for number, (totals, gradients) in seen.items():
             if not bool(totals.isfinite().all()) or not all(bool(g.isfinite().all()) for g in gradients):
-                raise UserError(ScoresNotFinite(None, number, step))
+                raise user_error(
+                    f"the attention scores of layer {number} are not finite in step {step}, though the loss is",
+                    help="no keys can be chosen by them: train in fp32 or bf16, or leave this layer out of `sparsify`",
+                )
         for number, (totals, gradients) in seen.items():
             state, weights = self.layers[number], weights_of(totals)
             of_query, of_key = gradients

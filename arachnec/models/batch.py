@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, is_dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import is_dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,28 +15,20 @@ from typing_extensions import TypeIs
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import read_encoded
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.span import Span
 from arachnec.models.argument_trees import flatten
 from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile, check_sample
 
 
-@dataclass(frozen=True)
-class UnequalArgument(Diagnostic):
-    title: ClassVar[str] = "`{name}` has no batch dimension and differs between the equal clips {first} and {second}"
-    label: ClassVar[str] = "{found}"
-    help: ClassVar[str] = "give it a first dimension of 1, or make it depend on the clip's size alone"
-    name: str
-    first: str | int
-    second: str | int
-    found: str
-
-
-@dataclass(frozen=True)
-class NoPrediction(Diagnostic):
-    title: ClassVar[str] = "the model's forward returned {found} in place of a prediction"
-    help: ClassVar[str] = "return a tensor, or a tuple or mapping whose first element is one"
-    found: str
+def unequal_argument_error(span: Span | None, name: str, first: str | int, second: str | int, found: str) -> UserError:
+    return user_error(
+        f"`{name}` has no batch dimension and differs between the equal clips {first} and {second}",
+        label=found,
+        help="give it a first dimension of 1, or make it depend on the clip's size alone",
+        span=span,
+    )
 
 
 def clip_seed(seed: int, step: int, clip: str | int) -> int:
@@ -112,7 +104,10 @@ def prediction_of(output: Any) -> Tensor:
     elif isinstance(output, tuple | list) or is_dataclass(output):
         output = next(iter(flatten(output)[0]), None)
     if not isinstance(output, Tensor):
-        raise UserError(NoPrediction(None, type(output).__name__))
+        raise user_error(
+            f"the model's forward returned {type(output).__name__} in place of a prediction",
+            help="return a tensor, or a tuple or mapping whose first element is one",
+        )
     return output
 
 
@@ -130,7 +125,7 @@ def _names(
         other = sorted(set(names) ^ set(kwargs))
         if other:
             difference = "given for one of them only"
-            raise UserError(UnequalArgument(model_file.span("sample"), other[0], clips[0].name, clip.name, difference))
+            raise unequal_argument_error(model_file.span("sample"), other[0], clips[0].name, clip.name, difference)
     return names
 
 
@@ -142,12 +137,12 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
         for clip, value in zip(clips, values, strict=True):
             if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
                 difference = f"{_described(first)} and {_described(value)}"
-                raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].name, clip.name, difference))
+                raise unequal_argument_error(model_file.span("sample"), name, clips[0].name, clip.name, difference)
         return torch.cat(list(values))
     for clip, value in zip(clips, values, strict=True):
         if not _equal(first, value):
             difference = f"{_described(first)} and {_described(value)}"
-            raise UserError(UnequalArgument(model_file.span("sample"), name, clips[0].name, clip.name, difference))
+            raise unequal_argument_error(model_file.span("sample"), name, clips[0].name, clip.name, difference)
     return first
 
 

@@ -11,24 +11,15 @@ import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.manifest import Manifest
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.models.file import ModelFile
 
 if TYPE_CHECKING:
     import torch
-
-
-@dataclass(frozen=True)
-class CaptionTooLong(Diagnostic):
-    title: ClassVar[str] = "the caption of clip `{clip}` has {tokens} text tokens, and the model takes {most}"
-    help: ClassVar[str] = "shorten the caption, or leave out `long_captions`: it is cut then, as the pipeline does it"
-    clip: str
-    tokens: int
-    most: int
 
 
 @dataclass(frozen=True)
@@ -85,7 +76,10 @@ class CaptionCounter:
         tokens, (_, most) = self.tokens(clip.texts), self._rules
         if most is not None and tokens > most:
             if self.refuse:
-                raise UserError(CaptionTooLong(None, clip.name, tokens, most))
+                raise user_error(
+                    f"the caption of clip `{clip.name}` has {tokens} text tokens, and the model takes {most}",
+                    help="shorten the caption, or leave out `long_captions`: it is cut then, as the pipeline does it",
+                )
             self.cut, self.longest, tokens = self.cut + 1, max(self.longest, tokens), most
         return replace(clip, text_tokens=tokens, counted=False)
 

@@ -5,25 +5,14 @@ from __future__ import annotations
 import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.users_code import OURS, users_frames
 from arachnec.models.file import ModelFileRaised, raised_by_user, ran_out_of_memory
 
 MOST = 3  # clips of a message
-
-
-@dataclass(frozen=True)
-class CannotRun(Diagnostic):
-    title: ClassVar[str] = "the model cannot run on {clips}: {reason}"
-    help: ClassVar[str] = (
-        "what sample() gave for it has other shapes or types than for the clips the model was traced with: compare them"
-    )
-    clips: str
-    reason: str
 
 
 @contextmanager
@@ -44,7 +33,13 @@ def naming(clips: Sequence[VideoClip], encoder: str | None = None) -> Iterator[N
         if not _of_a_graph(error):
             raise
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UserError(CannotRun(None, shown_clips(clips), reason)) from error
+        raise user_error(
+            f"the model cannot run on {shown_clips(clips)}: {reason}",
+            help=(
+                "what sample() gave for it has other shapes or types than for the clips the model was traced with: "
+                "compare them"
+            ),
+        ) from error
 
 
 def shown_clips(clips: Sequence[VideoClip]) -> str:

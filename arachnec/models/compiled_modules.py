@@ -9,10 +9,9 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 
 if TYPE_CHECKING:
     from torch import nn
@@ -21,20 +20,16 @@ DYNAMO = "torch._dynamo"
 ORIGINAL = "_torchdynamo_orig_callable"  # torch keeps what it compiled there
 
 
-@dataclass(frozen=True)
-class Scripted(Diagnostic):
-    title: ClassVar[str] = "`{module}` is compiled by TorchScript"
-    help: ClassVar[str] = "build the module itself, without torch.jit.script and torch.jit.trace"
-    module: str
-
-
 def without_compilation(model: nn.Module) -> nn.Module:
     """The model with every compiled module, call and ``forward`` in it replaced by its original, in place. Raises
     ``UserError`` for a module that TorchScript compiled, which keeps no original."""
     model = _original(model)
     for path, module in model.named_modules():
         if isinstance(module, sys.modules["torch"].jit.ScriptModule):
-            raise UserError(Scripted(None, path or type(module).__name__))
+            raise user_error(
+                f"`{path or type(module).__name__}` is compiled by TorchScript",
+                help="build the module itself, without torch.jit.script and torch.jit.trace",
+            )
     for module in list(model.modules()):
         for name, child in module._modules.items():
             if child is not None:

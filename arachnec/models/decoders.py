@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.file import called, own_errors
 from arachnec.models.latents import decode
 from arachnec.models.sampler_file import SamplerFile, request_of
@@ -55,15 +53,6 @@ class FromLatents(nn.Module):
         return decoded(self.sampler, self.decoder, loaded)
 
 
-@dataclass(frozen=True)
-class OtherPixels(Diagnostic):
-    title: ClassVar[str] = "the decoder gives {pixels} for latents {latents}"
-    label: ClassVar[str] = "must return a module that gives pixels"
-    help: ClassVar[str] = "give a floating-point tensor [1, 3, frames, height, width] on [-1, 1]"
-    pixels: str
-    latents: str
-
-
 def decoded(sampler: SamplerFile, decoder: nn.Module, latents: Tensor) -> Tensor:
     """Pixels ``[1, 3, frames, height, width]`` of a sampler file's decoder.
 
@@ -73,7 +62,12 @@ def decoded(sampler: SamplerFile, decoder: nn.Module, latents: Tensor) -> Tensor
         pixels = decoder(latents)
     if not isinstance(pixels, Tensor) or pixels.ndim != 5 or pixels.shape[:2] != (1, 3) or 0 in pixels.shape:
         got = str(list(pixels.shape)) if isinstance(pixels, Tensor) else called(pixels)
-        raise UserError(OtherPixels(sampler.span("decoder"), got, str(list(latents.shape))))
+        raise user_error(
+            f"the decoder gives {got} for latents {list(latents.shape)}",
+            label="must return a module that gives pixels",
+            help="give a floating-point tensor [1, 3, frames, height, width] on [-1, 1]",
+            span=sampler.span("decoder"),
+        )
     return pixels
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from arachnec.data.clip import VideoClip
 from arachnec.data.header_check import disagreement
 from arachnec.data.video import TooFewFrames, UnreadableVideo, read_frames, read_header
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.file import ModelFile
 from arachnec.models.fixed_tiles import FixedTiles
@@ -27,24 +27,22 @@ from arachnec.models.latents import encode
 
 @dataclass(frozen=True)
 class NoVideo(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has no video, and the model file has a video encoder"
-    help: ClassVar[str] = "give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents"
+    title = "clip `{clip}` has no video, and the model file has a video encoder"
+    help = "give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents"
     clip: str | int
 
 
-@dataclass(frozen=True)
-class NoCaption(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has no caption, and the model file has a text encoder"
-    help: ClassVar[str] = (
-        "give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings"
+def no_caption_error(clip: str | int) -> UserError:
+    return user_error(
+        f"clip `{clip}` has no caption, and the model file has a text encoder",
+        help="give the clip a `caption`, or leave the encoder out of encoders() to use synthetic embeddings",
     )
-    clip: str | int
 
 
 @dataclass(frozen=True)
 class WrongClip(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}`: {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "clip `{clip}`: {reason}"
+    help = "{remedy}"
     clip: str | int
     reason: str
     remedy: str
@@ -73,7 +71,7 @@ def _named(clip: VideoClip) -> Iterator[None]:
     except UserError as error:
         file = all(isinstance(d, UnreadableVideo | TooFewFrames) for d in error.diagnostics)
         kind = UnreadableClip if file else WrongClip
-        raise UserError(*(kind(None, clip.name, d.text(d.title), d.text(d.help)) for d in error.diagnostics)) from None
+        raise UserError(*(kind(None, clip.name, d.message, d.text(d.help)) for d in error.diagnostics)) from None
 
 
 def running_encoders(model_file: ModelFile, names: Collection[str]) -> ModelFile:
@@ -195,7 +193,7 @@ class TextEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 2, self.length(clip)), dtype=torch.int64, device=device)
         if clip.caption is None:
-            raise UserError(NoCaption(None, clip.name))
+            raise no_caption_error(clip.name)
         tokens = self.tokenizer(
             self.tidy(clip.caption),
             padding="max_length", max_length=self.length(clip), truncation=True, return_tensors="pt",

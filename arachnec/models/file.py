@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.ir.users_code import line_of, users_frames
 from arachnec.models.adapters_on_meta import built_by_libraries
@@ -55,42 +55,20 @@ class FileForm:
         return f"{name}({', '.join(self.arguments[name])})"
 
 
-@dataclass(frozen=True)
-class NoModelFile(Diagnostic):
-    title: ClassVar[str] = "there is no {kind} `{path}`"
-    help: ClassVar[str] = "give a Python file with {functions}"
-    path: str
-    kind: str
-    functions: str
-
-
-@dataclass(frozen=True)
-class MissingFunction(Diagnostic):
-    title: ClassVar[str] = "the {kind} has no `{name}`"
-    label: ClassVar[str] = "found here: {found}"
-    help: ClassVar[str] = "add `def {name}({arguments})`; {page} says what it returns"
-    name: str
-    arguments: str
-    found: str
-    kind: str
-    page: str
-
-
-@dataclass(frozen=True)
-class WrongSignature(Diagnostic):
-    title: ClassVar[str] = "`{name}` cannot be called as {name}({arguments})"
-    label: ClassVar[str] = "it is {name}{signature}"
-    help: ClassVar[str] = "change it to `def {name}({arguments})`, or give what is not meant for arachnec another name"
-    name: str
-    arguments: str
-    signature: str
+def wrong_signature_error(span: Span | None, name: str, arguments: str, signature: str) -> UserError:
+    return user_error(
+        f"`{name}` cannot be called as {name}({arguments})",
+        label=f"it is {name}{signature}",
+        help=f"change it to `def {name}({arguments})`, or give what is not meant for arachnec another name",
+        span=span,
+    )
 
 
 @dataclass(frozen=True)
 class ModelFileRaised(Diagnostic):
-    title: ClassVar[str] = "the {kind} raised {exception} in {where}{clips}"
-    label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = "{remedy}"
+    title = "the {kind} raised {exception} in {where}{clips}"
+    label = "raised here"
+    help = "{remedy}"
     exception: str
     where: str
     remedy: str
@@ -98,24 +76,22 @@ class ModelFileRaised(Diagnostic):
     clips: str = ""  # that it was called for
 
 
-@dataclass(frozen=True)
-class WrongResult(Diagnostic):
-    title: ClassVar[str] = "`{name}` returned {found}"
-    label: ClassVar[str] = "must return {expected}"
-    help: ClassVar[str] = "return {expected}; {page} has an example"
-    name: str
-    found: str
-    expected: str
-    page: str
+def wrong_result_error(span: Span | None, name: str, found: str, expected: str, page: str) -> UserError:
+    return user_error(
+        f"`{name}` returned {found}",
+        label=f"must return {expected}",
+        help=f"return {expected}; {page} has an example",
+        span=span,
+    )
 
 
-@dataclass(frozen=True)
-class BadSample(Diagnostic):
-    title: ClassVar[str] = "`sample` returned {found}"
-    label: ClassVar[str] = "for clip {clip}"
-    help: ClassVar[str] = "return (dict of forward's keyword arguments for one clip, target tensor)"
-    clip: str | int
-    found: str
+def bad_sample_error(span: Span | None, clip: str | int, found: str) -> UserError:
+    return user_error(
+        f"`sample` returned {found}",
+        label=f"for clip {clip}",
+        help="return (dict of forward's keyword arguments for one clip, target tensor)",
+        span=span,
+    )
 
 
 @dataclass(frozen=True)
@@ -176,7 +152,8 @@ def demand_python_file(path: str | Path, form: FileForm) -> Path:
     path = Path(path).absolute()
     if not path.is_file() or path.suffix != ".py":
         *calls, last = map(form.call, form.required)
-        raise UserError(NoModelFile(None, str(path), form.kind, f"{', '.join(calls)} and {last}"))
+        functions_text = f"{', '.join(calls)} and {last}"
+        raise user_error(f"there is no {form.kind} `{path}`", help=f"give a Python file with {functions_text}")
     return path
 
 
@@ -226,11 +203,16 @@ def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
             n for n, v in vars(module).items() if inspect.isfunction(v) and v.__module__ == module.__name__
         )
         place = Span(str(path), 1, 1, 1, 1)
-        raise UserError(MissingFunction(place, name, arguments, defined or "no functions", form.kind, form.page))
+        raise user_error(
+            f"the {form.kind} has no `{name}`",
+            label=f"found here: {defined or 'no functions'}",
+            help=f"add `def {name}({arguments})`; {form.page} says what it returns",
+            span=place,
+        )
     if name in MAKE_MODULES and _is_module(function):  # callable with anything
-        raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {type(function).__name__}(...)"))
+        raise wrong_signature_error(definition(path, name), name, arguments, f" = {type(function).__name__}(...)")
     if not callable(function):
-        raise UserError(WrongSignature(definition(path, name), name, arguments, f" = {function!r}"))
+        raise wrong_signature_error(definition(path, name), name, arguments, f" = {function!r}")
     try:
         signature = inspect.signature(function)
     except ValueError:  # a C function that does not say
@@ -238,7 +220,7 @@ def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
     try:
         signature.bind(*form.arguments[name])
     except TypeError:
-        raise UserError(WrongSignature(definition(path, name), name, arguments, str(signature))) from None
+        raise wrong_signature_error(definition(path, name), name, arguments, str(signature)) from None
     return checked_function(function, path, name, form)
 
 
@@ -271,7 +253,7 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
             check_sample(result, lambda: defined, clip.name)
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
-            raise UserError(WrongResult(defined, name, *wrong, form.page))
+            raise wrong_result_error(defined, name, *wrong, form.page)
         return cast(R, result)
 
     return functools.wraps(function)(checked)
@@ -305,12 +287,12 @@ def check_sample(result: Any, defined: Callable[[], Span | None], clip: str | in
     import torch
 
     if not isinstance(result, tuple) or len(result) != 2:
-        raise UserError(BadSample(defined(), clip, f"{type(result).__name__}, not a pair"))
+        raise bad_sample_error(defined(), clip, f"{type(result).__name__}, not a pair")
     kwargs, target = result
     if not isinstance(kwargs, dict) or not all(isinstance(name, str) for name in kwargs):
-        raise UserError(BadSample(defined(), clip, f"{type(kwargs).__name__} in place of keyword arguments"))
+        raise bad_sample_error(defined(), clip, f"{type(kwargs).__name__} in place of keyword arguments")
     if not isinstance(target, torch.Tensor):
-        raise UserError(BadSample(defined(), clip, f"{type(target).__name__} in place of a target tensor"))
+        raise bad_sample_error(defined(), clip, f"{type(target).__name__} in place of a target tensor")
 
 
 def _is_module(value: Any) -> bool:

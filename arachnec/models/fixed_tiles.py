@@ -7,27 +7,20 @@ are no tiles is refused before anything runs.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, TypeGuard
+from typing import Any, TypeGuard
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 Size = tuple[int, int, int]  # frames, height, width
 
 
-@dataclass(frozen=True)
-class NotInTiles(Diagnostic):
-    title: ClassVar[str] = (
-        "clip `{clip}`: {vae} encodes in tiles of {tile} (frames x height x width), a new one every {stride}, and "
-        "{size} is not covered by whole tiles"
+def not_in_tiles_error(clip: str | int, vae: str, tile: str, stride: str, size: str, fitting: str) -> UserError:
+    return user_error(
+        f"clip `{clip}`: {vae} encodes in tiles of {tile} (frames x height x width), a new one every "
+        f"{stride}, and {size} is not covered by whole tiles",
+        help=f"give the clip {fitting} in the manifest; what no tile covers would be latents of zeros",
     )
-    help: ClassVar[str] = "give the clip {fitting} in the manifest; what no tile covers would be latents of zeros"
-    clip: str | int
-    vae: str
-    tile: str
-    stride: str
-    size: str
-    fitting: str
 
 
 @dataclass(frozen=True)
@@ -52,7 +45,7 @@ class FixedTiles:
         fitting = tuple(_fitting(n, tile, step) for n, tile, step in zip(size, self.tile, self.stride, strict=True))
         if fitting != size:
             words = (_told(lengths) for lengths in (self.tile, self.stride, size, fitting))
-            raise UserError(NotInTiles(None, clip.name, self.vae, *words))
+            raise not_in_tiles_error(clip.name, self.vae, *words)
 
 
 def _fitting(size: int, tile: int, stride: int) -> int:

@@ -7,14 +7,14 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.compiled_modules import without_compilation
 from arachnec.models.file import MODEL_FILE, ModelFile, checked_function
 from arachnec.models.pretrained_on_meta import without_values
@@ -22,26 +22,17 @@ from arachnec.models.pretrained_on_meta import without_values
 SCRIPT = replace(MODEL_FILE, kind="script")
 
 
-@dataclass(frozen=True)
-class NothingGiven(Diagnostic):
-    title: ClassVar[str] = "Engine was given a {kind} without `{name}`"
-    help: ClassVar[str] = "{remedy}"
-    kind: str
-    name: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class NoFunction(Diagnostic):
-    title: ClassVar[str] = "`optimizer` is a {kind}, not a function of the parameters"
-    help: ClassVar[str] = "give one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)"
-    kind: str
+def nothing_given_error(kind: str, name: str, remedy: str) -> UserError:
+    return user_error(f"Engine was given a {kind} without `{name}`", help=remedy)
 
 
 def with_own_optimizer(model_file: ModelFile, optimizer: object) -> ModelFile:
     """The model file with this function in place of its ``optimizer``. Raises ``UserError`` where it is none."""
     if isinstance(optimizer, torch.optim.Optimizer) or not callable(optimizer):
-        raise UserError(NoFunction(None, type(optimizer).__name__))
+        raise user_error(
+            f"`optimizer` is a {type(optimizer).__name__}, not a function of the parameters",
+            help="give one: optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4)",
+        )
     return replace(model_file, optimizer=guarded(optimizer, "optimizer"))
 
 
@@ -65,14 +56,14 @@ def given_module(
     kind = type(module).__name__
     if not isinstance(module, nn.Module):
         remedy = "give the path of a model file, or a torch.nn.Module with sample= and loss="
-        raise UserError(NothingGiven(None, kind, "parameters", remedy))
+        raise nothing_given_error(kind, "parameters", remedy)
     if not any(parameter.requires_grad for parameter in module.parameters()):
         remedy = "unfreeze what is to train, or add an adapter: requires_grad is False of all parameters"
-        raise UserError(NothingGiven(None, kind, "a parameter that trains", remedy))
+        raise nothing_given_error(kind, "a parameter that trains", remedy)
     for name, function, arguments in (("sample", sample, "clip, generator"), ("loss", loss, "prediction, target")):
         if not callable(function):
             remedy = f"add {name}=FUNCTION, a function of ({arguments}) as docs/your_model.md describes it"
-            raise UserError(NothingGiven(None, kind, name, remedy))
+            raise nothing_given_error(kind, name, remedy)
     assert sample is not None
     path = _file_of(sample) or Path(__file__)
     functions = {"sample": sample, "loss": loss, "encoders": encoders}

@@ -12,12 +12,12 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.adapters import made_of_weights, original_names, plain_model
 from arachnec.models.file import load_model_file
 from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weight_files
@@ -31,42 +31,18 @@ JSON_KINDS: Mapping[type, str] = {list: "list", str: "text", int: "number", floa
 MOST_NAMED = 8  # names, or patterns of them, in a list of a message
 
 
-@dataclass(frozen=True)
-class OtherWeights(Diagnostic):
-    title: ClassVar[str] = (
-        "the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}"
+def other_weights_error(
+    folder: str, model: str, other_class: str, missing: str, surplus: str, shapes: str, dtypes: str, remedy: str
+) -> UserError:
+    return user_error(
+        f"the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}", help=remedy
     )
-    help: ClassVar[str] = "{remedy}"
-    folder: str
-    model: str
-    other_class: str
-    missing: str
-    surplus: str
-    shapes: str
-    dtypes: str
-    remedy: str
 
 
-@dataclass(frozen=True)
-class MadeOfOtherWeights(Diagnostic):
-    title: ClassVar[str] = (
-        "an adapter with {setting} is made of the weights that are there when it is added, and those in {folder} are "
-        "read after that"
+def bad_config_error(path: str, reason: str) -> UserError:
+    return user_error(
+        f"{path} {reason}", help="copy or download it again; `save_pretrained` writes it beside the weights"
     )
-    help: ClassVar[str] = (
-        "have build() load the model from a folder and then add the adapter, encoders() load theirs, and leave --init "
-        "out; or take an adapter that is drawn alone, as LoRA's is without {setting}"
-    )
-    setting: str
-    folder: str
-
-
-@dataclass(frozen=True)
-class BadConfig(Diagnostic):
-    title: ClassVar[str] = "{path} {reason}"
-    help: ClassVar[str] = "copy or download it again; `save_pretrained` writes it beside the weights"
-    path: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -121,7 +97,14 @@ def beginning_weights(folder: Path, model: nn.Module) -> InitialWeights:
     before is made of other weights: the run would begin with another model than the folder's."""
     weights = initial_weights(folder, model)
     if setting := made_of_weights(model):
-        raise UserError(MadeOfOtherWeights(None, setting, str(folder)))
+        raise user_error(
+            f"an adapter with {setting} is made of the weights that are there when it is added, and those in {folder} "
+            "are read after that",
+            help=(
+                "have build() load the model from a folder and then add the adapter, encoders() load theirs, and "
+                f"leave --init out; or take an adapter that is drawn alone, as LoRA's is without {setting}"
+            ),
+        )
     return weights
 
 
@@ -211,10 +194,8 @@ def _fitted(files: WeightFiles, module: nn.Module, other_class: str) -> InitialW
     )
     if any(told):
         name = type(plain_model(module)).__name__
-        raise UserError(
-            OtherWeights(
-                None, str(files.folder), name, other_class, *told, _prefixed(missing, surplus) or _remedy(*told)
-            )
+        raise other_weights_error(
+            str(files.folder), name, other_class, *told, _prefixed(missing, surplus) or _remedy(*told)
         )
     return InitialWeights(files, sources)
 
@@ -256,9 +237,9 @@ def read_json_object(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UserError(BadConfig(None, str(path), f"is not JSON: {error}")) from None
+        raise bad_config_error(str(path), f"is not JSON: {error}") from None
     if not isinstance(config, dict):
-        raise UserError(BadConfig(None, str(path), f"is a JSON {JSON_KINDS.get(type(config), 'value')}, not an object"))
+        raise bad_config_error(str(path), f"is a JSON {JSON_KINDS.get(type(config), 'value')}, not an object")
     return config
 
 

@@ -6,36 +6,24 @@ In: a VAE and pixels or latents. Out: latents as the transformer takes them, or 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 STATS = ("latents_mean", "latents_std")
 
 
-@dataclass(frozen=True)
-class UnknownScale(Diagnostic):
-    title: ClassVar[str] = "how latents of {vae} are scaled is not known here: {reason}"
-    help: ClassVar[str] = (
-        "write an encoder of your own: a module with load(clip, device) and forward(loaded), which scales latents as "
-        "the model's pipeline does: docs/your_model.md"
+def unknown_scale_error(vae: str, reason: str) -> UserError:
+    return user_error(
+        f"how latents of {vae} are scaled is not known here: {reason}",
+        help=(
+            "write an encoder of your own: a module with load(clip, device) and forward(loaded), which "
+            "scales latents as the model's pipeline does: docs/your_model.md"
+        ),
     )
-    vae: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class UnknownEncoding(Diagnostic):
-    title: ClassVar[str] = "{vae}.encode() gives {found}, which has no `latent_dist` and no `latent`"
-    help: ClassVar[str] = (
-        "write an encoder of your own: a module with load(clip, device) and forward(loaded): docs/your_model.md"
-    )
-    vae: str
-    found: str
 
 
 def encode(vae: Any, pixels: Tensor) -> Tensor:
@@ -51,7 +39,12 @@ def encode(vae: Any, pixels: Tensor) -> Tensor:
     elif hasattr(given, "latent"):
         latents = given.latent
     else:
-        raise UserError(UnknownEncoding(None, type(vae).__name__, type(given).__name__))
+        raise user_error(
+            f"{type(vae).__name__}.encode() gives {type(given).__name__}, which has no `latent_dist` and no `latent`",
+            help=(
+                "write an encoder of your own: a module with load(clip, device) and forward(loaded): docs/your_model.md"
+            ),
+        )
     if not videos:
         latents = _videos(latents, frames)
     mean, std, factor = _scale(vae, latents)
@@ -86,7 +79,7 @@ def _videos(images: Tensor, frames: int) -> Tensor:
 def _scale(vae: nn.Module, latents: Tensor) -> tuple[Tensor | float, Tensor | float, float]:
     """Mean, standard deviation and factor. Raises ``UserError``."""
     if _config(vae, "batch_norm_eps") is not None:
-        raise UserError(UnknownScale(None, type(vae).__name__, "it has a batch norm over patches"))
+        raise unknown_scale_error(type(vae).__name__, "it has a batch norm over patches")
     factor = float(_config(vae, "scaling_factor") or 1.0)
     # LTX's are weights, other VAEs' are settings.
     weights = dict(vae.named_buffers(recurse=False))
@@ -95,7 +88,7 @@ def _scale(vae: nn.Module, latents: Tensor) -> tuple[Tensor | float, Tensor | fl
         return float(_config(vae, "shift_factor") or 0.0), 1.0, factor
     if mean is None or std is None:
         missing = STATS[0] if mean is None else STATS[1]
-        raise UserError(UnknownScale(None, type(vae).__name__, f"it has no {missing}"))
+        raise unknown_scale_error(type(vae).__name__, f"it has no {missing}")
     return _per_channel(vae, mean, latents), _per_channel(vae, std, latents), factor
 
 
@@ -110,6 +103,6 @@ def _per_channel(vae: nn.Module, values: Any, latents: Tensor) -> Tensor:
     known = flat.numel() // channels
     if flat.numel() % channels or known not in (1, *range(frames, known + 1)):
         reason = f"{flat.numel()} values of {STATS[0]} and {STATS[1]} for {channels} channels and {frames} frames"
-        raise UserError(UnknownScale(None, type(vae).__name__, reason))
+        raise unknown_scale_error(type(vae).__name__, reason)
     spread = flat.view(1, channels, known, 1, 1)[:, :, :frames]
     return spread.to(latents.device, latents.dtype)

@@ -10,25 +10,15 @@ import ast
 import importlib.util
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.span import Span
 
 MOST = 256
-
-
-@dataclass(frozen=True)
-class TooManyNeighbours(Diagnostic):
-    title: ClassVar[str] = "the model file imports {count} modules from its own folder"
-    help: ClassVar[str] = "install them as a package: an executable carries at most {most}"
-    count: int
-    most: int
 
 
 class Source(SourceFileLoader):
@@ -59,7 +49,11 @@ def neighbours(path: Path) -> tuple[str, ...]:
                     files[relative] = None
                     waiting.append((part, _package_of(relative)))
         if len(files) > MOST:
-            raise UserError(TooManyNeighbours(Span(str(path), 1, 1, 1, 1), len(files), MOST))
+            raise user_error(
+                f"the model file imports {len(files)} modules from its own folder",
+                help=f"install them as a package: an executable carries at most {MOST}",
+                span=Span(str(path), 1, 1, 1, 1),
+            )
     return tuple(sorted(files))
 
 

@@ -9,12 +9,12 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from arachnec.checkpoint.trained_predictors import TrainedPredictors, trained_predictors
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import STEPS, Request
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
 from arachnec.models.compiled_modules import without_compilation
@@ -37,47 +37,12 @@ MODELS = "a dict from one or two names to modules, or to functions that build th
 PAGE = "docs/sampling.md"
 
 
-@dataclass(frozen=True)
-class NoNegativePrompt(Diagnostic):
-    title: ClassVar[str] = "request `{request}` has guidance {guidance}, and `arguments` has no unconditional branch"
-    label: ClassVar[str] = "returned {found} for conditional=False"
-    help: ClassVar[str] = (
-        "return the arguments of the negative prompt (`request.clip(conditional=False)`), or give the request "
-        "`guidance` 1"
+def too_large_error(span: Span | None, request: str | int, frames: int, height: int, width: int) -> UserError:
+    return user_error(
+        f"this machine's memory does not hold the noise of request `{request}`, of {frames} x {height} x {width}",
+        help="give the request fewer frames, or a smaller height and width",
+        span=span,
     )
-    request: str | int
-    guidance: float
-    found: str
-
-
-@dataclass(frozen=True)
-class BadArguments(Diagnostic):
-    title: ClassVar[str] = "`arguments` returned {found} for request `{request}`"
-    label: ClassVar[str] = "must return a dict"
-    help: ClassVar[str] = "return forward's keyword arguments by name; docs/sampling.md has an example"
-    request: str | int
-    found: str
-
-
-@dataclass(frozen=True)
-class BadStart(Diagnostic):
-    title: ClassVar[str] = "`start` returned {found} for request `{request}`"
-    label: ClassVar[str] = "must return latents"
-    help: ClassVar[str] = "return a floating-point tensor [1, ...]: the noise that the first step is given"
-    request: str | int
-    found: str
-
-
-@dataclass(frozen=True)
-class TooLarge(Diagnostic):
-    title: ClassVar[str] = (
-        "this machine's memory does not hold the noise of request `{request}`, of {frames} x {height} x {width}"
-    )
-    help: ClassVar[str] = "give the request fewer frames, or a smaller height and width"
-    request: str | int
-    frames: int
-    height: int
-    width: int
 
 
 @dataclass(frozen=True)
@@ -125,7 +90,11 @@ class SamplerFile:
             with own_errors(self.path, "models()", "sampler file"):
                 model = model()
         if not isinstance(model, torch.nn.Module):
-            raise UserError(BadModel(self.span("models"), name, called(model)))
+            raise user_error(
+                f"the model `{name}` is built as {called(model)}, not as a module",
+                help="have its function in models() return a torch.nn.Module",
+                span=self.span("models"),
+            )
         return without_compilation(model)
 
     def scale(self, name: str, request: Request) -> float:
@@ -138,7 +107,11 @@ class SamplerFile:
         places = {} if self.predictors is None else self.predictors()
         stray = next((other for other in places if other not in self.names()), None)
         if stray is not None:
-            raise UserError(NotAModel(self.span("predictors"), stray, ", ".join(self.names())))
+            raise user_error(
+                f"`predictors` names `{stray}`, which is no model of the file",
+                help=f"its models are {', '.join(self.names())}",
+                span=self.span("predictors"),
+            )
         return trained_predictors(Path(places[name])) if name in places else None
 
     def branches(self, name: str, request: Request) -> int:
@@ -155,10 +128,15 @@ class SamplerFile:
             if not ran_out_of_memory(error):
                 raise
             size = request.frames, request.height, request.width
-            raise UserError(TooLarge(self.span("start"), request.id, *size)) from error
+            raise too_large_error(self.span("start"), request.id, *size) from error
         if not isinstance(latents, torch.Tensor) or not latents.is_floating_point() or latents.shape[:1] != (1,):
             actual = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, torch.Tensor) else called(latents)
-            raise UserError(BadStart(self.span("start"), request.id, actual))
+            raise user_error(
+                f"`start` returned {actual} for request `{request.id}`",
+                label="must return latents",
+                help="return a floating-point tensor [1, ...]: the noise that the first step is given",
+                span=self.span("start"),
+            )
         return latents
 
     def call(
@@ -168,9 +146,23 @@ class SamplerFile:
         arguments = self.arguments(name, latents, timestep, request, conditional)
         if arguments is None and not conditional:
             place = self.span("arguments")
-            raise UserError(NoNegativePrompt(place, request.id, self.scale(name, request), "None"))
+            raise user_error(
+                f"request `{request.id}` has guidance {self.scale(name, request)}, and `arguments` has no "
+                "unconditional branch",
+                label="returned None for conditional=False",
+                help=(
+                    "return the arguments of the negative prompt (`request.clip(conditional=False)`), or give the "
+                    "request `guidance` 1"
+                ),
+                span=place,
+            )
         if not isinstance(arguments, dict) or not all(isinstance(key, str) for key in arguments):
-            raise UserError(BadArguments(self.span("arguments"), request.id, called(arguments)))
+            raise user_error(
+                f"`arguments` returned {called(arguments)} for request `{request.id}`",
+                label="must return a dict",
+                help="return forward's keyword arguments by name; docs/sampling.md has an example",
+                span=self.span("arguments"),
+            )
         return arguments
 
     def inputs(self, names: Sequence[str], *, sparse: bool) -> str:
@@ -213,22 +205,6 @@ class SamplerFile:
             digest=self.digest,
             modules=self.modules,
         )
-
-
-@dataclass(frozen=True)
-class BadModel(Diagnostic):
-    title: ClassVar[str] = "the model `{name}` is built as {found}, not as a module"
-    help: ClassVar[str] = "have its function in models() return a torch.nn.Module"
-    name: str
-    found: str
-
-
-@dataclass(frozen=True)
-class NotAModel(Diagnostic):
-    title: ClassVar[str] = "`predictors` names `{name}`, which is no model of the file"
-    help: ClassVar[str] = "its models are {names}"
-    name: str
-    names: str
 
 
 def load_sampler_file(

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -21,8 +21,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from arachnec.checkpoint.files import save_tensors
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.weights_there import NoWeights, demand_weights_there
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.models.weights_there import demand_weights_there, no_weights_error
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 PREFERRED = ("diffusion_pytorch_model", "model")  # of several in a folder, what Diffusers and transformers load
@@ -35,17 +35,13 @@ FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 @dataclass(frozen=True)
 class OnlyPickles(Diagnostic):
-    title: ClassVar[str] = "{path} is a pickle, which may run code, and is not read"
-    help: ClassVar[str] = "convert it once: load the model where you trust it, and save_pretrained(FOLDER)"
+    title = "{path} is a pickle, which may run code, and is not read"
+    help = "convert it once: load the model where you trust it, and save_pretrained(FOLDER)"
     path: str
 
 
-@dataclass(frozen=True)
-class UnreadableWeights(Diagnostic):
-    title: ClassVar[str] = "{path} cannot be read: {reason}"
-    help: ClassVar[str] = "copy or download it again"
-    path: str
-    reason: str
+def unreadable_weights_error(path: str, reason: str) -> UserError:
+    return user_error(f"{path} cannot be read: {reason}", help="copy or download it again")
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -78,7 +74,7 @@ class WeightFiles:
             with safe_open(file, "pt") as opened:
                 return reading(opened)
         except (SafetensorError, OSError) as error:
-            raise UserError(UnreadableWeights(None, str(file), _first_line(error))) from None
+            raise unreadable_weights_error(str(file), _first_line(error)) from None
 
     def piece(self, name: str, start: int, size: int) -> Tensor:
         """``size`` elements of the flattened tensor from ``start`` on, as ``read``.
@@ -141,7 +137,7 @@ def _weight_files(folder: Path) -> WeightFiles:
     if folder.is_file() and folder.suffix in PICKLES:
         raise UserError(OnlyPickles(None, str(folder)))
     if folder.is_file() and folder.suffix != SUFFIX:
-        raise UserError(NoWeights(None, str(folder), f"it is no {SUFFIX} file"))
+        raise no_weights_error(str(folder), f"it is no {SUFFIX} file")
     if folder.is_file():
         return WeightFiles(folder, _headers([folder]))
     names = sorted(path.name for path in folder.iterdir() if path.is_file())
@@ -154,7 +150,7 @@ def _weight_files(folder: Path) -> WeightFiles:
             return WeightFiles(folder, _headers([folder / f"{stem}{SUFFIX}"]))
     if len(indices) > 1 or (len(files) > 1 and not indices):
         reason = f"it has {', '.join(indices or files)}, and none of them is {PREFERRED[0]}{SUFFIX}"
-        raise UserError(NoWeights(None, str(folder), reason))
+        raise no_weights_error(str(folder), reason)
     if indices:
         return _sharded(folder, indices[0])
     if files:
@@ -162,7 +158,7 @@ def _weight_files(folder: Path) -> WeightFiles:
     pickled = next((name for name in names if name.endswith(PICKLES)), None)
     if pickled is not None:
         raise UserError(OnlyPickles(None, str(folder / pickled)))
-    raise UserError(NoWeights(None, str(folder), "there is no .safetensors file in it"))
+    raise no_weights_error(str(folder), "there is no .safetensors file in it")
 
 
 def write_weights(
@@ -210,18 +206,18 @@ def _sharded(folder: Path, name: str) -> WeightFiles:
     path = folder / name
     try:
         if path.stat().st_size > LARGEST_INDEX:
-            raise UserError(UnreadableWeights(None, str(path), f"it is larger than {LARGEST_INDEX // 2**20} MiB"))
+            raise unreadable_weights_error(str(path), f"it is larger than {LARGEST_INDEX // 2**20} MiB")
         index = msgspec.json.decode(path.read_bytes(), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(UnreadableWeights(None, str(path), _first_line(error))) from None
+        raise unreadable_weights_error(str(path), _first_line(error)) from None
     files = sorted(set(index.weight_map.values()))
     outside = next((file for file in files if Path(file).name != file), None)
     if outside is not None:
-        raise UserError(UnreadableWeights(None, str(path), f"it names {outside}, which is not in its folder"))
+        raise unreadable_weights_error(str(path), f"it names {outside}, which is not in its folder")
     tensors = _headers([folder / file for file in files])
     absent = sorted(set(index.weight_map) - set(tensors))
     if absent:
-        raise UserError(UnreadableWeights(None, str(path), f"it names {absent[0]}, which its files do not hold"))
+        raise unreadable_weights_error(str(path), f"it names {absent[0]}, which its files do not hold")
     return WeightFiles(folder, {key: tensors[key] for key in index.weight_map})
 
 
@@ -234,7 +230,7 @@ def _headers(files: Iterable[Path]) -> dict[str, StoredTensor]:
                     header = opened.get_slice(name)
                     tensors[name] = StoredTensor(file, tuple(header.get_shape()), header.get_dtype())
         except (SafetensorError, OSError) as error:
-            raise UserError(UnreadableWeights(None, str(file), _first_line(error))) from None
+            raise unreadable_weights_error(str(file), _first_line(error)) from None
     return tensors
 
 

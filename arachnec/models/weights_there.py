@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 
 
-@dataclass(frozen=True)
-class NoWeights(Diagnostic):
-    title: ClassVar[str] = "{folder} holds no weights: {reason}"
-    help: ClassVar[str] = "give a folder that `save_pretrained` wrote, or one of .safetensors files"
-    folder: str
-    reason: str
+def no_weights_error(folder: str, reason: str) -> UserError:
+    return user_error(
+        f"{folder} holds no weights: {reason}",
+        help="give a folder that `save_pretrained` wrote, or one of .safetensors files",
+    )
 
 
 def demand_weights_there(folder: Path) -> None:
     """Raises ``UserError`` where there is neither a folder nor a file."""
     if not folder.exists():
-        raise UserError(NoWeights(None, str(folder), "there is no such folder"))
+        raise no_weights_error(str(folder), "there is no such folder")

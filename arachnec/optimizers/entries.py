@@ -10,27 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from arachnec.data.source_state import from_text, to_text
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 
 NUMBERS = (bool, int, float, str, type(None))
 # What torch itself has in every optimizer, and what its schedulers add.
 TORCHS = {*vars(torch.optim.SGD([nn.Parameter(torch.empty(0))], lr=0.0)), "_step_count", "_opt_called", "found_inf"}
 Place = dict[str, Any]
 Filled = dict[int, list[Tensor]]  # by the id of a tensor those that stand in its places, itself or others
-
-
-@dataclass(frozen=True)
-class OtherGroups(Diagnostic):
-    title: ClassVar[str] = "the checkpoint has entries of {optimizer} for another number of groups"
-    help: ClassVar[str] = "make the groups that it was made with: what is estimated in them goes on with each"
-    optimizer: str
 
 
 def places(optimizer: Optimizer) -> list[Place]:
@@ -116,7 +109,10 @@ class KeptEntries:
         filled: Filled = {id(value): [] for value in self.optimizer.defaults.values()}  # each group has these very ones
         stored = from_text(text)
         if len(stored) != len(self._keys):
-            raise UserError(OtherGroups(None, type(self.optimizer).__name__))
+            raise user_error(
+                f"the checkpoint has entries of {type(self.optimizer).__name__} for another number of groups",
+                help="make the groups that it was made with: what is estimated in them goes on with each",
+            )
         for place, keys, kept in zip(places(self.optimizer), self._keys, stored, strict=True):
             keys |= kept.keys()
             for key, value in kept.items():

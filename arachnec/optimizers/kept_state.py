@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +27,8 @@ STEP = "step"  # scalars have this kind, or one that begins so: ``CellParameters
 
 @dataclass(frozen=True)
 class UnexpectedState(Diagnostic):
-    title: ClassVar[str] = "{optimizer} keeps `{key}` of {parameter}, {found}, where {expected} was counted before"
-    help: ClassVar[str] = (
+    title = "{optimizer} keeps `{key}` of {parameter}, {found}, where {expected} was counted before"
+    help = (
         "memory was proved for what one update leaves behind: keep the same tensors from the first update on, or take "
         "another optimizer; a schedule that sets momentum wants an optimizer that has it; checkpoints written before "
         "are whole"

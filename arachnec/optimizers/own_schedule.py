@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -17,8 +17,8 @@ from arachnec.optimizers.schedules import is_rate
 
 @dataclass(frozen=True)
 class WrongSchedule(Diagnostic):
-    title: ClassVar[str] = "`scheduler` {reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "`scheduler` {reason}"
+    help = "{remedy}"
     reason: str
     remedy: str
 

@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.span import Span
 from arachnec.ir.users_code import users_frames
 from arachnec.models.file import line_span, ran_out_of_memory
 from arachnec.optimizers.recipe import Recipe
 
 
-@dataclass(frozen=True)
-class FailedUpdate(Diagnostic):
-    title: ClassVar[str] = "`optimizer`, a {kind}, raised {error} in its update of step {step}"
-    label: ClassVar[str] = "{place}"
-    help: ClassVar[str] = (
-        "correct it, and resume from the last whole checkpoint: this step may have updated some parameters and is kept "
-        "nowhere"
+def failed_update_error(span: Span | None, kind: str, error: str, step: int, place: str) -> UserError:
+    return user_error(
+        f"`optimizer`, a {kind}, raised {error} in its update of step {step}",
+        label=place,
+        help=(
+            "correct it, and resume from the last whole checkpoint: this step may have updated some "
+            "parameters and is kept nowhere"
+        ),
+        span=span,
     )
-    kind: str
-    error: str
-    step: int
-    place: str
 
 
 @contextmanager
@@ -46,6 +43,6 @@ def told_update(recipe: Recipe, kind: str, step: int) -> Iterator[None]:
         message = " ".join(str(error).split())
         told = f"{type(error).__name__}{': ' if message else ''}{message}"
         if not frames:  # a class of an installed package
-            raise UserError(FailedUpdate(recipe.span, kind, told, step, "the optimizer comes from here")) from error
+            raise failed_update_error(recipe.span, kind, told, step, "the optimizer comes from here") from error
         span = line_span(Path(frames[-1].filename), frames[-1].lineno or 1)
-        raise UserError(FailedUpdate(span, kind, told, step, "raised here")) from error
+        raise failed_update_error(span, kind, told, step, "raised here") from error

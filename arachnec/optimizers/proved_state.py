@@ -7,14 +7,13 @@ averages in their place. An optimizer that needs whole tensors says of no part o
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 import msgspec
 from torch import Tensor, nn
 
 from arachnec.executable.training_options import OWN_OPTIMIZER, Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module, Stage
 from arachnec.ir.state_placement import with_kept
 from arachnec.models.file import ModelFile
@@ -30,17 +29,6 @@ PARTS = {
     "part_of": "the model is cut into stages",
     "host": "its state lies in host memory",
 }
-
-
-@dataclass(frozen=True)
-class NeedsWholeTensors(Diagnostic):
-    title: ClassVar[str] = "{optimizer} updates whole tensors, and {reason}"
-    help: ClassVar[str] = (
-        "an update of a part is not that part of its update; take an elementwise optimizer such as AdamW, devices that "
-        "hold the whole state, or `--passes` without what deals it out"
-    )
-    optimizer: str
-    reason: str
 
 
 def recipe_for(parameters: Mapping[str, Tensor], model_file: ModelFile, training: Training) -> Recipe:
@@ -99,7 +87,13 @@ def demand_whole_tensors(module: Module, recipe: Recipe) -> None:
     for stage in module.stages:
         for attribute, reason in PARTS.items():
             if stage.trained and attribute in stage.attrs:
-                raise UserError(NeedsWholeTensors(None, recipe.name, f"of @{stage.name} {reason}"))
+                raise user_error(
+                    f"{recipe.name} updates whole tensors, and of @{stage.name} {reason}",
+                    help=(
+                        "an update of a part is not that part of its update; take an elementwise optimizer such as "
+                        "AdamW, devices that hold the whole state, or `--passes` without what deals it out"
+                    ),
+                )
 
 
 def _whole_bytes(model: nn.Module, model_file: ModelFile, training: Training) -> int:

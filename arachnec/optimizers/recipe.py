@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from arachnec.executable.training_options import OWN_OPTIMIZER, Group, Training, bad_value
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.optimizers.classes import ELEMENTWISE, REFUSED, constructed, optimizer_class
 from arachnec.optimizers.schedules import demand_schedule
@@ -24,12 +24,8 @@ from arachnec.optimizers.schedules import demand_schedule
 UserOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
 
-@dataclass(frozen=True)
-class WrongOptimizer(Diagnostic):
-    title: ClassVar[str] = "`optimizer` {reason}"
-    help: ClassVar[str] = "{remedy}"
-    reason: str
-    remedy: str
+def wrong_optimizer_error(span: Span | None, reason: str, remedy: str) -> UserError:
+    return user_error(f"`optimizer` {reason}", help=remedy, span=span)
 
 
 @dataclass(frozen=True)
@@ -143,12 +139,10 @@ def _fits(name: str, value: Tensor, group: Group) -> bool:
 
 def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptimizer, span: Span | None) -> Recipe:
     if training.optimizer != OWN_OPTIMIZER or training.groups:
-        raise UserError(
-            WrongOptimizer(
-                span,
-                "was given, and the training options have an optimizer or groups too",
-                "keep one of them: leave out [optimizer] and [[groups]], or the function",
-            )
+        raise wrong_optimizer_error(
+            span,
+            "was given, and the training options have an optimizer or groups too",
+            "keep one of them: leave out [optimizer] and [[groups]], or the function",
         )
     standing = {name: _stand_in(value) for name, value in parameters.items()}
     try:
@@ -157,25 +151,25 @@ def _users(parameters: Mapping[str, Tensor], training: Training, user: UserOptim
         raise
     except Exception as error:  # of a class or a partial, which has no line of its own
         reason = f"raised {type(error).__name__}: {' '.join(str(error).split())}"
-        raise UserError(WrongOptimizer(span, reason, "look at its arguments, and at the parameters' shapes")) from error
+        raise wrong_optimizer_error(span, reason, "look at its arguments, and at the parameters' shapes") from error
     if not isinstance(optimizer, Optimizer):
         reason = f"returned a {type(optimizer).__name__}"
-        raise UserError(WrongOptimizer(span, reason, "return a torch.optim.Optimizer over the parameters it was given"))
+        raise wrong_optimizer_error(span, reason, "return a torch.optim.Optimizer over the parameters it was given")
     names = {id(value): name for name, value in standing.items()}
     groups = []
     for group in optimizer.param_groups:
         if not all(id(value) in names for value in group["params"]):
             reason = "has parameters that it was not given"
-            raise UserError(WrongOptimizer(span, reason, "make it over the tensors in `parameters`, and no copies"))
+            raise wrong_optimizer_error(span, reason, "make it over the tensors in `parameters`, and no copies")
         groups.append(ParameterGroup(tuple(names[id(value)] for value in group["params"]), _arguments(group)))
     missing = names.keys() - {id(value) for group in optimizer.param_groups for value in group["params"]}
     if missing:
         reason = f"leaves out {len(missing)} parameters that train, among them {names[min(missing)]}"
-        raise UserError(WrongOptimizer(span, reason, "take all of `parameters`, or freeze them in build()"))
+        raise wrong_optimizer_error(span, reason, "take all of `parameters`, or freeze them in build()")
     kind = type(optimizer)
     if kind.__name__ in REFUSED and kind is getattr(torch.optim, kind.__name__):
         reason = f"returned a {kind.__name__}: {REFUSED[kind.__name__]}"
-        raise UserError(WrongOptimizer(span, reason, "return another optimizer"))
+        raise wrong_optimizer_error(span, reason, "return another optimizer")
     if kind.__name__ in ELEMENTWISE and kind is getattr(torch.optim, kind.__name__):
         return Recipe(tuple(groups), kind)
     return Recipe(tuple(groups), None, user, span, kind.__name__)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.users_code import users_line
 from arachnec.optimizers.entries import changed, is_entry, places, snapshot, wrapped_with_state
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, master_dtype
@@ -22,24 +21,11 @@ from arachnec.optimizers.recipe import ParameterGroup, Recipe, master_dtype
 AVERAGE = 4  # bytes per parameter, of a moving average of fp32 masters
 
 
-@dataclass(frozen=True)
-class CannotMeasure(Diagnostic):
-    title: ClassVar[str] = "{name} cannot update a tensor of shape {shape}: {reason}"
-    label: ClassVar[str] = "raised here"
-    help: ClassVar[str] = "what it keeps is counted before launch by one update with a drawn gradient; {remedy}"
-    name: str
-    shape: tuple[int, ...]
-    reason: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class UnkeptState(Diagnostic):
-    title: ClassVar[str] = "{name} keeps `{key}`, {kind}, which no checkpoint holds"
-    help: ClassVar[str] = "keep tensors and numbers in the state of a parameter, each by a key of its own"
-    name: str
-    key: str
-    kind: str
+def unkept_state_error(name: str, key: str, kind: str) -> UserError:
+    return user_error(
+        f"{name} keeps `{key}`, {kind}, which no checkpoint holds",
+        help="keep tensors and numbers in the state of a parameter, each by a key of its own",
+    )
 
 
 def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
@@ -56,23 +42,28 @@ def kept_state(recipe: Recipe, group: ParameterGroup, shape: tuple[int, ...], dt
                 continue
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
             remedy = "correct it, or choose another optimizer, or groups"
-            raise UserError(CannotMeasure(users_line(error), recipe.name, tuple(shape), reason, remedy)) from error
+            raise user_error(
+                f"{recipe.name} cannot update a tensor of shape {tuple(shape)}: {reason}",
+                label="raised here",
+                help=f"what it keeps is counted before launch by one update with a drawn gradient; {remedy}",
+                span=users_line(error),
+            ) from error
         if (inner := wrapped_with_state(optimizer)) is not None:
             kind = f"{_kind(inner[1])} with a state of its own"
-            raise UserError(UnkeptState(None, recipe.name, inner[0], kind))
+            raise unkept_state_error(recipe.name, inner[0], kind)
         if len(places(optimizer)) != len(before):
-            raise UserError(UnkeptState(None, recipe.name, "param_groups", "a group or an optimizer made in an update"))
+            raise unkept_state_error(recipe.name, "param_groups", "a group or an optimizer made in an update")
         kept = dict(optimizer.state[value])
         for key, held in kept.items():
             if held is not None and not isinstance(held, Tensor | int | float):
-                raise UserError(UnkeptState(None, recipe.name, str(key), _kind(held)))
+                raise unkept_state_error(recipe.name, str(key), _kind(held))
         for other in optimizer.state:
             if other is not value:
-                raise UserError(UnkeptState(None, recipe.name, str(other), "a state of no parameter"))
+                raise unkept_state_error(recipe.name, str(other), "a state of no parameter")
         for place, keys in zip(places(optimizer), changed(before, optimizer), strict=True):
             for key in sorted(keys):
                 if not is_entry(place[key]):
-                    raise UserError(UnkeptState(None, recipe.name, key, _kind(place[key])))
+                    raise unkept_state_error(recipe.name, key, _kind(place[key]))
         return kept
     raise AssertionError("the CPU answers")
 

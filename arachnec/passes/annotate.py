@@ -36,7 +36,7 @@ from arachnec.cost.profile import (
 )
 from arachnec.cost.sparse_attention import with_sparse_layers
 from arachnec.cost.sparse_profile import with_measured_sparsity
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Stage, integer, quantity
 from arachnec.ir.sampling import CODING, models_of
 from arachnec.ir.stage_sizes import blocks_run, crowding, element_bytes, formula_in
@@ -45,32 +45,6 @@ from arachnec.passes.infra.base import Pass
 
 BACKWARD = 2.0  # backward over forward
 _OPTIONS = {"f32": "fp32", "bf16": "bf16"}  # precisions, as users write them
-
-
-@dataclass(frozen=True)
-class NoCluster(Diagnostic):
-    title: ClassVar[str] = "the module has no cluster, so nothing can be costed"
-    help: ClassVar[str] = "add a `cluster` to the module, or compile with `--cluster`"
-
-
-@dataclass(frozen=True)
-class NoFlops(Diagnostic):
-    title: ClassVar[str] = "stage `@{stage}` has neither `flops` nor an entry in a profile"
-    label: ClassVar[str] = "what it takes is unknown"
-    help: ClassVar[str] = "give the stage a `flops` formula, or profile it"
-    stage: str
-
-
-@dataclass(frozen=True)
-class OtherPrecision(Diagnostic):
-    title: ClassVar[str] = "the profile was measured in {measured}, and stage `@{stage}` computes in {computed}"
-    help: ClassVar[str] = (
-        "make one with `arachnec profile --dtype {option}`, or leave `profile` out to use the device's specs"
-    )
-    measured: str
-    stage: str
-    computed: str
-    option: str
 
 
 @dataclass(frozen=True)
@@ -91,7 +65,10 @@ class Annotate(Pass):
 
     def run(self, module: Module) -> Module:
         if module.cluster is None:
-            raise UserError(NoCluster(None))
+            raise user_error(
+                "the module has no cluster, so nothing can be costed",
+                help="add a `cluster` to the module, or compile with `--cluster`",
+            )
         specs = find_device_specs(self.profile) if self.profile and not Path(self.profile).is_file() else None
         if specs is not None:
             flops, overhead = specs.sustained, specs.block_overhead
@@ -135,7 +112,14 @@ def demand_precision(module: Module, profile: Profile) -> None:
         if stage.trained and profile.dtype and computed != profile.dtype:
             measured, wanted = (_OPTIONS.get(dtype, dtype) for dtype in (profile.dtype, computed))
             option = wanted if wanted in _OPTIONS.values() else "fp32"
-            raise UserError(OtherPrecision(stage.span, measured, stage.name, wanted, option))
+            raise user_error(
+                f"the profile was measured in {measured}, and stage `@{stage.name}` computes in {wanted}",
+                help=(
+                    f"make one with `arachnec profile --dtype {option}`, or leave `profile` out to use the device's "
+                    "specs"
+                ),
+                span=stage.span,
+            )
 
 
 MOST_DATE = 32  # characters
@@ -151,7 +135,12 @@ def from_device_specs(stage: Stage, flops: float, overhead: float) -> Stage:
     """``flops`` are the device's sustained TFLOP/s, ``overhead`` ms for each block; raises UserError without FLOPs."""
     work = formula_in(stage, "flops")
     if work is None:
-        raise UserError(NoFlops(stage.span, stage.name))
+        raise user_error(
+            f"stage `@{stage.name}` has neither `flops` nor an entry in a profile",
+            label="what it takes is unknown",
+            help="give the stage a `flops` formula, or profile it",
+            span=stage.span,
+        )
     forward = _scaled(work, 1e3 / flops, overhead * max(1, blocks_run(stage)))
     backward = _scaled(forward, BACKWARD, 0.0) if stage.trained else None
     return _with(stage, forward=forward, backward=backward, costs="device specs")

@@ -22,7 +22,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.garbage import without_garbage_collector
 from arachnec.ir.nodes import Level, Module
-from arachnec.lowering.programs import NoCluster
+from arachnec.lowering.programs import no_cluster_error
 from arachnec.passes.infra.base import Pass
 from arachnec.verification.cascade_inputs import check_cascade_inputs
 from arachnec.verification.deadlock import check_deadlock
@@ -74,7 +74,7 @@ def checked(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> Module:
 def find_problems(module: Module, model: ExecutionModel = HOST_HANDOFFS) -> tuple[Diagnostic, ...]:
     """What is wrong with a lowered module: the first of every kind of mistake, in the order of the rules."""
     if module.cluster is None:
-        return (NoCluster(module.span, module.name),)
+        return (no_cluster_error(module.span, module.name),)
     values = Values(module)
     with without_garbage_collector():
         for rule in (check_structure, check_forwards, check_listed_layers, check_heads):  # what the others compute with

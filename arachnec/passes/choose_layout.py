@@ -18,7 +18,7 @@ from typing import ClassVar
 from arachnec.analysis.uses import Values
 from arachnec.cost.synchronisation import reduce_time
 from arachnec.cost.table import Rows
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Clip, Level, Module, integer
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.tensor_parallel import divided_encoders
@@ -53,14 +53,6 @@ from arachnec.simulation.events import Engine
 BOUNDED = 2  # times the steps of planning, for bounds of all layouts
 HIDDEN = 0.5  # of the iterations, that all-reduces may take before other layouts are looked at
 DEFAULTS: tuple[Pass, ...] = (Partition(policy="dual"), Annotate(), ScheduleZ3(), Place(), Bucket(), Lower())
-
-
-@dataclass(frozen=True)
-class NoSuchLayout(Diagnostic):
-    title: ClassVar[str] = "this model has no layout `{layout}` on this cluster"
-    help: ClassVar[str] = "its layouts are {known}"
-    layout: str
-    known: str
 
 
 @dataclass(frozen=True)
@@ -249,7 +241,9 @@ def _run(passes: Sequence[Pass], module: Module, begin: int = 0) -> Module:
 def _held(module: Module, name: str) -> Module:
     table = {layout.name: layout for layout in layouts(module)}
     if name not in table:
-        raise UserError(NoSuchLayout(None, name, ", ".join(table)))
+        raise user_error(
+            f"this model has no layout `{name}` on this cluster", help=f"its layouts are {', '.join(table)}"
+        )
     return applied(module, table[name])
 
 

@@ -10,26 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parameter_cells import cell_fits
 from arachnec.passes.infra.base import Count, Pass, Scope
 from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.encoder_width import dividable, divided, narrower, reasons_whole
 from arachnec.planning.formulate import problem_of
-
-
-@dataclass(frozen=True)
-class NothingToDivide(Diagnostic):
-    title: ClassVar[str] = "`divide-encoders{{ranks={ranks}}}` divides no encoder on {nodes} x {gpus} ranks{reasons}"
-    help: ClassVar[str] = (
-        "`ranks` divide those of a machine, or are whole machines and divide all, and are at most the encoder's heads, "
-        "or groups of heads; a pipeline's encoders run on a rank each"
-    )
-    ranks: int
-    nodes: int
-    gpus: int
-    reasons: str
 
 
 @dataclass(frozen=True)
@@ -62,7 +49,14 @@ class DivideEncoders(Pass):
         able = dividable(module, self.ranks) if cell_fits(self.ranks, cluster.nodes, cluster.gpus) else []
         if not able or any(isinstance(step, SchedulePipeline) for step in self.following):
             reasons = "".join(f"; {reason}" for reason in reasons_whole(module))
-            raise UserError(NothingToDivide(None, self.ranks, cluster.nodes, cluster.gpus, reasons))
+            raise user_error(
+                f"`divide-encoders{{ranks={self.ranks}}}` divides no encoder on {cluster.nodes} x {cluster.gpus} "
+                f"ranks{reasons}",
+                help=(
+                    "`ranks` divide those of a machine, or are whole machines and divide all, and are at most the "
+                    "encoder's heads, or groups of heads; a pipeline's encoders run on a rank each"
+                ),
+            )
         return divided(module, able, self.ranks)
 
     def _fits(self, module: Module) -> bool:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.host_placement import PLACED
 from arachnec.ir.nodes import Level, Module, integer
 from arachnec.ir.stage_sizes import gib
@@ -27,24 +27,6 @@ from arachnec.planning.host_choice import host_gib, with_host
 from arachnec.planning.pipeline_errors import PipelineDoesNotFit
 
 CHOICES = ("auto", "none", *PLACED)
-
-
-@dataclass(frozen=True)
-class NotOffloadable(Diagnostic):
-    title: ClassVar[str] = "`offload{{what={what}}}` puts nothing into host memory"
-    help: ClassVar[str] = "`what` is one of {choices}; each comes with those before it"
-    what: str
-    choices: str
-
-
-@dataclass(frozen=True)
-class HostTooSmall(Diagnostic):
-    title: ClassVar[str] = "`offload{{what={what}}}` takes {needed:.4g} GiB of a node's host, there are {usable:.4g}"
-    help: ClassVar[str] = 'give it `host_memory = "{stated:.0f} GiB"`, of which a tenth stays free, or put less there'
-    what: str
-    needed: float
-    usable: float
-    stated: float
 
 
 @dataclass(frozen=True)
@@ -72,7 +54,11 @@ class Offload(Pass):
 
     def run(self, module: Module) -> Module:
         if self.what not in CHOICES:
-            raise UserError(NotOffloadable(None, self.what, ", ".join(f"`{choice}`" for choice in CHOICES)))
+            choices_text = ", ".join(f"`{choice}`" for choice in CHOICES)
+            raise user_error(
+                f"`offload{{what={self.what}}}` puts nothing into host memory",
+                help=f"`what` is one of {choices_text}; each comes with those before it",
+            )
         if module.cluster is None or self.what == "none":
             return module
         usable = usable_host_memory(module.cluster)
@@ -84,7 +70,13 @@ class Offload(Pass):
         except UserError:
             return placed  # a clip that fits nowhere is refused where it is planned
         if needed > usable:
-            raise UserError(HostTooSmall(None, self.what, needed, usable, stated_for(needed)))
+            raise user_error(
+                f"`offload{{what={self.what}}}` takes {needed:.4g} GiB of a node's host, there are {usable:.4g}",
+                help=(
+                    f'give it `host_memory = "{stated_for(needed):.0f} GiB"`, of which a tenth stays free, or put '
+                    "less there"
+                ),
+            )
         return placed
 
     def _staged(self, module: Module) -> float:

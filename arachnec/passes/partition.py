@@ -23,7 +23,7 @@ from itertools import pairwise
 from typing import ClassVar, Literal
 
 from arachnec.cost.profile import exponent_of, read_profile
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import formula_in, is_encoder, most_clips
@@ -35,45 +35,6 @@ from arachnec.planning.pipeline_orders import SPLITTING
 
 # Fewer, larger micro-batches save launches; but the planner needs several per GPU to balance them.
 MICRO_BATCHES_PER_RANK = 4
-
-
-@dataclass(frozen=True)
-class NoClips(Diagnostic):
-    title: ClassVar[str] = "there are no clips to train on"
-    help: ClassVar[str] = "the manifest needs at least one clip"
-
-
-@dataclass(frozen=True)
-class NothingToTrain(Diagnostic):
-    title: ClassVar[str] = "no stage of the module is trained"
-    help: ClassVar[str] = "at least one parameter must require a gradient"
-
-
-@dataclass(frozen=True)
-class NothingToEncode(Diagnostic):
-    title: ClassVar[str] = "no stage of the module is an encoder"
-    help: ClassVar[str] = "`partition{{policy=encode}}` is for models whose file has encoders()"
-
-
-@dataclass(frozen=True)
-class NoProfile(Diagnostic):
-    title: ClassVar[str] = "`partition{{p=profile}}` needs a profile"
-    help: ClassVar[str] = "write `partition{{p=profile,profile=FILE}}`; `arachnec profile` makes such a file"
-
-
-@dataclass(frozen=True)
-class OneLengthProfiled(Diagnostic):
-    title: ClassVar[str] = "`{profile}` has `@{stage}` at one length only, which says no exponent p"
-    help: ClassVar[str] = "profile clips of several lengths, or leave `p` out: it then follows from the stage's FLOPs"
-    profile: str
-    stage: str
-
-
-@dataclass(frozen=True)
-class ExponentOutOfRange(Diagnostic):
-    title: ClassVar[str] = "the exponent p = {p} of `partition` is not between 1 and 3"
-    help: ClassVar[str] = "time grows at least with the tokens and at most with a little more than their square"
-    p: str
 
 
 @dataclass(frozen=True)
@@ -105,12 +66,12 @@ class Partition(Pass):
 
     def run(self, module: Module) -> Module:
         if not module.clips:
-            raise UserError(NoClips(None))
+            raise user_error("there are no clips to train on", help="the manifest needs at least one clip")
         if self.policy == "encode":
             return _encoders_alone(module)
         trained = [stage for stage in module.stages if stage.trained]
         if not trained:
-            raise UserError(NothingToTrain(None))
+            raise user_error("no stage of the module is trained", help="at least one parameter must require a gradient")
         batches = self._batches(module, trained[0])
         stages = tuple(without_figures(stage) for stage in module.stages)
         split = self.split_backward or module.attrs.get("schedule") in SPLITTING
@@ -155,12 +116,18 @@ class Partition(Pass):
     def _exponent(self, module: Module, stage: Stage) -> float:
         if self.p == "profile" or (self.p is None and self.profile is not None):
             if self.profile is None:
-                raise UserError(NoProfile(None))
+                raise user_error(
+                    "`partition{p=profile}` needs a profile",
+                    help="write `partition{p=profile,profile=FILE}`; `arachnec profile` makes such a file",
+                )
             measured = exponent_of(read_profile(self.profile), stage.name)
             if measured is not None:
                 return measured
             if self.p == "profile" and len({clip.tokens for clip in module.clips}) > 1:
-                raise UserError(OneLengthProfiled(None, self.profile, stage.name))
+                raise user_error(
+                    f"`{self.profile}` has `@{stage.name}` at one length only, which says no exponent p",
+                    help="profile clips of several lengths, or leave `p` out: it then follows from the stage's FLOPs",
+                )
         if self.p is None or self.p == "profile":
             return fitted_exponent(stage, module.clips)
         try:
@@ -168,14 +135,20 @@ class Partition(Pass):
         except ValueError:
             p = 0.0
         if not 1 <= p <= 3:
-            raise UserError(ExponentOutOfRange(None, self.p))
+            raise user_error(
+                f"the exponent p = {self.p} of `partition` is not between 1 and 3",
+                help="time grows at least with the tokens and at most with a little more than their square",
+            )
         return p
 
 
 def _encoders_alone(module: Module) -> Module:
     encoders = tuple(stage for stage in module.stages if is_encoder(stage))
     if not encoders:
-        raise UserError(NothingToEncode(None))
+        raise user_error(
+            "no stage of the module is an encoder",
+            help="`partition{policy=encode}` is for models whose file has encoders()",
+        )
     nodes = cascades([(clip,) for clip in module.clips], encoders)
     return replace(module, level=Level.PARTITIONED, stages=encoders, graphs=(), cascades=nodes)
 

@@ -6,27 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.baselines.knapformer import best_bags, cuts
 from arachnec.planning.formulate import problem_of, with_schedule
-
-
-@dataclass(frozen=True)
-class BadBags(Diagnostic):
-    title: ClassVar[str] = "bags of {bags} GPUs on a cluster of {world}"
-    help: ClassVar[str] = "give sizes of at least 1 that sum to at most {world}"
-    bags: str
-    world: int
-
-
-@dataclass(frozen=True)
-class BagsTooSmall(Diagnostic):
-    title: ClassVar[str] = "no bag of {bags} GPUs holds the longest clip"
-    help: ClassVar[str] = "one bag must have at least {least} GPUs"
-    bags: str
-    least: int
 
 
 @dataclass(frozen=True)
@@ -43,10 +27,15 @@ class ScheduleKnapformer(Pass):
         world = cost.cluster.world
         written = ", ".join(map(str, self.bags))
         if self.bags and (min(self.bags) < 1 or sum(self.bags) > world):
-            raise UserError(BadBags(None, written, world))
+            raise user_error(
+                f"bags of {written} GPUs on a cluster of {world}",
+                help=f"give sizes of at least 1 that sum to at most {world}",
+            )
         problem = problem_of(module, cost)
         schedule = best_bags(problem, [self.bags] if self.bags else cuts(world))
         if schedule is None:
             widest = max(job.choices[0].degree for job in problem.jobs)
-            raise UserError(BagsTooSmall(None, written, widest))
+            raise user_error(
+                f"no bag of {written} GPUs holds the longest clip", help=f"one bag must have at least {widest} GPUs"
+            )
         return with_schedule(module, cost, problem, schedule)

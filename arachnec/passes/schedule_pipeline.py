@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Count, Pass
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.one_f_one_b import WarmUp
-from arachnec.planning.pipeline_errors import OptionBesideOrders, OptionOfAnotherSchedule
 from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
 
@@ -47,10 +46,18 @@ class SchedulePipeline(Pass):
         if self.orders is not None:
             beside = [option for option in ("schedule", *OWN) if getattr(self, option) is not None]
             if beside:
-                raise UserError(OptionBesideOrders(None, beside[0]))
+                raise user_error(
+                    f"`{beside[0]}` stands beside `orders`, whose file says what every rank does",
+                    label="in these options",
+                    help=f"leave `{beside[0]}` out, or `orders`",
+                )
         for option, schedule in OWN.items():
             if getattr(self, option) is not None and self.name_of_schedule != schedule:
-                raise UserError(OptionOfAnotherSchedule(None, option, schedule, self.name_of_schedule))
+                raise user_error(
+                    f"`{option}` is an option of `{schedule}`, and the schedule is `{self.name_of_schedule}`",
+                    label="in these options",
+                    help=f"leave `{option}` out, or give `schedule={schedule}`",
+                )
         if self.degree is not None and self.degrees is not None:
             raise ValueError("degree is that of every stage, and degrees are those of each: give one of them")
 

@@ -9,20 +9,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.baselines.same_bucket import bucket_by_bucket
 from arachnec.planning.formulate import problem_of, with_schedule
-
-
-@dataclass(frozen=True)
-class BadBucketDegree(Diagnostic):
-    title: ClassVar[str] = "`schedule-same-bucket{{degree={degree}}}` on a cluster of {gpus}"
-    help: ClassVar[str] = "give a degree from 1 to {world}"
-    degree: int
-    gpus: str
-    world: int
 
 
 @dataclass(frozen=True)
@@ -41,7 +32,10 @@ class ScheduleSameBucket(Pass):
         cost = CostModel(module)
         world = cost.cluster.world
         if self.degree is not None and not 1 <= self.degree <= world:
-            raise UserError(BadBucketDegree(None, self.degree, counted(world, "GPU"), world))
+            raise user_error(
+                f"`schedule-same-bucket{{degree={self.degree}}}` on a cluster of {counted(world, 'GPU')}",
+                help=f"give a degree from 1 to {world}",
+            )
         problem = problem_of(module, cost)
         schedule = bucket_by_bucket(module, problem, self.degree)
         return with_schedule(module, cost, problem, schedule)

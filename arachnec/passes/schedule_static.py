@@ -13,21 +13,12 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.formulate import problem_of, with_schedule
 from arachnec.solver.problem import Problem, Schedule
 from arachnec.solver.static_layouts import at_least, best_one_degree, deal
-
-
-@dataclass(frozen=True)
-class BadDegree(Diagnostic):
-    title: ClassVar[str] = "`schedule-static{{degree={degree}}}` on a cluster of {gpus}"
-    help: ClassVar[str] = "give a degree from 1 to {world}"
-    degree: int
-    gpus: str
-    world: int
 
 
 @dataclass(frozen=True)
@@ -49,7 +40,10 @@ class ScheduleStatic(Pass):
         cost = CostModel(module)
         world = cost.cluster.world
         if self.degree is not None and not 1 <= self.degree <= world:
-            raise UserError(BadDegree(None, self.degree, counted(world, "GPU"), world))
+            raise user_error(
+                f"`schedule-static{{degree={self.degree}}}` on a cluster of {counted(world, 'GPU')}",
+                help=f"give a degree from 1 to {world}",
+            )
         problem = problem_of(module, cost)
         return with_schedule(module, cost, problem, self._schedule(problem))
 

@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cluster, Level, Module
 from arachnec.ir.parameter_cells import cell_fits
 from arachnec.passes.infra.base import Count, Pass, Scope
@@ -18,21 +18,7 @@ from arachnec.passes.schedule_pipeline import SchedulePipeline
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells
 from arachnec.planning.pipeline_orders import ranks_of_stages
-from arachnec.planning.pipeline_places import RanksDoNotDivide
-
-
-@dataclass(frozen=True)
-class NoSuchCell(Diagnostic):
-    title: ClassVar[str] = "`shard-parameters{{cell={cell}}}` on {nodes} x {gpus} ranks{stages}"
-    help: ClassVar[str] = (
-        "a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; `node` is a "
-        "machine, `world` all"
-    )
-    cell: str
-    nodes: int
-    gpus: int
-    fitting: str
-    stages: str = ""
+from arachnec.planning.pipeline_places import ranks_do_not_divide_error
 
 
 @dataclass(frozen=True)
@@ -72,7 +58,7 @@ class ShardParameters(Pass):
         places = ranks_of_stages(cluster.world, parts, *said) if parts else (cluster.world,)
         ranks = math.gcd(*places)  # which cells must divide
         if not ranks:
-            raise UserError(RanksDoNotDivide(None, cluster.world, self.pipeline or parts // self.stages_each))
+            raise ranks_do_not_divide_error(cluster.world, self.pipeline or parts // self.stages_each)
 
         def fits(size: int) -> bool:
             return cell_fits(size, cluster.nodes, cluster.gpus) and ranks % size == 0
@@ -82,5 +68,11 @@ class ShardParameters(Pass):
         if size < 1 or not fits(size):
             fitting = ", ".join(str(size) for size in range(1, ranks + 1) if fits(size))
             stages = f", {ranks} of each stage" if parts else ""
-            raise UserError(NoSuchCell(None, self.cell, cluster.nodes, cluster.gpus, fitting, stages))
+            raise user_error(
+                f"`shard-parameters{{cell={self.cell}}}` on {cluster.nodes} x {cluster.gpus} ranks{stages}",
+                help=(
+                    f"a cell divides the ranks of a machine, or holds whole machines and divides all ranks: {fitting}; "
+                    "`node` is a machine, `world` all"
+                ),
+            )
         return size

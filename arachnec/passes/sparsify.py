@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from arachnec.ir.bounds import LARGEST, SMALLEST
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import learned_densities
 from arachnec.ir.length_classes import ByLength
@@ -29,36 +29,18 @@ LEARNS = "predictors of the device are taken to learn"
 RANK = 16  # features of a predictor, of heads that have as many
 
 
-@dataclass(frozen=True)
-class OutOfRange(Diagnostic):
-    title: ClassVar[str] = "`sparsify{{{option}={value}}}`: expected {expected}"
-    help: ClassVar[str] = "{option}: {meaning}"
-    option: str
-    value: str
-    expected: str
-    meaning: str
+def out_of_range_error(option: str, value: str, expected: str, meaning: str) -> UserError:
+    return user_error(f"`sparsify{{{option}={value}}}`: expected {expected}", help=f"{option}: {meaning}")
 
 
-@dataclass(frozen=True)
-class NotTrained(Diagnostic):
-    title: ClassVar[str] = "`sparsify` cannot choose keys for {models}: {reason}"
-    help: ClassVar[str] = (
-        "have the sampler file's `predictors()` return {{{example}: FOLDER}}, the checkpoints of a run with `sparsify` "
-        "in which layers have turned sparse (see its run.json); or leave `sparsify` out"
+def not_trained_error(models: str, reason: str, example: str) -> UserError:
+    return user_error(
+        f"`sparsify` cannot choose keys for {models}: {reason}",
+        help=(
+            f"have the sampler file's `predictors()` return {{{example}: FOLDER}}, the checkpoints of a run "
+            "with `sparsify` in which layers have turned sparse (see its run.json); or leave `sparsify` out"
+        ),
     )
-    models: str
-    reason: str
-    example: str
-
-
-@dataclass(frozen=True)
-class Measured(Diagnostic):
-    title: ClassVar[str] = "`sparsify{{file={file}}}` is for training"
-    help: ClassVar[str] = (
-        "leave `file` out: models that sample have the densities that were measured as their predictors were trained; "
-        "`density` sets one for all heads"
-    )
-    file: str
 
 
 @dataclass(frozen=True)
@@ -192,7 +174,7 @@ class Sparsify(Pass):
         for option, value, right, expected, meaning in checks:
             if not right:
                 shown = f"{value:.15g}" if isinstance(value, float) else str(value)[:40]
-                raise UserError(OutOfRange(None, option, shown, expected, meaning))
+                raise out_of_range_error(option, shown, expected, meaning)
         self._demand_trained([stage for stage in module.stages if stage.name in models_of(module)])
 
     def _demand_trained(self, models: Sequence[Stage]) -> None:
@@ -200,15 +182,21 @@ class Sparsify(Pass):
         if not models:
             return
         if self.file is not None:
-            raise UserError(Measured(None, self.file))
+            raise user_error(
+                f"`sparsify{{file={self.file}}}` is for training",
+                help=(
+                    "leave `file` out: models that sample have the densities that were measured as their predictors "
+                    "were trained; `density` sets one for all heads"
+                ),
+            )
         names, example = " and ".join(f"`{stage.name}`" for stage in models), f'"{models[0].name}"'
         learned = [learned_densities(stage) for stage in models]
         if all(layers is None for layers in learned):
-            raise UserError(NotTrained(None, names, "the sampler file names no predictors", example))
+            raise not_trained_error(names, "the sampler file names no predictors", example)
         if not any(learned):
-            raise UserError(NotTrained(None, names, "in its checkpoint no layer's predictor is ready", example))
+            raise not_trained_error(names, "in its checkpoint no layer's predictor is ready", example)
         for stage in models:
             rank = count_in(stage, "predictor_rank")
             if self.rank is not None and rank and rank != self.rank:
                 meaning = "features of the predictor; leave it out"
-                raise UserError(OutOfRange(None, "rank", str(self.rank), f"{rank}, as it was trained", meaning))
+                raise out_of_range_error("rank", str(self.rank), f"{rank}, as it was trained", meaning)

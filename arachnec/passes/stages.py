@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
@@ -14,14 +14,7 @@ from arachnec.passes.partition import Partition
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layer_costs import CostedLayers, costed_layers
 from arachnec.planning.stage_count import fitting_stages
-from arachnec.planning.stage_cuts import (
-    CutsForOtherStages,
-    balanced_cuts,
-    demand_cuts,
-    demand_cuttable,
-    on_ranks,
-    parts_of,
-)
+from arachnec.planning.stage_cuts import balanced_cuts, demand_cuts, demand_cuttable, on_ranks, parts_of
 
 
 def cut_by(planner: Callable[[CostedLayers, Stage], tuple[Stage, ...]], module: Module, profile: str | None) -> Module:
@@ -78,7 +71,11 @@ class Stages(Pass):
         if self.cuts is None:
             return balanced_cuts(stage, self._count(module, stage), module.clips)
         if self.p is not None and self.p != len(self.cuts) + 1:
-            raise UserError(CutsForOtherStages(stage.span, len(self.cuts), len(self.cuts) + 1, self.p))
+            raise user_error(
+                f"{len(self.cuts)} cuts make {len(self.cuts) + 1} stages, and p is {self.p}",
+                help="give `cuts` or `p`",
+                span=stage.span,
+            )
         demand_cuts(stage, self.cuts)
         return self.cuts
 

@@ -29,7 +29,7 @@ from arachnec.spmd.tensor_parallel.stage import with_width
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.clip_trial import Reached, run_clip, sizes_of
 from arachnec.tracing.cost import encoder_stage, spread, trained_stage
-from arachnec.tracing.errors import CannotTake, cannot_on_meta
+from arachnec.tracing.errors import cannot_on_meta, cannot_take_error
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.graph import block_graph
 from arachnec.tracing.known_outputs import forwards_of_shapes
@@ -146,7 +146,7 @@ class TokenCounter:
             handle.remove()
         if not counted or counted[0] < 1:
             reason = "the first block is given no tokens"
-            raise UserError(CannotTake(None, clip.name, sizes_of(clip), clip.text_tokens, reason))
+            raise cannot_take_error(None, clip.name, sizes_of(clip), clip.text_tokens, reason)
         return counted[0]
 
 

@@ -10,10 +10,10 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.span import Span
 from arachnec.pipelining.action import FORWARD, Action, Order, PipelineSchedule, parse_action
-from arachnec.pipelining.errors import NoSuchSchedule, NoText, ScheduleTooLarge, UnknownAction
+from arachnec.pipelining.errors import NoText, ScheduleTooLarge, UnknownAction
 from arachnec.pipelining.schedule_rules import require_valid
 
 MOST_RANKS = 4096
@@ -31,7 +31,10 @@ def to_csv(schedule: PipelineSchedule) -> str:
 def read_csv(path: Path, stages: int | None = None, micro_batches: int | None = None) -> PipelineSchedule:
     """``from_csv`` of a file. UserError where it is missing, no text, or larger than any schedule."""
     if not path.is_file():
-        raise UserError(NoSuchSchedule(None, str(path)))
+        raise user_error(
+            f"there is no file of orders {path}",
+            help="give the path of a CSV as torch.distributed.pipelining writes it, a row for every rank",
+        )
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(ScheduleTooLarge(None, "bytes", path.stat().st_size, LARGEST_FILE))
     try:

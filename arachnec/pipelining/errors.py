@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic
 
 
 @dataclass(frozen=True)
 class NotPositive(Diagnostic):
-    title: ClassVar[str] = "a pipeline schedule with {what} = {given}"
-    help: ClassVar[str] = "give a whole number of at least 1"
+    title = "a pipeline schedule with {what} = {given}"
+    help = "give a whole number of at least 1"
     what: str
     given: int
 
 
 @dataclass(frozen=True)
 class NoText(Diagnostic):
-    title: ClassVar[str] = "{path} is no text"
-    help: ClassVar[str] = "give {what}, in UTF-8"
+    title = "{path} is no text"
+    help = "give {what}, in UTF-8"
     path: str
     what: str
 
 
 @dataclass(frozen=True)
 class UnevenRounds(Diagnostic):
-    title: ClassVar[str] = "{micro_batches} micro-batches cannot be interleaved on {ranks} ranks"
-    help: ClassVar[str] = "interleaving goes in rounds of equal size: give {fitting} micro-batches, or use 1f1b"
+    title = "{micro_batches} micro-batches cannot be interleaved on {ranks} ranks"
+    help = "interleaving goes in rounds of equal size: give {fitting} micro-batches, or use 1f1b"
     micro_batches: int
     ranks: int
     fitting: int
@@ -35,51 +34,44 @@ class UnevenRounds(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownWarmUpPolicy(Diagnostic):
-    title: ClassVar[str] = "unknown warm-up policy `{given}`"
-    help: ClassVar[str] = "policies are A (stages behind and this one) and B (twice as many, for slow links)"
+    title = "unknown warm-up policy `{given}`"
+    help = "policies are A (stages behind and this one) and B (twice as many, for slow links)"
     given: str
 
 
 @dataclass(frozen=True)
 class MemoryHoldsNoMicroBatch(Diagnostic):
-    title: ClassVar[str] = "the memory of rank {rank} holds no micro-batch"
-    help: ClassVar[str] = "use smaller micro-batches, more stages, or recompute more blocks"
+    title = "the memory of rank {rank} holds no micro-batch"
+    help = "use smaller micro-batches, more stages, or recompute more blocks"
     rank: int
 
 
 @dataclass(frozen=True)
 class LimitsForOtherRanks(Diagnostic):
-    title: ClassVar[str] = "memory limits for {given} ranks, but there are {ranks}"
-    help: ClassVar[str] = "give one limit for every rank"
+    title = "memory limits for {given} ranks, but there are {ranks}"
+    help = "give one limit for every rank"
     given: int
     ranks: int
 
 
 @dataclass(frozen=True)
-class NoSuchSchedule(Diagnostic):
-    title: ClassVar[str] = "there is no file of orders {path}"
-    help: ClassVar[str] = "give the path of a CSV as torch.distributed.pipelining writes it, a row for every rank"
-    path: str
-
-
-@dataclass(frozen=True)
 class UnknownAction(Diagnostic):
-    title: ClassVar[str] = "`{word}` is no action of a pipeline schedule"
-    label: ClassVar[str] = "not an action"
-    help: ClassVar[str] = "write stage, kind and micro-batch, as in `2F0`; kinds are F, B, I and W"
+    title = "`{word}` is no action of a pipeline schedule"
+    label = "not an action"
+    help = "write stage, kind and micro-batch, as in `2F0`; kinds are F, B, I and W"
     word: str
 
 
 @dataclass(frozen=True)
 class EmptySchedule(Diagnostic):
-    title: ClassVar[str] = "the schedule has no action"
-    help: ClassVar[str] = "write one row of actions for every rank, as in `0F0,0B0`"
+    title = "the schedule has no action"
+    help = "write one row of actions for every rank, as in `0F0,0B0`"
 
 
 @dataclass(frozen=True)
 class ScheduleTooLarge(Diagnostic):
-    title: ClassVar[str] = "the schedule has {given} {what}, more than {most}"
-    help: ClassVar[str] = "a schedule has one row for every rank and one cell for every action"
+    title = "the schedule has {given} {what}, more than {most}"
+    help = "a schedule has one row for every rank and one cell for every action"
     what: str
     given: int
     most: int
@@ -87,18 +79,18 @@ class ScheduleTooLarge(Diagnostic):
 
 @dataclass(frozen=True)
 class RepeatedAction(Diagnostic):
-    title: ClassVar[str] = "`{action}` stands twice"
-    label: ClassVar[str] = "stands before this on {first}"
-    help: ClassVar[str] = "every stage runs forward and backward of a micro-batch once: remove one"
+    title = "`{action}` stands twice"
+    label = "stands before this on {first}"
+    help = "every stage runs forward and backward of a micro-batch once: remove one"
     action: str
     first: str
 
 
 @dataclass(frozen=True)
 class MissingAction(Diagnostic):
-    title: ClassVar[str] = "stage {stage} has no {phase} of micro-batch {micro_batch}"
-    label: ClassVar[str] = "the row of rank {rank} lacks it"
-    help: ClassVar[str] = "add `{action}` to the row of rank {rank}"
+    title = "stage {stage} has no {phase} of micro-batch {micro_batch}"
+    label = "the row of rank {rank} lacks it"
+    help = "add `{action}` to the row of rank {rank}"
     stage: int
     phase: str
     micro_batch: int
@@ -108,25 +100,25 @@ class MissingAction(Diagnostic):
 
 @dataclass(frozen=True)
 class RankWithoutActions(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has no action"
-    label: ClassVar[str] = "an empty row"
-    help: ClassVar[str] = "give the rank a stage, or remove its row"
+    title = "rank {rank} has no action"
+    label = "an empty row"
+    help = "give the rank a stage, or remove its row"
     rank: int
 
 
 @dataclass(frozen=True)
 class MissingStage(Diagnostic):
-    title: ClassVar[str] = "no rank runs stage {stage}, though there are {stages}"
-    help: ClassVar[str] = "stages count from 0 without a gap: add a row with its actions"
+    title = "no rank runs stage {stage}, though there are {stages}"
+    help = "stages count from 0 without a gap: add a row with its actions"
     stage: int
     stages: int
 
 
 @dataclass(frozen=True)
 class BackwardTwice(Diagnostic):
-    title: ClassVar[str] = "stage {stage} has both a whole and a split backward of micro-batch {micro_batch}"
-    label: ClassVar[str] = "the split half; the whole one is on {first}"
-    help: ClassVar[str] = "keep B, or both I and W"
+    title = "stage {stage} has both a whole and a split backward of micro-batch {micro_batch}"
+    label = "the split half; the whole one is on {first}"
+    help = "keep B, or both I and W"
     stage: int
     micro_batch: int
     first: str
@@ -134,9 +126,9 @@ class BackwardTwice(Diagnostic):
 
 @dataclass(frozen=True)
 class StageOnTwoRanks(Diagnostic):
-    title: ClassVar[str] = "stage {stage} is on rank {first} and on rank {second}"
-    label: ClassVar[str] = "rank {first} runs this stage"
-    help: ClassVar[str] = "the parameters of a stage are on one rank: move its actions to one row"
+    title = "stage {stage} is on rank {first} and on rank {second}"
+    label = "rank {first} runs this stage"
+    help = "the parameters of a stage are on one rank: move its actions to one row"
     stage: int
     first: int
     second: int
@@ -144,9 +136,9 @@ class StageOnTwoRanks(Diagnostic):
 
 @dataclass(frozen=True)
 class ActionTooEarly(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{action}` before `{needed}`"
-    label: ClassVar[str] = "needs what `{needed}` leaves"
-    help: ClassVar[str] = "on one rank, write `{needed}` first"
+    title = "rank {rank} runs `{action}` before `{needed}`"
+    label = "needs what `{needed}` leaves"
+    help = "on one rank, write `{needed}` first"
     rank: int
     action: str
     needed: str
@@ -154,9 +146,9 @@ class ActionTooEarly(Diagnostic):
 
 @dataclass(frozen=True)
 class DeadlockedSchedule(Diagnostic):
-    title: ClassVar[str] = "the schedule deadlocks: {waits}"
-    label: ClassVar[str] = "never runs"
-    help: ClassVar[str] = "move `{awaited}` before `{holder}` on rank {rank}"
+    title = "the schedule deadlocks: {waits}"
+    label = "never runs"
+    help = "move `{awaited}` before `{holder}` on rank {rank}"
     waits: str
     awaited: str
     holder: str
@@ -165,8 +157,8 @@ class DeadlockedSchedule(Diagnostic):
 
 @dataclass(frozen=True)
 class ScheduleForOthers(Diagnostic):
-    title: ClassVar[str] = "the schedule is for {given} {what}, but there are {expected}"
-    help: ClassVar[str] = "give a schedule for {expected} {what}, or change the number of {what} to {given}"
+    title = "the schedule is for {given} {what}, but there are {expected}"
+    help = "give a schedule for {expected} {what}, or change the number of {what} to {given}"
     what: str
     given: int
     expected: int
@@ -174,8 +166,8 @@ class ScheduleForOthers(Diagnostic):
 
 @dataclass(frozen=True)
 class TimesForOthers(Diagnostic):
-    title: ClassVar[str] = "{what} are given for {given}, but the schedule has {expected}"
-    help: ClassVar[str] = "give one number for every stage and micro-batch, and for every cut and micro-batch"
+    title = "{what} are given for {given}, but the schedule has {expected}"
+    help = "give one number for every stage and micro-batch, and for every cut and micro-batch"
     what: str
     given: str
     expected: str
@@ -183,24 +175,24 @@ class TimesForOthers(Diagnostic):
 
 @dataclass(frozen=True)
 class FitsNowhere(Diagnostic):
-    title: ClassVar[str] = "no pipeline of {layers} layers fits into the memory of {ranks} ranks"
-    help: ClassVar[str] = "use more ranks, smaller micro-batches, or recompute more blocks"
+    title = "no pipeline of {layers} layers fits into the memory of {ranks} ranks"
+    help = "use more ranks, smaller micro-batches, or recompute more blocks"
     layers: int
     ranks: int
 
 
 @dataclass(frozen=True)
 class MoreRanksThanLayers(Diagnostic):
-    title: ClassVar[str] = "a pipeline of {ranks} ranks for {layers} layers"
-    help: ClassVar[str] = "every rank needs a layer: give at most {layers} ranks"
+    title = "a pipeline of {ranks} ranks for {layers} layers"
+    help = "every rank needs a layer: give at most {layers} ranks"
     ranks: int
     layers: int
 
 
 @dataclass(frozen=True)
 class GroupExceedsMemory(Diagnostic):
-    title: ClassVar[str] = "groups of {k} micro-batches save {needed} bytes on rank {rank}, which may hold {limit}"
-    help: ClassVar[str] = "use a smaller k, smaller micro-batches, or recompute more blocks"
+    title = "groups of {k} micro-batches save {needed} bytes on rank {rank}, which may hold {limit}"
+    help = "use a smaller k, smaller micro-batches, or recompute more blocks"
     k: int
     rank: int
     needed: str

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import Diagnostic
 
 
 @dataclass(frozen=True)
-class NoSuchProfile(Diagnostic):
-    title: ClassVar[str] = "there is no profile {path}"
-    help: ClassVar[str] = "give the path of a file with a line for every layer, in DAPPLE's format"
-    path: str
-
-
-@dataclass(frozen=True)
 class BadProfileLine(Diagnostic):
-    title: ClassVar[str] = "no node and no edge of a profile"
-    label: ClassVar[str] = "cannot be read"
-    help: ClassVar[str] = (
+    title = "no node and no edge of a profile"
+    label = "cannot be read"
+    help = (
         "write `node1 -- name -- forward_compute_time=1, backward_compute_time=2, activation_size=8, "
         "parameter_size=8`, or a tab and `node1 -- node2`"
     )
@@ -28,11 +20,9 @@ class BadProfileLine(Diagnostic):
 
 @dataclass(frozen=True)
 class BadProfileNumber(Diagnostic):
-    title: ClassVar[str] = "`{field}` is `{given}`: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = (
-        f"give `{{field}}` as a number of at least 0 and no more than {LARGEST:g}, times in ms and sizes in bytes"
-    )
+    title = "`{field}` is `{given}`: {reason}"
+    label = "{reason}"
+    help = f"give `{{field}}` as a number of at least 0 and no more than {LARGEST:g}, times in ms and sizes in bytes"
     field: str
     given: str
     reason: str
@@ -40,53 +30,53 @@ class BadProfileNumber(Diagnostic):
 
 @dataclass(frozen=True)
 class RepeatedNode(Diagnostic):
-    title: ClassVar[str] = "`{node}` stands twice in the profile"
-    label: ClassVar[str] = "stands before"
-    help: ClassVar[str] = "give every node a name of its own"
+    title = "`{node}` stands twice in the profile"
+    label = "stands before"
+    help = "give every node a name of its own"
     node: str
 
 
 @dataclass(frozen=True)
 class UnknownNode(Diagnostic):
-    title: ClassVar[str] = "an edge names `{node}`, which is no node of the profile"
-    label: ClassVar[str] = "no such node"
-    help: ClassVar[str] = "add a line for `{node}`, or remove the edge"
+    title = "an edge names `{node}`, which is no node of the profile"
+    label = "no such node"
+    help = "add a line for `{node}`, or remove the edge"
     node: str
 
 
 @dataclass(frozen=True)
 class CyclicProfile(Diagnostic):
-    title: ClassVar[str] = "the layers of the profile read each other in a cycle: {cycle}"
-    label: ClassVar[str] = "closes the cycle"
-    help: ClassVar[str] = "remove one of these edges: what comes later cannot be read before"
+    title = "the layers of the profile read each other in a cycle: {cycle}"
+    label = "closes the cycle"
+    help = "remove one of these edges: what comes later cannot be read before"
     cycle: str
 
 
 @dataclass(frozen=True)
 class TooManyLayers(Diagnostic):
-    title: ClassVar[str] = "the profile has more than {most} layers or {edges} edges"
-    help: ClassVar[str] = "profile blocks, not operations: a plan cuts between blocks"
+    title = "the profile has more than {most} layers or {edges} edges"
+    help = "profile blocks, not operations: a plan cuts between blocks"
     most: int
     edges: int
 
 
 @dataclass(frozen=True)
 class EmptyProfile(Diagnostic):
-    title: ClassVar[str] = "the profile has no layer"
-    help: ClassVar[str] = "give one line for every layer, then one for every edge"
+    title = "the profile has no layer"
+    help = "give one line for every layer, then one for every edge"
 
 
 @dataclass(frozen=True)
 class BatchDoesNotDivide(Diagnostic):
-    title: ClassVar[str] = "a global batch of {batch} has no whole number of micro-batches of {micro_batch}"
-    help: ClassVar[str] = "give a global batch that is a multiple of {micro_batch}"
+    title = "a global batch of {batch} has no whole number of micro-batches of {micro_batch}"
+    help = "give a global batch that is a multiple of {micro_batch}"
     batch: int
     micro_batch: int
 
 
 @dataclass(frozen=True)
 class NoDevices(Diagnostic):
-    title: ClassVar[str] = "a plan for {machines} machines of {devices} devices"
-    help: ClassVar[str] = "give at least one machine with at least one device"
+    title = "a plan for {machines} machines of {devices} devices"
+    help = "give at least one machine with at least one device"
     machines: int
     devices: int

@@ -17,7 +17,7 @@ from pathlib import Path
 import networkx as nx
 
 from arachnec.ir.bounds import LARGEST
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.span import Span
 from arachnec.pipelining.errors import NoText
 from arachnec.pipelining.profile_errors import (
@@ -25,7 +25,6 @@ from arachnec.pipelining.profile_errors import (
     BadProfileNumber,
     CyclicProfile,
     EmptyProfile,
-    NoSuchProfile,
     RepeatedNode,
     TooManyLayers,
     UnknownNode,
@@ -67,7 +66,10 @@ class LayerProfile:
 def read_profile_file(path: Path) -> LayerProfile:
     """``read_profile`` of a file. UserError where it is missing, larger than any profile, or no text."""
     if not path.is_file():
-        raise UserError(NoSuchProfile(None, str(path)))
+        raise user_error(
+            f"there is no profile {path}",
+            help="give the path of a file with a line for every layer, in DAPPLE's format",
+        )
     if path.stat().st_size > LARGEST_FILE:
         raise UserError(TooManyLayers(None, MOST_LAYERS, MOST_EDGES))
     try:

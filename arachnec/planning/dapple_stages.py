@@ -7,12 +7,11 @@ the cluster's nodes. Times are the module's own, or those of a profile file in D
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
-from typing import ClassVar
 
 from arachnec.cost.memory import GIB
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cluster, Stage
 from arachnec.ir.stage_sizes import gradient_bytes
@@ -24,23 +23,6 @@ from arachnec.planning.layer_costs import CostedLayers
 from arachnec.planning.stage_cuts import parts_of
 
 Groups = tuple[tuple[tuple[int, ...], ...], ...]  # of every machine, its devices, each a group of ranks
-
-
-@dataclass(frozen=True)
-class LayerNotProfiled(Diagnostic):
-    title: ClassVar[str] = "the profile has no layer named `{layer}`, and @{stage} has such a block"
-    help: ClassVar[str] = "name a block's line by its path in the model; lines before the first block are the embedding"
-    layer: str
-    stage: str
-
-
-@dataclass(frozen=True)
-class BlocksOutOfOrder(Diagnostic):
-    title: ClassVar[str] = "the profile has `{after}` before `{before}`, and @{stage} runs it behind"
-    help: ClassVar[str] = "give the blocks' edges in the order in which the model runs them"
-    after: str
-    before: str
-    stage: str
 
 
 def dapple_stages(layers: CostedLayers, stage: Stage, profile: LayerProfile | None, batch: int) -> tuple[Stage, ...]:
@@ -145,10 +127,16 @@ def by_blocks(profile: LayerProfile, stage: Stage) -> LayerProfile:
     at = {layer.name: number for number, layer in enumerate(profile.layers)}
     lacking = next((name for name in names if name not in at), None)
     if lacking is not None:
-        raise UserError(LayerNotProfiled(None, lacking, stage.name))
+        raise user_error(
+            f"the profile has no layer named `{lacking}`, and @{stage.name} has such a block",
+            help="name a block's line by its path in the model; lines before the first block are the embedding",
+        )
     for before, after in pairwise(names):
         if at[after] < at[before]:
-            raise UserError(BlocksOutOfOrder(None, after, before, stage.name))
+            raise user_error(
+                f"the profile has `{after}` before `{before}`, and @{stage.name} runs it behind",
+                help="give the blocks' edges in the order in which the model runs them",
+            )
     bounds = [0, *(at[name] + 1 for name in names[:-1]), len(profile.layers)]
     joined = []
     for name, (a, b) in zip(names, pairwise(bounds), strict=True):

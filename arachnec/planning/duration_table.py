@@ -17,10 +17,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from arachnec.ir.bounds import LARGEST
-from arachnec.ir.diagnostic import Diagnostic, UserError, close_to
+from arachnec.ir.diagnostic import UserError, close_to, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
@@ -30,58 +30,8 @@ UNITS = {"ms": 1.0, "s": 1e3}
 EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
 
 
-@dataclass(frozen=True)
-class NoTable(Diagnostic):
-    title: ClassVar[str] = "there is no file `{path}`"
-    help: ClassVar[str] = "give a JSON file such as {example}"
-    path: str
-    example: str = EXAMPLE
-
-
-@dataclass(frozen=True)
-class NotJson(Diagnostic):
-    title: ClassVar[str] = "the table is not JSON: {reason}"
-    label: ClassVar[str] = "here"
-    help: ClassVar[str] = "a table looks like {example}"
-    reason: str
-    example: str = EXAMPLE
-
-
-@dataclass(frozen=True)
-class BadTable(Diagnostic):
-    title: ClassVar[str] = "{where} is {found}, expected {expected}"
-    label: ClassVar[str] = "expected {expected}"
-    help: ClassVar[str] = "a table looks like {example}"
-    where: str
-    found: str
-    expected: str
-    example: str = EXAMPLE
-
-
-@dataclass(frozen=True)
-class UnknownTableKey(Diagnostic):
-    title: ClassVar[str] = "unknown key `{key}` in {where}"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "did you mean `{suggestion}`? Known are {known}"
-    key: str
-    where: str
-    suggestion: str
-    known: str
-
-
-@dataclass(frozen=True)
-class KeyTwice(Diagnostic):
-    title: ClassVar[str] = "`{key}` is given twice in one object"
-    label: ClassVar[str] = "the second one"
-    help: ClassVar[str] = "keep one of them"
-    key: str
-
-
-@dataclass(frozen=True)
-class NoTasks(Diagnostic):
-    title: ClassVar[str] = "the table has no tasks"
-    help: ClassVar[str] = "a table looks like {example}"
-    example: str = EXAMPLE
+def not_json_error(span: Span | None, reason: str, example: str = EXAMPLE) -> UserError:
+    return user_error(f"the table is not JSON: {reason}", label="here", help=f"a table looks like {example}", span=span)
 
 
 @dataclass(frozen=True)
@@ -96,22 +46,22 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
     """The cascades of a table on a cluster. Raises UserError with one diagnostic for a malformed table."""
     file = Path(path)
     if not file.is_file():
-        raise UserError(NoTable(None, str(path)))
+        raise user_error(f"there is no file `{path}`", help=f"give a JSON file such as {EXAMPLE}")
     if file.stat().st_size > LARGEST_FILE:
-        raise UserError(NotJson(None, f"it is larger than {LARGEST_FILE >> 20} MiB"))
+        raise not_json_error(None, f"it is larger than {LARGEST_FILE >> 20} MiB")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UserError(NotJson(None, f"byte {error.start} is no UTF-8")) from None
+        raise not_json_error(None, f"byte {error.start} is no UTF-8") from None
     try:
         value = json.loads(text, object_pairs_hook=partial(_once, file, text))
     except json.JSONDecodeError as error:
         span = Span(str(path), error.lineno, error.colno, error.lineno, error.colno + 1)
-        raise UserError(NotJson(span, error.msg)) from error
+        raise not_json_error(span, error.msg) from error
     except ValueError:
-        raise UserError(NotJson(None, "it has a number of thousands of digits")) from None
+        raise not_json_error(None, "it has a number of thousands of digits") from None
     except RecursionError:
-        raise UserError(NotJson(None, "it is nested too deeply")) from None
+        raise not_json_error(None, "it is nested too deeply") from None
     return _Reader(str(path), text).table(value, cluster)
 
 
@@ -120,7 +70,12 @@ def _once(file: Path, text: str, pairs: Sequence[tuple[str, Any]]) -> dict[str, 
     values: dict[str, Any] = {}
     for key, value in pairs:
         if key in values:
-            raise UserError(KeyTwice(_second(str(file), text, key), key))
+            raise user_error(
+                f"`{key}` is given twice in one object",
+                label="the second one",
+                help="keep one of them",
+                span=_second(str(file), text, key),
+            )
         values[key] = value
     return values
 
@@ -150,7 +105,7 @@ class _Reader:
         if not isinstance(tasks, list):
             raise self._bad("`tasks`", tasks, "a list of tasks", "tasks")
         if not tasks:
-            raise UserError(NoTasks(self._span("tasks")))
+            raise user_error("the table has no tasks", help=f"a table looks like {EXAMPLE}", span=self._span("tasks"))
         cascades: list[Cascade] = []
         names: dict[str, str] = {}
         last: set[str] = set()
@@ -228,13 +183,23 @@ class _Reader:
         for key in value:
             if key not in known:
                 suggestion = close_to(key, known, 0.0)[0]
-                raise UserError(UnknownTableKey(self._span(key), key, where, suggestion, ", ".join(known)))
+                raise user_error(
+                    f"unknown key `{key}` in {where}",
+                    label="no such key",
+                    help=f"did you mean `{suggestion}`? Known are {', '.join(known)}",
+                    span=self._span(key),
+                )
         return value
 
     def _bad(self, where: str, value: Any, expected: str, near: str) -> UserError:
         shown = "missing" if value is None else json.dumps(value) if not isinstance(value, str) else value
         shown = shown[:80].encode(errors="replace").decode()
-        return UserError(BadTable(self._span(near), where, shown, expected))
+        return user_error(
+            f"{where} is {shown}, expected {expected}",
+            label=f"expected {expected}",
+            help=f"a table looks like {EXAMPLE}",
+            span=self._span(near),
+        )
 
     def _span(self, word: str) -> Span:
         """Where a key or name first stands in the text; the first line where it does not."""

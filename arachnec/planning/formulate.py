@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.cost.memory import RESERVE
 from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integers
 from arachnec.ir.recomputation import recompute_value
 from arachnec.ir.stage_sizes import times_of
@@ -23,11 +22,9 @@ from arachnec.solver.problem import TICKS, Choice, Job, Problem, Schedule, Solut
 
 @dataclass(frozen=True)
 class FitsNoDegree(Diagnostic):
-    title: ClassVar[str] = (
-        "{what} fits no degree: it needs {needed:.1f} GiB per GPU at degree {degree}, there are {room:.1f}"
-    )
-    label: ClassVar[str] = "too large for this cluster"
-    help: ClassVar[str] = "{remedy}"
+    title = "{what} fits no degree: it needs {needed:.1f} GiB per GPU at degree {degree}, there are {room:.1f}"
+    label = "too large for this cluster"
+    help = "{remedy}"
     what: str
     needed: float
     degree: int
@@ -37,9 +34,9 @@ class FitsNoDegree(Diagnostic):
 
 @dataclass(frozen=True)
 class NotDividedOverACell(Diagnostic):
-    title: ClassVar[str] = "{what} cannot be divided over the {cell} ranks of a cell"
-    label: ClassVar[str] = "not for a cell"
-    help: ClassVar[str] = (
+    title = "{what} cannot be divided over the {cell} ranks of a cell"
+    label = "not for a cell"
+    help = (
         "{reason}: give `shard-parameters` a smaller `cell`, let more such clips share a micro-batch, "
         "or leave {instead} out"
     )
@@ -50,49 +47,20 @@ class NotDividedOverACell(Diagnostic):
 
 
 @dataclass(frozen=True)
-class EncodersDoNotFit(Diagnostic):
-    title: ClassVar[str] = (
-        "{what} needs {needed:.3f} GiB per GPU beside {others:.3f} GiB that other encoders made of the same clips, "
-        "there are {room:.3f}"
-    )
-    label: ClassVar[str] = "does not fit beside the outputs of the others"
-    help: ClassVar[str] = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
-    what: str
-    needed: float
-    others: float
-    room: float
-
-
-@dataclass(frozen=True)
 class StateTooLarge(Diagnostic):
-    title: ClassVar[str] = (
-        "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
-    )
-    help: ClassVar[str] = (
-        "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters{more}"
-    )
+    title = "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
+    help = "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters{more}"
     state: float
     memory: float
     reserve: float
     more: str = ""
 
 
-@dataclass(frozen=True)
-class NoDegree(Diagnostic):
-    title: ClassVar[str] = "{what} has no legal degree on {gpus}"
-    label: ClassVar[str] = "legal are {legal}"
-    help: ClassVar[str] = "use a cluster of at least {least}, or measure it at a smaller degree"
-    what: str
-    gpus: str
-    legal: str
-    least: str
-
-
-@dataclass(frozen=True)
-class BadSchedule(Diagnostic):
-    title: ClassVar[str] = "the schedule is wrong: {problem}"
-    help: ClassVar[str] = "arachnec.planning.validate.validate_schedule lists everything that is wrong with it"
-    problem: str
+def bad_schedule_error(problem: str) -> UserError:
+    return user_error(
+        f"the schedule is wrong: {problem}",
+        help="arachnec.planning.validate.validate_schedule lists everything that is wrong with it",
+    )
 
 
 def problem_of(module: Module, cost: CostModel) -> Problem:
@@ -142,7 +110,12 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
         degrees = sorted(times_of(cascade)) or [0]
         listed = ", ".join(str(degree) for degree in degrees)
         gpus = counted(cost.cluster.world, "GPU")
-        raise UserError(NoDegree(cascade.span, describe(cascade), gpus, listed, counted(degrees[0], "GPU")))
+        raise user_error(
+            f"{describe(cascade)} has no legal degree on {gpus}",
+            label=f"legal are {listed}",
+            help=f"use a cluster of at least {counted(degrees[0], 'GPU')}, or measure it at a smaller degree",
+            span=cascade.span,
+        )
     spare = cost.spare(cost.cluster.memory) - held
     options = cost.table.options(cascade) if spare >= 0 else _options_next_to(cascade, cost, legal, spare)
     choices: list[Choice] = []
@@ -153,7 +126,13 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
     if not choices and cost.table.options(cascade):
         smallest = min(cost.memory(cascade, degree) for degree in legal)
         room = cost.largest_memory - cost.resident - cost.communicators
-        raise UserError(EncodersDoNotFit(cascade.span, describe(cascade), smallest, held, room))
+        raise user_error(
+            f"{describe(cascade)} needs {smallest:.3f} GiB per GPU beside {held:.3f} GiB that other encoders made of "
+            f"the same clips, there are {room:.3f}",
+            label="does not fit beside the outputs of the others",
+            help="use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one",
+            span=cascade.span,
+        )
     if not choices and not any(cost.table.ways(cascade, degree) for degree in legal):
         raise UserError(_not_divided(cascade, cost, legal[0]))
     if not choices:
@@ -231,7 +210,7 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     problem = problem_of(module, cost)
     missing = [cascade.name for cascade in module.cascades if cascade.name not in degrees or cascade.name not in times]
     if missing:
-        raise UserError(BadSchedule(None, f"%{missing[0]} was given no degree and times"))
+        raise bad_schedule_error(f"%{missing[0]} was given no degree and times")
     cascades = tuple(
         decided(cascade, cost, degree, cost.recompute_at(cascade, degree) or 0, *times[cascade.name])
         for cascade in module.cascades
@@ -246,7 +225,7 @@ def with_times(module: Module, degrees: Mapping[str, int], times: Mapping[str, t
     problems = validate_schedule(planned)
     if problems:
         more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise UserError(BadSchedule(None, problems[0] + more))
+        raise bad_schedule_error(problems[0] + more)
     return planned
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.analysis.memory import Usage, usages
 from arachnec.analysis.residency import resident_ranks
@@ -27,12 +26,12 @@ from arachnec.verification.memory import TOLERANCE_GIB
 
 @dataclass(frozen=True)
 class ValuesFitNowhere(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "rank {rank} needs {need:.3f} GiB in `{instruction}`, its device has {limit:.3f} GiB: {values:.3f} GiB are "
         "encoders' outputs, even where each is made right before it is read"
     )
-    label: ClassVar[str] = "does not fit here"
-    help: ClassVar[str] = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
+    label = "does not fit here"
+    help = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
     rank: int
     instruction: str
     need: float

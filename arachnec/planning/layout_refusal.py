@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.memory import Memory
@@ -24,12 +23,12 @@ MOST_MACHINES = 64  # times as many
 
 @dataclass(frozen=True)
 class FitsNowhere(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "clip %{clip} ({frames} x {height} x {width}, {tokens} tokens) fits in no layout: dealt out over {ranks} it "
         "needs {needed:.3g} GiB of memory on each, their devices have {memory:.3g}"
     )
-    label: ClassVar[str] = "too long for this cluster"
-    help: ClassVar[str] = "{remedy}"
+    label = "too long for this cluster"
+    help = "{remedy}"
     clip: str
     frames: int
     height: int

@@ -7,23 +7,16 @@ the shortest takes.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import ClassVar, cast, get_args
+from dataclasses import replace
+from typing import cast, get_args
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Level, Module, quantity
 from arachnec.planning.layout_bound import least_by_degree
 from arachnec.planning.pipeline_orders import ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
 from arachnec.planning.replica_orders import DECODED, DECODED_QUICKLY
-
-
-@dataclass(frozen=True)
-class UnknownSchedule(Diagnostic):
-    title: ClassVar[str] = "there is no pipeline schedule `{name}`"
-    help: ClassVar[str] = "leave `schedule` out of the module's attributes, or name one of `schedule-pipeline`"
-    name: str
 
 
 def scheduled_stages(module: Module, *, quick: bool = False, bounded: bool = True) -> Module:
@@ -34,7 +27,11 @@ def scheduled_stages(module: Module, *, quick: bool = False, bounded: bool = Tru
     """
     name = str(module.attrs["schedule"])
     if name not in get_args(ScheduleName):
-        raise UserError(UnknownSchedule(module.span, name))
+        raise user_error(
+            f"there is no pipeline schedule `{name}`",
+            help="leave `schedule` out of the module's attributes, or name one of `schedule-pipeline`",
+            span=module.span,
+        )
     schedule = cast(ScheduleName, name)
     cost, degree = CostModel(module), None
     if stages_each(schedule, Options.v) == 1:

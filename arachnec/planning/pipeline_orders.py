@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.pipelining.action import PipelineSchedule
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
@@ -19,15 +18,6 @@ ScheduleName: TypeAlias = Literal[
 SPLITTING = frozenset({"zb-h1", "zb-h2", "zb-v", "planned"})  # weight gradients are actions of their own
 
 
-@dataclass(frozen=True)
-class ScheduleForOtherStages(Diagnostic):
-    title: ClassVar[str] = "`{schedule}` puts {per_rank} stages on every rank, and the model has {stages}"
-    help: ClassVar[str] = "give `stages` a p that {per_rank} divides"
-    schedule: str
-    per_rank: int
-    stages: int
-
-
 def stages_each(name: ScheduleName, v: int) -> int:
     """Stages on every rank."""
     return {"interleaved-1f1b": v, "zb-v": 2}.get(name, 1)
@@ -37,7 +27,10 @@ def pipeline_ranks(name: ScheduleName, stages: int, v: int) -> int:
     """Ranks of one pipeline. Raises UserError where its stages do not go on them evenly."""
     per_rank = stages_each(name, v)
     if stages % per_rank:
-        raise UserError(ScheduleForOtherStages(None, name, per_rank, stages))
+        raise user_error(
+            f"`{name}` puts {per_rank} stages on every rank, and the model has {stages}",
+            help=f"give `stages` a p that {per_rank} divides",
+        )
     return stages // per_rank
 
 

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from math import gcd
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.pipelining.action import Order, PipelineSchedule
@@ -22,57 +21,11 @@ from arachnec.planning.pipeline_orders import ScheduleName, pipeline_ranks
 Ranks = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class RanksDoNotDivide(Diagnostic):
-    title: ClassVar[str] = "{world} ranks cannot hold pipelines of {ranks} ranks evenly"
-    help: ClassVar[str] = "choose stages so that a pipeline's ranks divide {world}"
-    world: int
-    ranks: int
-
-
-@dataclass(frozen=True)
-class PlaceMissing(Diagnostic):
-    title: ClassVar[str] = "stage @{stage} has no `place`, and others have"
-    label: ClassVar[str] = "lies nowhere"
-    help: ClassVar[str] = "give every stage of the pipeline a `place`, or none"
-    stage: str
-
-
-@dataclass(frozen=True)
-class NoPlace(Diagnostic):
-    title: ClassVar[str] = "{place} is no place for stage @{stage}"
-    label: ClassVar[str] = "its `place`"
-    help: ClassVar[str] = "give it some of the ranks 0 to {last}, each once"
-    stage: str
-    place: list[int]
-    last: int
-
-
-@dataclass(frozen=True)
-class PlacesOverlap(Diagnostic):
-    title: ClassVar[str] = "rank {rank} holds @{stage} and @{other}, whose places differ otherwise"
-    label: ClassVar[str] = "shares a part of its ranks"
-    help: ClassVar[str] = "two stages of a pipeline have the same `place`, or no rank in common"
-    stage: str
-    other: str
-    rank: int
-
-
-@dataclass(frozen=True)
-class PlacesForOtherSchedule(Diagnostic):
-    title: ClassVar[str] = "schedule `{schedule}` puts the stages on the pipeline's ranks {wanted}, they lie on {given}"
-    help: ClassVar[str] = "use `schedule=planned`, which takes stages where they lie"
-    schedule: str
-    wanted: list[int]
-    given: list[int]
-
-
-@dataclass(frozen=True)
-class UnequalReplicas(Diagnostic):
-    title: ClassVar[str] = "the stages lie on {counts} ranks, and schedule `{schedule}` wants the same number for all"
-    help: ClassVar[str] = "use `schedule=dapple`, whose replicas of a stage take turns, or places of equal size"
-    schedule: str
-    counts: list[int]
+def ranks_do_not_divide_error(world: int, ranks: int) -> UserError:
+    return user_error(
+        f"{world} ranks cannot hold pipelines of {ranks} ranks evenly",
+        help=f"choose stages so that a pipeline's ranks divide {world}",
+    )
 
 
 @dataclass(frozen=True)
@@ -155,17 +108,25 @@ def places_of(
     if stated:
         places = _planned(parts, stated)
         if not places.equal and name != "dapple":
-            raise UserError(UnequalReplicas(None, name, [len(place) for place in stated]))
+            raise user_error(
+                f"the stages lie on {[len(place) for place in stated]} ranks, and schedule `{name}` wants the same "
+                "number for all",
+                help="use `schedule=dapple`, whose replicas of a stage take turns, or places of equal size",
+            )
         if name == "planned":
             return places
     ranks = pipeline_ranks(schedule, len(parts), v) if given is None else len(given.orders)
     placement = _placement(schedule, len(parts), ranks) if given is None else given.placement
     if stated:
         if placement != places.placement:
-            raise UserError(PlacesForOtherSchedule(None, name, list(placement), list(places.placement)))
+            raise user_error(
+                f"schedule `{name}` puts the stages on the pipeline's ranks {list(placement)}, they lie on "
+                f"{list(places.placement)}",
+                help="use `schedule=planned`, which takes stages where they lie",
+            )
         return places
     if ranks > world or world % ranks:
-        raise UserError(RanksDoNotDivide(None, world, ranks))
+        raise ranks_do_not_divide_error(world, ranks)
     size = world // ranks
     runs = tuple(tuple(range(first, first + size)) for first in range(0, world, size))
     return Places(runs, placement)
@@ -181,18 +142,33 @@ def runs_of(degrees: Sequence[int], world: int) -> Places:
 def _stated(part: Stage, world: int) -> Ranks:
     place = integers(part.attrs["place"])
     if not place or len(set(place)) < len(place) or not set(place) <= set(range(world)):
-        raise UserError(NoPlace(part.span, part.name, list(place), world - 1))
+        raise user_error(
+            f"{list(place)} is no place for stage @{part.name}",
+            label="its `place`",
+            help=f"give it some of the ranks 0 to {world - 1}, each once",
+            span=part.span,
+        )
     return place
 
 
 def _planned(parts: Sequence[Stage], stated: Sequence[Ranks]) -> Places:
     if len(stated) < len(parts):
         bare = next(part for part in parts if "place" not in part.attrs)
-        raise UserError(PlaceMissing(bare.span, bare.name))
+        raise user_error(
+            f"stage @{bare.name} has no `place`, and others have",
+            label="lies nowhere",
+            help="give every stage of the pipeline a `place`, or none",
+            span=bare.span,
+        )
     for (a, one), (b, other) in combinations(zip(parts, stated, strict=True), 2):
         common = sorted(set(one) & set(other))
         if common and one != other:
-            raise UserError(PlacesOverlap(b.span, b.name, a.name, common[0]))
+            raise user_error(
+                f"rank {common[0]} holds @{b.name} and @{a.name}, whose places differ otherwise",
+                label="shares a part of its ranks",
+                help="two stages of a pipeline have the same `place`, or no rank in common",
+                span=b.span,
+            )
     runs = tuple(dict.fromkeys(stated))
     return Places(runs, tuple(runs.index(place) for place in stated))
 

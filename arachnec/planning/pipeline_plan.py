@@ -17,7 +17,7 @@ from pathlib import Path
 from arachnec.cluster.topology import handoff_time, machine_of
 from arachnec.cost.memory import GIB
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
 from arachnec.ir.recomputation import block_count
@@ -35,16 +35,7 @@ from arachnec.pipelining.evaluate import StageTimes, Table
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.formulate import decided
-from arachnec.planning.pipeline_errors import (
-    CellDoesNotDivide,
-    DegreeDoesNotDivide,
-    DegreeNotListed,
-    DegreesForOtherStages,
-    GroupDoesNotFit,
-    GroupLargerThanBatch,
-    NoStages,
-    PipelineDoesNotFit,
-)
+from arachnec.planning.pipeline_errors import PipelineDoesNotFit, cell_does_not_divide_error
 from arachnec.planning.pipeline_module import at_level_placed, bound_of
 from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
 from arachnec.planning.pipeline_places import (
@@ -109,7 +100,7 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -
     """The shortest plan, so many GiB left free on every rank for what waits; and the GiB that it needs beside that."""
     parts = [stage for stage in module.stages if "part_of" in stage.attrs]
     if not parts:
-        raise UserError(NoStages(None))
+        raise user_error("the module has no pipeline to schedule", help="put `stages{p=4}` before `partition`")
     given = None if options.orders is None else read_csv(Path(options.orders), len(parts))
     places, widths = _layouts(options, parts, cost.cluster.world, given)
     batches = micro_batches(module, parts)
@@ -144,7 +135,10 @@ def demand_batch(k: int, module: Module, plans: Sequence[_Plan]) -> None:
     """Raises UserError where no replica has so many in the first iteration; a later one may have fewer."""
     most = max(len(batches) for plan in plans for batches in plan.replicas)
     if k > most and not any(integer(clip.attrs.get("iteration", 0)) for clip in module.clips):
-        raise UserError(GroupLargerThanBatch(None, k, most))
+        raise user_error(
+            f"groups of {k} micro-batches, and no replica of the pipeline has more than {most}",
+            help=f"give `kfkb` a k of at most {most}, or none: then it is chosen",
+        )
 
 
 def demand_group(k: int, plans: Sequence[_Plan]) -> None:
@@ -153,7 +147,11 @@ def demand_group(k: int, plans: Sequence[_Plan]) -> None:
         lower = (replace(plan, options=replace(plan.options, k=smaller)) for plan in plans)
         if any(plan.fits for plan in lower):
             needed = min(max(plan.needed) + plan.waiting for plan in plans)
-            raise UserError(GroupDoesNotFit(None, k, needed, limit_of(plans[0].cost), smaller))
+            raise user_error(
+                f"groups of {k} micro-batches need {needed:.4g} GiB on a rank, devices have "
+                f"{limit_of(plans[0].cost):.4g}",
+                help=f"give `kfkb` a k of at most {smaller}, or none: then it is chosen",
+            )
 
 
 def _layouts(
@@ -164,17 +162,26 @@ def _layouts(
     if (degrees := options.degrees) is not None:
         ranks = pipeline_ranks(options.schedule, len(parts), options.v)
         if len(degrees) != len(parts) or ranks != len(parts) or min(degrees) < 1 or world % sum(degrees):
-            raise UserError(DegreesForOtherStages(None, list(degrees), len(parts), world))
+            raise user_error(
+                f"degrees {list(degrees)} do not fit {len(parts)} stages on {world} ranks",
+                help=(
+                    f"give one degree for each stage, their sum dividing {world}, and a schedule with one stage on a "
+                    "rank"
+                ),
+            )
         if any(degree % cell for degree in degrees):
-            raise UserError(CellDoesNotDivide(None, cell, world // sum(degrees) * min(degrees), min(degrees)))
+            raise cell_does_not_divide_error(cell, world // sum(degrees) * min(degrees), min(degrees))
         _demand_listed(parts, degrees)
         return runs_of(degrees, world), [degrees]
     places = places_of(parts, options.schedule, options.v, world, given)
     most = places.most_degree
     if options.degree is not None and (options.degree < 1 or most % options.degree):
-        raise UserError(DegreeDoesNotDivide(None, options.degree, most))
+        raise user_error(
+            f"degree {options.degree} does not divide the {most} ranks of each stage",
+            help=f"give a degree that divides {most}, or leave it out",
+        )
     if (options.degree or cell) % cell or not all(whole_cells(run, cell) for run in places.runs):
-        raise UserError(CellDoesNotDivide(None, cell, most, options.degree or most))
+        raise cell_does_not_divide_error(cell, most, options.degree or most)
     if options.degree is not None:
         _demand_listed(parts, [options.degree] * len(parts))
         return places, [(options.degree,) * len(places.runs)]
@@ -190,7 +197,10 @@ def _demand_listed(parts: Sequence[Stage], degrees: Sequence[int]) -> None:
     for part, degree in zip(parts, degrees, strict=True):
         if not _lists(part, degree):
             listed = ", ".join(map(str, integers(part.attrs["degrees"])))
-            raise UserError(DegreeNotListed(None, degree, part.name, listed))
+            raise user_error(
+                f"a micro-batch cannot run on {degree} ranks of @{part.name}",
+                help=f"this stage runs on {listed}: give one of these that divides its ranks, or leave it out",
+            )
 
 
 def _lists(part: Stage, degree: int) -> bool:

@@ -12,13 +12,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import ClassVar
 
 from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Phase
 from arachnec.ir.parameter_cells import own_cell
 from arachnec.ir.tensor_parallel import ranks_together
@@ -59,17 +57,6 @@ def quick_placements(cascades: Sequence[Cascade], cost: CostModel) -> Iterator[l
     yield placements(cascades, cost)
     for ranks_of in (ranks_from_the_end, ranks_from_the_start) if not cost.devices.kinds else ():
         yield on_ranks(cascades, cost, ranks_of(cascades, cost.cluster))
-
-
-@dataclass(frozen=True)
-class TooFewFree(Diagnostic):
-    title: ClassVar[str] = "%{cascade} takes {width} ranks at {start:g} ms, and the schedule leaves {free} free then"
-    label: ClassVar[str] = "{width} ranks at {start:g} ms"
-    help: ClassVar[str] = "schedule the cascades again, or start it later or on fewer ranks"
-    cascade: str
-    width: int
-    start: float
-    free: int
 
 
 def in_cells(cost: CostModel) -> bool:
@@ -207,7 +194,13 @@ def placements(cascades: Sequence[Cascade], cost: CostModel, *, topology: bool =
             begin = cascade.start + TOLERANCE
             free = [rank for rank in world if planned[rank] <= begin]
             if len(free) < cascade.width:
-                raise UserError(TooFewFree(cascade.span, cascade.name, cascade.width, cascade.start, len(free)))
+                raise user_error(
+                    f"%{cascade.name} takes {cascade.width} ranks at {cascade.start:g} ms, and the schedule leaves "
+                    f"{len(free)} free then",
+                    label=f"{cascade.width} ranks at {cascade.start:g} ms",
+                    help="schedule the cascades again, or start it later or on fewer ranks",
+                    span=cascade.span,
+                )
             placed = place_among(cascade, free, inputs, actual, cost, pick)
             if topology and len({rack_of(cost.cluster, rank) for rank in placed.ranks}) > 1:
                 whole = (ranks for ranks in racks_of(cost.cluster) if len(ranks) >= cascade.width)

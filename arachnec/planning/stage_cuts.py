@@ -9,11 +9,10 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers
@@ -23,95 +22,33 @@ from arachnec.ir.tables import BETWEEN, CHOICE, FIGURES, TIED, TOKEN_CUTS, UNCUT
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum, non_negative
 
 
-@dataclass(frozen=True)
-class NotCuttable(Diagnostic):
-    title: ClassVar[str] = "stage @{stage} cannot be cut: {reason}"
-    label: ClassVar[str] = "has no `cuts`"
-    help: ClassVar[str] = "call every block once, and pass on what can be followed; or leave `stages` out"
-    stage: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class AlreadyCut(Diagnostic):
-    title: ClassVar[str] = "@{whole} is cut into stages already"
-    label: ClassVar[str] = "one of them"
-    help: ClassVar[str] = "a pipeline has one pass that cuts: `stages`, `stages-dapple` or `stages-adaptis`"
-    whole: str
-
-
-@dataclass(frozen=True)
-class TooManyStages(Diagnostic):
-    title: ClassVar[str] = "`stages{{p={stages}}}` of @{stage}, which has {layers} blocks"
-    label: ClassVar[str] = "{layers} blocks"
-    help: ClassVar[str] = "every stage runs at least one block: give p from 1 to {layers}"
-    stage: str
-    stages: int
-    layers: int
-
-
-@dataclass(frozen=True)
-class CutsOutOfOrder(Diagnostic):
-    title: ClassVar[str] = "the cuts {cuts} of @{stage} are not in order: {after} stands behind {before}"
-    label: ClassVar[str] = "has blocks 0 to {last}"
-    help: ClassVar[str] = "a cut is the number of the first block of a stage: ascending, each once, from 1 to {last}"
-    stage: str
-    cuts: list[int]
-    before: int
-    after: int
-    last: int
-
-
-@dataclass(frozen=True)
-class CutOutside(Diagnostic):
-    title: ClassVar[str] = "cut {cut} of @{stage} leaves a stage without blocks"
-    label: ClassVar[str] = "has blocks 0 to {last}"
-    help: ClassVar[str] = "a cut is the number of the first block of a stage: ascending, each once, from 1 to {last}"
-    stage: str
-    cut: int
-    last: int
-
-
-@dataclass(frozen=True)
-class CutsForOtherStages(Diagnostic):
-    title: ClassVar[str] = "{cuts} cuts make {cut} stages, and p is {stages}"
-    help: ClassVar[str] = "give `cuts` or `p`"
-    cuts: int
-    cut: int
-    stages: int
-
-
-@dataclass(frozen=True)
-class ReplicasForOthers(Diagnostic):
-    title: ClassVar[str] = "replicas {replicas} are for {given} stages on {ranks}, and there are {stages} on {world}"
-    help: ClassVar[str] = "give every stage a number of ranks, 1 at least, {world} in all at most"
-    replicas: list[int]
-    given: int
-    ranks: str
-    stages: int
-    world: int
-
-
-@dataclass(frozen=True)
-class InHostAlready(Diagnostic):
-    title: ClassVar[str] = "@{stage} lies in host memory already, and cannot be cut"
-    label: ClassVar[str] = "has `host = [{what}]`"
-    help: ClassVar[str] = "put `offload` behind `stages`: every stage then has its own part there"
-    stage: str
-    what: str
-
-
 def demand_cuttable(stage: Stage) -> None:
     """Raises UserError for a part of a stage, and for a stage without figures for its parts or with one in host
     memory."""
     if "part_of" in stage.attrs:
-        raise UserError(AlreadyCut(stage.span, str(stage.attrs["part_of"])))
+        raise user_error(
+            f"@{stage.attrs['part_of']!s} is cut into stages already",
+            label="one of them",
+            help="a pipeline has one pass that cuts: `stages`, `stages-dapple` or `stages-adaptis`",
+            span=stage.span,
+        )
     placed = stage.attrs.get("host")
     if isinstance(placed, tuple) and placed:
-        raise UserError(InHostAlready(stage.span, stage.name, ", ".join(f'"{name}"' for name in placed)))
+        kinds = ", ".join(f'"{name}"' for name in placed)
+        raise user_error(
+            f"@{stage.name} lies in host memory already, and cannot be cut",
+            label=f"has `host = [{kinds}]`",
+            help="put `offload` behind `stages`: every stage then has its own part there",
+            span=stage.span,
+        )
     if any(name not in stage.attrs for name in FIGURES):
         reason = stage.attrs.get(UNCUT) or "`trace` says nothing of its parts"
-        raise UserError(NotCuttable(stage.span, stage.name, str(reason)))
+        raise user_error(
+            f"stage @{stage.name} cannot be cut: {reason}",
+            label="has no `cuts`",
+            help="call every block once, and pass on what can be followed; or leave `stages` out",
+            span=stage.span,
+        )
 
 
 def demand_cuts(stage: Stage, cuts: Sequence[int]) -> None:
@@ -119,10 +56,22 @@ def demand_cuts(stage: Stage, cuts: Sequence[int]) -> None:
     layers = len(layers_of(stage))
     for before, after in pairwise(cuts):
         if after <= before:
-            raise UserError(CutsOutOfOrder(stage.span, stage.name, list(cuts), before, after, layers - 1))
+            last_block = layers - 1
+            raise user_error(
+                f"the cuts {list(cuts)} of @{stage.name} are not in order: {after} stands behind {before}",
+                label=f"has blocks 0 to {last_block}",
+                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_block}",
+                span=stage.span,
+            )
     for cut in cuts:
         if not 0 < cut < layers:
-            raise UserError(CutOutside(stage.span, stage.name, cut, layers - 1))
+            last_block = layers - 1
+            raise user_error(
+                f"cut {cut} of @{stage.name} leaves a stage without blocks",
+                label=f"has blocks 0 to {last_block}",
+                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_block}",
+                span=stage.span,
+            )
 
 
 def balanced_cuts(stage: Stage, stages: int, clips: Sequence[Clip]) -> tuple[int, ...]:
@@ -133,7 +82,12 @@ def balanced_cuts(stage: Stage, stages: int, clips: Sequence[Clip]) -> tuple[int
     work = layer_work(stage, clips)
     layers = len(work)
     if not 1 <= stages <= layers:
-        raise UserError(TooManyStages(stage.span, stage.name, stages, layers))
+        raise user_error(
+            f"`stages{{p={stages}}}` of @{stage.name}, which has {layers} blocks",
+            label=f"{layers} blocks",
+            help=f"every stage runs at least one block: give p from 1 to {layers}",
+            span=stage.span,
+        )
     before = [0.0]
     for amount in work:
         before.append(before[-1] + amount)
@@ -182,7 +136,11 @@ def on_ranks(parts: Sequence[Stage], replicas: Sequence[int], module: Module) ->
     world = module.cluster.world if module.cluster else 0
     if len(replicas) != len(parts) or min(replicas) < 1 or sum(replicas) > world:
         ranks = counted(sum(replicas), "rank")
-        raise UserError(ReplicasForOthers(None, list(replicas), len(replicas), ranks, len(parts), world))
+        raise user_error(
+            f"replicas {list(replicas)} are for {len(replicas)} stages on {ranks}, and there are {len(parts)} on "
+            f"{world}",
+            help=f"give every stage a number of ranks, 1 at least, {world} in all at most",
+        )
     places = pairwise([0, *accumulate(replicas)])
     return tuple(
         replace(part, attrs=part.attrs.updated(place=tuple(range(*place))))

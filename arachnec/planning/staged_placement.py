@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.cost.memory import stages_apart
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, integers
 from arachnec.lowering.order import reads_saved
 from arachnec.planning.placed_cascade import on
@@ -24,24 +23,13 @@ PIPELINED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 
 @dataclass(frozen=True)
 class PlaceTooSmall(Diagnostic):
-    title: ClassVar[str] = "%{cascade} takes {degree} ranks, and stage @{stage} lies on {ranks}"
-    label: ClassVar[str] = "does not fit its stage's place"
-    help: ClassVar[str] = "use a lower degree, fewer stages, or give `reduce @{stage}` more `ranks`"
+    title = "%{cascade} takes {degree} ranks, and stage @{stage} lies on {ranks}"
+    label = "does not fit its stage's place"
+    help = "use a lower degree, fewer stages, or give `reduce @{stage}` more `ranks`"
     cascade: str
     degree: int
     stage: str
     ranks: str
-
-
-@dataclass(frozen=True)
-class OtherDegree(Diagnostic):
-    title: ClassVar[str] = "%{cascade} takes {ranks}, and %{source}, whose saved values it reads, {others}"
-    label: ClassVar[str] = "runs where they lie"
-    help: ClassVar[str] = "give both the same `degree` and `side`"
-    cascade: str
-    ranks: str
-    source: str
-    others: str
 
 
 def is_pipeline(module: Module) -> bool:
@@ -75,7 +63,12 @@ def staged_placements(
         saved = next((source for source in inputs if reads_saved(cascade, source)), None)
         if saved is not None and cascade.width != saved.width:
             ranks, others = (counted(one.width, "rank") for one in (cascade, saved))
-            raise UserError(OtherDegree(cascade.span, cascade.name, ranks, saved.name, others))
+            raise user_error(
+                f"%{cascade.name} takes {ranks}, and %{saved.name}, whose saved values it reads, {others}",
+                label="runs where they lie",
+                help="give both the same `degree` and `side`",
+                span=cascade.span,
+            )
         if "assigned" in cascade.attrs:
             placed = on(cascade.with_attrs(assigned=None), integers(cascade.attrs["assigned"]), inputs, free, cost)
         elif saved is not None:

@@ -6,10 +6,8 @@ import os
 import platform
 import sys
 import tempfile
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -28,7 +26,7 @@ from arachnec.cost.profile import (
 from arachnec.cost.sparse_profile import AttentionTime, fit_sparse
 from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.stage_sizes import crowding
@@ -38,15 +36,6 @@ from arachnec.models.file import MODEL_FILE, demand_python_file, load_model_file
 
 WORKER = "arachnec.profiling.profiler"
 SAMPLER_WORKER = "arachnec.profiling.sampler_profiler"
-
-
-@dataclass(frozen=True)
-class TooFewGpus(Diagnostic):
-    title: ClassVar[str] = "GPUs that torch finds on this machine: {found}; needed are {ranks} x {device}"
-    help: ClassVar[str] = "measure on a machine that has them; `--cluster {ranks}:cpu` measures this one's processors"
-    found: int
-    ranks: int
-    device: str
 
 
 class Measured(msgspec.Struct, frozen=True):
@@ -130,7 +119,10 @@ def _demand_devices(machine: Cluster) -> None:
     with shown_gpus(os.environ):
         count = torch.cuda.device_count()
     if device != "cpu" and count < machine.world:
-        raise UserError(TooFewGpus(None, count, machine.world, device))
+        raise user_error(
+            f"GPUs that torch finds on this machine: {count}; needed are {machine.world} x {device}",
+            help=f"measure on a machine that has them; `--cluster {machine.world}:cpu` measures this one's processors",
+        )
 
 
 def fitted(measured: Measured, machine: Cluster) -> Profile:

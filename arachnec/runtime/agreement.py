@@ -6,27 +6,15 @@ What ranks tell each other outside a program goes from host to host, never over 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import ClassVar
 
 import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 
 LIMIT_BYTES = 256 * 2**20
-
-
-@dataclass(frozen=True)
-class RanksDiffer(Diagnostic):
-    title: ClassVar[str] = "rank {rank} and rank 0 differ in {part}"
-    help: ClassVar[str] = (
-        "give every rank the same folder and options, and the same versions of Python, torch and arachnec"
-    )
-    part: str
-    rank: int
 
 
 def agree(digests: Mapping[str, str]) -> None:
@@ -34,7 +22,11 @@ def agree(digests: Mapping[str, str]) -> None:
     rows = gather_text(msgspec.json.encode(digests).decode())
     first, *others = [msgspec.json.decode(row, type=dict[str, str]) for row in rows]
     differing = [
-        RanksDiffer(None, part, rank)
+        Mistake(
+            None,
+            f"rank {rank} and rank 0 differ in {part}",
+            help="give every rank the same folder and options, and the same versions of Python, torch and arachnec",
+        )
         for rank, other in enumerate(others, 1)
         for part in sorted(part for part in first | other if first.get(part) != other.get(part))[:1]
     ]

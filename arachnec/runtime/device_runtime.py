@@ -11,23 +11,16 @@ import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.runtime.locked_memory import locked_tensor
 
 GIB = 2**30
-
-
-@dataclass(frozen=True)
-class CannotLock(Diagnostic):
-    title: ClassVar[str] = "the host gives no {gib:.2f} GiB more of page-locked memory"
-    help: ClassVar[str] = "lower `host_memory` of the cluster to what this machine has to spare, and compile again"
-    gib: float
 
 
 @dataclass(frozen=True)
@@ -168,7 +161,10 @@ class DeviceRuntime:
             return torch.empty(size, dtype=dtype, pin_memory=True)
         values = locked_tensor(size, dtype, self._module.cudart())
         if values is None:
-            raise UserError(CannotLock(None, size * dtype.itemsize / GIB))
+            raise user_error(
+                f"the host gives no {size * dtype.itemsize / GIB:.2f} GiB more of page-locked memory",
+                help="lower `host_memory` of the cluster to what this machine has to spare, and compile again",
+            )
         return values
 
     def copy_in(self, target: Tensor, source: Tensor, after: Event | None = None) -> Event:

@@ -12,26 +12,15 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 
 MOST_PEERS = 64  # that a rank stays connected to from plan to plan
 CONNECT_S = 60.0
 HELLO = 2**20  # the tag of a pair's first message; handoffs have those below
-
-
-@dataclass(frozen=True)
-class PeerSilent(Diagnostic):
-    title: ClassVar[str] = "rank {rank} could not connect to rank {peer} within {seconds:g} s: {reason}"
-    help: ClassVar[str] = "rank {peer} has ended, hangs, or cannot be reached from here; its own output says more"
-    rank: int
-    peer: int
-    seconds: float
-    reason: str
 
 
 Pair = tuple[int, int]
@@ -104,7 +93,11 @@ class HandoffConnections:
         thread.join(self._connect_s)
         if thread.is_alive() or state.failure:
             reason = state.failure or "no answer"
-            raise UserError(PeerSilent(None, dist.get_rank(), peers[state.met], self._connect_s, reason))
+            peer = peers[state.met]
+            raise user_error(
+                f"rank {dist.get_rank()} could not connect to rank {peer} within {self._connect_s:g} s: {reason}",
+                help=f"rank {peer} has ended, hangs, or cannot be reached from here; its own output says more",
+            )
 
 
 @dataclass

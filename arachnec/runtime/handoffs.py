@@ -11,13 +11,13 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Program
 from arachnec.runtime.device_runtime import OnHost
 from arachnec.runtime.handoff_connections import HandoffConnections
@@ -25,14 +25,11 @@ from arachnec.runtime.handoff_connections import HandoffConnections
 SMALL = 16 * 2**20  # bytes of a value that may be there beyond its `free`
 
 
-@dataclass(frozen=True)
-class HandoffFailed(Diagnostic):
-    title: ClassVar[str] = "the output of %{cascade} did not get from rank {source} to rank {target}: {reason}"
-    help: ClassVar[str] = "one of the two has ended or hangs; its own output says more"
-    cascade: str
-    source: int
-    target: int
-    reason: str
+def handoff_failed_error(cascade: str, source: int, target: int, reason: str) -> UserError:
+    return user_error(
+        f"the output of %{cascade} did not get from rank {source} to rank {target}: {reason}",
+        help="one of the two has ended or hangs; its own output says more",
+    )
 
 
 @dataclass(frozen=True)
@@ -72,7 +69,7 @@ class Received:
                     self.work.wait()
                 except RuntimeError as error:
                     reason = str(error)
-                    raise UserError(HandoffFailed(None, self.cascade, self.source, dist.get_rank(), reason)) from error
+                    raise handoff_failed_error(self.cascade, self.source, dist.get_rank(), reason) from error
                 self._arrived = True
         return self.buffer if self.value is None else self.value
 
@@ -111,7 +108,7 @@ class HandoffThreads:
             try:
                 return _Started(*_start_send(value, to, group, tag, cascade, notes, part), to, cascade)
             except RuntimeError as error:
-                raise UserError(HandoffFailed(None, cascade, dist.get_rank(), to, str(error))) from error
+                raise handoff_failed_error(cascade, dist.get_rank(), to, str(error)) from error
         self._latest = self._start.submit(_start_send, value, to, group, tag, cascade, notes, part)
         return self._end.submit(_end_send, self._latest, to, cascade)
 
@@ -143,7 +140,7 @@ def _end_send(started: Future[tuple[dist.Work, Tensor]], to: int, cascade: str) 
     try:
         work, value = started.result()
     except RuntimeError as error:
-        raise UserError(HandoffFailed(None, cascade, dist.get_rank(), to, str(error))) from error
+        raise handoff_failed_error(cascade, dist.get_rank(), to, str(error)) from error
     _Started(work, value, to, cascade).result()
 
 
@@ -168,7 +165,7 @@ class _Started:
         try:
             self.work.wait()
         except RuntimeError as error:
-            raise UserError(HandoffFailed(None, self.cascade, dist.get_rank(), self.to, str(error))) from error
+            raise handoff_failed_error(self.cascade, dist.get_rank(), self.to, str(error)) from error
 
 
 class Handoffs:

@@ -6,7 +6,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.memory import Usage, high_water, usages
 from arachnec.analysis.uses import Values
@@ -21,13 +20,13 @@ FOREIGN = 3.0  # GiB that nobody of this process' allocator holds: more than com
 
 @dataclass(frozen=True)
 class OutOfMemory(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "rank {rank} ran out of memory in {where} (host {host}, {device})\n"
         "  by the plan: {planned}\n"
         "  on the device: {held}\n"
         "  {asked}"
     )
-    help: ClassVar[str] = "{remedy}"
+    help = "{remedy}"
     rank: int
     host: str
     device: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -23,9 +22,9 @@ from arachnec.sampling.schedule import Schedule
 
 @dataclass(frozen=True)
 class OtherLatents(Diagnostic):
-    title: ClassVar[str] = "the model `{name}` predicts {found} from latents {latents}"
-    label: ClassVar[str] = "for request `{request}`"
-    help: ClassVar[str] = (
+    title = "the model `{name}` predicts {found} from latents {latents}"
+    label = "for request `{request}`"
+    help = (
         "both models need the latent channels, strides and patches that `start` makes: take models of one latent space"
     )
     name: str

@@ -9,38 +9,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.file import ran_out_of_memory
 
 COUNTED = (1, 2, 3, 5, 7, 11, 13)  # sizes of latents that stand in while steps are counted; no scheduler's own
-
-
-@dataclass(frozen=True)
-class SchedulerFailed(Diagnostic):
-    title: ClassVar[str] = "the scheduler {scheduler} cannot take {steps} steps: {reason}"
-    help: ClassVar[str] = (
-        "change the request's `steps`, or the scheduler: step(prediction, timestep, latents) gives latents"
-    )
-    scheduler: str
-    steps: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class OtherHistory(Diagnostic):
-    title: ClassVar[str] = "the scheduler {scheduler} keeps other values after step {step} than the step's number tells"
-    help: ClassVar[str] = (
-        "what a scheduler keeps between steps must be tensors of the latents' shape, or follow from the step's number"
-    )
-    scheduler: str
-    step: int
 
 
 class Schedule:
@@ -160,7 +138,14 @@ class Schedule:
         (own, own_spec), (theirs, spec) = self._leaves(), counted._leaves()
         same = own_spec == spec and all(_alike(a, like.shape, b) for a, b in zip(own, theirs, strict=True))
         if not same:
-            raise UserError(OtherHistory(None, type(self.scheduler).__name__, step))
+            raise user_error(
+                f"the scheduler {type(self.scheduler).__name__} keeps other values after step {step} than the step's "
+                "number tells",
+                help=(
+                    "what a scheduler keeps between steps must be tensors of the latents' shape, or follow from the "
+                    "step's number"
+                ),
+            )
 
     def _count(self, since: int, step: int, dtype: torch.dtype, dimensions: int) -> None:
         self.restart(since)
@@ -186,7 +171,10 @@ class Schedule:
             raise self._failed(_reason(error)) from error
 
     def _failed(self, reason: str) -> UserError:
-        return UserError(SchedulerFailed(None, type(self.scheduler).__name__, self._asked, reason))
+        return user_error(
+            f"the scheduler {type(self.scheduler).__name__} cannot take {self._asked} steps: {reason}",
+            help="change the request's `steps`, or the scheduler: step(prediction, timestep, latents) gives latents",
+        )
 
     def _begin(self, step: int) -> None:
         begin = getattr(self.scheduler, "set_begin_index", None)

@@ -15,32 +15,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
 
 LARGEST_FILE = 64 * 2**20  # bytes
 EXAMPLE = '{"model": "CLASS", "layers": [{"layer": 0, "heads": [0.05, 0.31]}]}'
 
 
-@dataclass(frozen=True)
-class BadSparsityFile(Diagnostic):
-    title: ClassVar[str] = "the sparsity file `{path}` cannot be read: {reason}"
-    help: ClassVar[str] = "a file looks like {example}"
-    path: str
-    reason: str
-    example: str = EXAMPLE
-
-
-@dataclass(frozen=True)
-class OfAnotherModel(Diagnostic):
-    title: ClassVar[str] = "the sparsity file `{path}` is of another model: {what}"
-    help: ClassVar[str] = "measure this model's own densities, or give one for all heads: `sparsify{{density=0.1}}`"
-    path: str
-    what: str
+def of_another_model_error(path: str, what: str) -> UserError:
+    return user_error(
+        f"the sparsity file `{path}` is of another model: {what}",
+        help="measure this model's own densities, or give one for all heads: `sparsify{density=0.1}`",
+    )
 
 
 class _Class(msgspec.Struct, forbid_unknown_fields=True):
@@ -70,16 +59,14 @@ class Densities:
     def demand_of(self, model: str, layers: int, heads: int) -> None:
         """Raises UserError where this is not of a model of so many layers and heads."""
         if self.model != model:
-            raise UserError(OfAnotherModel(None, self.path, f"of `{self.model}`, and this is `{model}`"))
+            raise of_another_model_error(self.path, f"of `{self.model}`, and this is `{model}`")
         outside = next((layer for layer in self.layers if not 0 <= layer < layers), None)
         if outside is not None:
-            raise UserError(
-                OfAnotherModel(None, self.path, f"it has layer {outside}, and this one has 0 to {layers - 1}")
-            )
+            raise of_another_model_error(self.path, f"it has layer {outside}, and this one has 0 to {layers - 1}")
         for layer, densities in self.layers.items():
             if len(densities.heads) != heads:
                 what = f"layer {layer} has {len(densities.heads)} heads there, and {heads} here"
-                raise UserError(OfAnotherModel(None, self.path, what))
+                raise of_another_model_error(self.path, what)
 
 
 def read_densities(path: str | Path) -> Densities:
@@ -88,7 +75,7 @@ def read_densities(path: str | Path) -> Densities:
     file = Path(path)
 
     def refusal(reason: str) -> UserError:
-        return UserError(BadSparsityFile(None, str(path), reason))
+        return user_error(f"the sparsity file `{path}` cannot be read: {reason}", help=f"a file looks like {EXAMPLE}")
 
     if not file.is_file():
         raise refusal("there is no such file")

@@ -8,7 +8,6 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
 import sympy
 import torch
@@ -25,8 +24,8 @@ LENGTH = sympy.Symbol("L", positive=True, integer=True)
 
 @dataclass(frozen=True)
 class NoShardedInput(Diagnostic):
-    title: ClassVar[str] = "no input of {block} has the video's tokens as a dimension of their own"
-    help: ClassVar[str] = "pass the tokens to the block as [batch, tokens, hidden]; its inputs are {inputs}"
+    title = "no input of {block} has the video's tokens as a dimension of their own"
+    help = "pass the tokens to the block as [batch, tokens, hidden]; its inputs are {inputs}"
     block: str
     inputs: str
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import sympy
 import torch
@@ -30,9 +30,9 @@ from arachnec.tracing.errors import stack_span
 
 @dataclass(frozen=True)
 class CannotShard(Diagnostic):
-    title: ClassVar[str] = "{block} cannot run on a part of its tokens: `{op}`: {reason}"
-    label: ClassVar[str] = "this operation"
-    help: ClassVar[str] = "{remedy}"
+    title = "{block} cannot run on a part of its tokens: `{op}`: {reason}"
+    label = "this operation"
+    help = "{remedy}"
     block: str
     op: str
     reason: str

@@ -10,7 +10,7 @@ import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,8 @@ Sample = tuple[dict[str, Any], Tensor]
 
 @dataclass(frozen=True)
 class ClipsMixed(Diagnostic):
-    title: ClassVar[str] = "two clips in a batch are not what they are alone: {what}"
-    help: ClassVar[str] = (
+    title = "two clips in a batch are not what they are alone: {what}"
+    help = (
         "an argument with a first dimension of 1 must be a value of its clip; what is shared needs another first "
         "dimension, and statistics over a batch mix its clips"
     )
@@ -50,9 +50,9 @@ class ClipsMixed(Diagnostic):
 
 @dataclass(frozen=True)
 class ModelFails(Diagnostic):
-    title: ClassVar[str] = "the model fails on a clip of {clip} with {caption} text tokens: {reason}"
-    label: ClassVar[str] = "here"
-    help: ClassVar[str] = (
+    title = "the model fails on a clip of {clip} with {caption} text tokens: {reason}"
+    label = "here"
+    help = (
         "it takes this shape, and not these values: check that build()(**sample(clip, generator)[0]) runs, and loss() "
         "of what it gives"
     )

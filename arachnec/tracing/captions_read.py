@@ -4,36 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
-from arachnec.ir.diagnostic import Diagnostic, UserError
-
-
-@dataclass(frozen=True)
-class CaptionsEncoded(Diagnostic):
-    title: ClassVar[str] = "`caption_dropout` drops captions, and `{encoder}` has encoded them beforehand"
-    help: ClassVar[str] = (
-        "leave that encoder to the training, with `arachnec cache --encoders` and the names of the others, or drop none"
-    )
-    encoder: str
-
-
-@dataclass(frozen=True)
-class SeveralCaptions(Diagnostic):
-    title: ClassVar[str] = (
-        "clip `{clip}` has several captions, of which every step draws one, and `{encoder}` reads one beforehand"
-    )
-    help: ClassVar[str] = (
-        "leave that encoder to the training, with `arachnec cache --encoders` and the names of the others, or give one "
-        "caption"
-    )
-    clip: str
-    encoder: str
+from arachnec.ir.diagnostic import user_error
 
 
 def require_one_caption(clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]) -> None:
@@ -41,7 +19,14 @@ def require_one_caption(clips: Sequence[VideoClip], encoders: Mapping[str, nn.Mo
     several = next((clip for clip in clips if clip.captions), None)
     for name, encoder in encoders.items() if several is not None else ():
         if several is not None and _reads_captions(encoder, several):
-            raise UserError(SeveralCaptions(None, several.name, name))
+            raise user_error(
+                f"clip `{several.name}` has several captions, of which every step draws one, and `{name}` reads one "
+                "beforehand",
+                help=(
+                    "leave that encoder to the training, with `arachnec cache --encoders` and the names of the "
+                    "others, or give one caption"
+                ),
+            )
 
 
 def demand_captions_read(dropout: float, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module]) -> None:
@@ -52,7 +37,13 @@ def demand_captions_read(dropout: float, clips: Sequence[VideoClip], encoders: M
     for name in sorted(encoded_beforehand(clips)) if dropout else ():
         encoder = encoders.get(name)
         if name != "vae" if encoder is None else _reads_captions(encoder, clips[0]):
-            raise UserError(CaptionsEncoded(None, name))
+            raise user_error(
+                f"`caption_dropout` drops captions, and `{name}` has encoded them beforehand",
+                help=(
+                    "leave that encoder to the training, with `arachnec cache --encoders` and the names of the "
+                    "others, or drop none"
+                ),
+            )
 
 
 def _reads_captions(encoder: nn.Module, clip: VideoClip) -> bool:

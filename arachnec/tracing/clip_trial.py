@@ -12,7 +12,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.batch import prediction_of
 from arachnec.models.clip_errors import naming
-from arachnec.tracing.errors import CannotTake
+from arachnec.tracing.errors import cannot_take_error
 from arachnec.tracing.record import Repeats, training_mode
 from arachnec.tracing.sample import ModelSource, arguments_of, raised_at
 
@@ -46,8 +46,8 @@ def run_clip(
         raise
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-        raise UserError(
-            CannotTake(raised_at(source, error), clip.name, sizes_of(clip), clip.text_tokens, reason)
+        raise cannot_take_error(
+            raised_at(source, error), clip.name, sizes_of(clip), clip.text_tokens, reason
         ) from error
 
 

@@ -13,7 +13,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -29,8 +29,8 @@ PLAIN = (bool, int, float, str, type(None))
 
 @dataclass(frozen=True)
 class CannotFollow(Diagnostic):
-    title: ClassVar[str] = "the model cannot be cut into stages: `{path}` {reason}"
-    help: ClassVar[str] = "train it as one stage: leave `stages` out"
+    title = "the model cannot be cut into stages: `{path}` {reason}"
+    help = "train it as one stage: leave `stages` out"
     path: str
     reason: str
 

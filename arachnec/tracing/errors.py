@@ -5,9 +5,8 @@ from __future__ import annotations
 import linecache
 import re
 from dataclasses import dataclass
-from typing import ClassVar
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.nodes import Span
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
@@ -15,8 +14,8 @@ FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 @dataclass(frozen=True)
 class NoBlocks(Diagnostic):
-    title: ClassVar[str] = "{model} has no repeated blocks"
-    help: ClassVar[str] = (
+    title = "{model} has no repeated blocks"
+    help = (
         "keep the transformer blocks in an nn.ModuleList, or name their classes in a class attribute "
         "`_repeated_blocks = [...]` of the model"
     )
@@ -25,28 +24,26 @@ class NoBlocks(Diagnostic):
 
 @dataclass(frozen=True)
 class BlocksNotCalled(Diagnostic):
-    title: ClassVar[str] = "the forward of {model} calls none of its blocks ({blocks}) as modules"
-    help: ClassVar[str] = "call each block as `block(...)`, not `block.forward(...)`"
+    title = "the forward of {model} calls none of its blocks ({blocks}) as modules"
+    help = "call each block as `block(...)`, not `block.forward(...)`"
     model: str
     blocks: str
 
 
 @dataclass(frozen=True)
 class NoTokenDimension(Diagnostic):
-    title: ClassVar[str] = "no input of {block} has a dimension that grows with the clip"
-    label: ClassVar[str] = "its inputs are {inputs}"
-    help: ClassVar[str] = (
-        "the blocks must take the video's tokens as one dimension of a tensor, [batch, tokens, hidden]"
-    )
+    title = "no input of {block} has a dimension that grows with the clip"
+    label = "its inputs are {inputs}"
+    help = "the blocks must take the video's tokens as one dimension of a tensor, [batch, tokens, hidden]"
     block: str
     inputs: str
 
 
 @dataclass(frozen=True)
 class CannotCapture(Diagnostic):
-    title: ClassVar[str] = "torch.export cannot capture {block}: {reason}"
-    label: ClassVar[str] = "in this operation"
-    help: ClassVar[str] = "{remedy}"
+    title = "torch.export cannot capture {block}: {reason}"
+    label = "in this operation"
+    help = "{remedy}"
     block: str
     reason: str
     remedy: str = "the forward of a block must not branch on the values or the exact sizes of its tensors"
@@ -54,11 +51,9 @@ class CannotCapture(Diagnostic):
 
 @dataclass(frozen=True)
 class NotPolymorphic(Diagnostic):
-    title: ClassVar[str] = (
-        "the captured graph of {block} differs from the model at another shape or in another block: {reason}"
-    )
-    label: ClassVar[str] = "in the block that ends with `{op}`"
-    help: ClassVar[str] = (
+    title = "the captured graph of {block} differs from the model at another shape or in another block: {reason}"
+    label = "in the block that ends with `{op}`"
+    help = (
         "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape, and keep what "
         "tells it from other blocks of its class in its own attributes"
     )
@@ -69,9 +64,9 @@ class NotPolymorphic(Diagnostic):
 
 @dataclass(frozen=True)
 class BlockFails(Diagnostic):
-    title: ClassVar[str] = "{block} runs without values, and not with them: {reason}"
-    label: ClassVar[str] = "here"
-    help: ClassVar[str] = (
+    title = "{block} runs without values, and not with them: {reason}"
+    label = "here"
+    help = (
         "check that build()(**sample(clip, generator)[0]) runs in the precision of training; with bf16 tensors of one "
         "dimension, such as timesteps, are not cast, and what the model makes of them it must cast itself"
     )
@@ -81,8 +76,8 @@ class BlockFails(Diagnostic):
 
 @dataclass(frozen=True)
 class GradientDiffers(Diagnostic):
-    title: ClassVar[str] = "the captured graph of {block} has another gradient of {name} than the model: off by {off}"
-    help: ClassVar[str] = (
+    title = "the captured graph of {block} has another gradient of {name} than the model: off by {off}"
+    help = (
         "`torch.no_grad()` inside a block is not captured: call `.detach()` on the tensors that no gradient should "
         "reach"
     )
@@ -93,8 +88,8 @@ class GradientDiffers(Diagnostic):
 
 @dataclass(frozen=True)
 class NumberMatters(Diagnostic):
-    title: ClassVar[str] = "{block} depends on `{name}`, which is {first} in one call and {second} in another"
-    help: ClassVar[str] = (
+    title = "{block} depends on `{name}`, which is {first} in one call and {second} in another"
+    help = (
         "a block is captured once for all clips: let it follow `{name}` from the shape of one of its tensors, or hand "
         "it what it makes of `{name}` as a tensor"
     )
@@ -106,9 +101,9 @@ class NumberMatters(Diagnostic):
 
 @dataclass(frozen=True)
 class ActiveDropout(Diagnostic):
-    title: ClassVar[str] = "{module} drops activations at random (p = {probability:g})"
-    label: ClassVar[str] = "in this operation"
-    help: ClassVar[str] = (
+    title = "{module} drops activations at random (p = {probability:g})"
+    label = "in this operation"
+    help = (
         "set its probability to 0: every random number of a step is drawn from (seed, step, clip), "
         "so that the plan cannot change the gradient"
     )
@@ -118,35 +113,33 @@ class ActiveDropout(Diagnostic):
 
 @dataclass(frozen=True)
 class RandomOperation(Diagnostic):
-    title: ClassVar[str] = "{block} draws random numbers of its own (`{op}`)"
-    label: ClassVar[str] = "in this operation"
-    help: ClassVar[str] = (
-        "draw them in sample(clip, generator) and pass them in, so that the plan cannot change the gradient"
-    )
+    title = "{block} draws random numbers of its own (`{op}`)"
+    label = "in this operation"
+    help = "draw them in sample(clip, generator) and pass them in, so that the plan cannot change the gradient"
     block: str
     op: str
 
 
 @dataclass(frozen=True)
 class WritesState(Diagnostic):
-    title: ClassVar[str] = "{block} writes to {target} in its forward"
-    label: ClassVar[str] = "in this operation"
-    help: ClassVar[str] = "return a new tensor instead: a block may run again, for recomputation and in another order"
+    title = "{block} writes to {target} in its forward"
+    label = "in this operation"
+    help = "return a new tensor instead: a block may run again, for recomputation and in another order"
     block: str
     target: str
 
 
 @dataclass(frozen=True)
 class RewritesArgument(Diagnostic):
-    title: ClassVar[str] = "{block} puts a tensor that it does not return into an object that it is given"
-    help: ClassVar[str] = "return what the block computes, and let the model take it from there"
+    title = "{block} puts a tensor that it does not return into an object that it is given"
+    help = "return what the block computes, and let the model take it from there"
     block: str
 
 
 @dataclass(frozen=True)
 class UnequalCall(Diagnostic):
-    title: ClassVar[str] = "{block} was called with {found}, but traced with {expected}"
-    help: ClassVar[str] = "trace the model with calls of the same form as those it trains with"
+    title = "{block} was called with {found}, but traced with {expected}"
+    help = "trace the model with calls of the same form as those it trains with"
     block: str
     found: str
     expected: str
@@ -154,9 +147,9 @@ class UnequalCall(Diagnostic):
 
 @dataclass(frozen=True)
 class CannotRecord(Diagnostic):
-    title: ClassVar[str] = "the model cannot be run on a small clip of {clip}: {reason}"
-    label: ClassVar[str] = "here"
-    help: ClassVar[str] = "check that build()(**sample(clip, generator)[0]) runs, and on torch.device('meta') too{hint}"
+    title = "the model cannot be run on a small clip of {clip}: {reason}"
+    label = "here"
+    help = "check that build()(**sample(clip, generator)[0]) runs, and on torch.device('meta') too{hint}"
     clip: str
     reason: str
     hint: str = ""
@@ -170,15 +163,13 @@ def cannot_on_meta(refusal: UserError) -> bool:
     )
 
 
-@dataclass(frozen=True)
-class CannotTake(Diagnostic):
-    title: ClassVar[str] = "the model cannot take clip {clip} ({shape}, {caption} text tokens): {reason}"
-    label: ClassVar[str] = "here"
-    help: ClassVar[str] = "change the clip's size to one that the model's patches and strides divide, or leave it out"
-    clip: str
-    shape: str
-    caption: int
-    reason: str
+def cannot_take_error(span: Span | None, clip: str, shape: str, caption: int, reason: str) -> UserError:
+    return user_error(
+        f"the model cannot take clip {clip} ({shape}, {caption} text tokens): {reason}",
+        label="here",
+        help="change the clip's size to one that the model's patches and strides divide, or leave it out",
+        span=span,
+    )
 
 
 def stack_span(stack_trace: str | None) -> Span | None:

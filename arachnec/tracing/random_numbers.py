@@ -13,7 +13,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,9 +45,9 @@ IN_PLACE = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log
 
 @dataclass(frozen=True)
 class OtherRandomNumbers(Diagnostic):
-    title: ClassVar[str] = "`sample` gives another {what} for clip `{clip}` each time, with one state of `generator`"
-    label: ClassVar[str] = "drawn from {source}"
-    help: ClassVar[str] = "ranks that share a clip would train on different values: {remedy}"
+    title = "`sample` gives another {what} for clip `{clip}` each time, with one state of `generator`"
+    label = "drawn from {source}"
+    help = "ranks that share a clip would train on different values: {remedy}"
     what: str
     clip: str | int
     source: str

@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Span
 from arachnec.tracing.sample import ModelSource, arguments_of
-
-
-@dataclass(frozen=True)
-class TimestepsUnread(Diagnostic):
-    title: ClassVar[str] = "the training options have `timesteps`, and `sample` does not read them"
-    help: ClassVar[str] = (
-        "draw the noise level by `clip.timesteps`, as arachnec.models.diffusers.common.draw_time does, or leave "
-        "[timesteps] out"
-    )
 
 
 def demand_timesteps_read(
@@ -36,7 +27,14 @@ def demand_timesteps_read(
     noted = _Noted(timesteps)
     arguments_of(source, replace(clip, timesteps=noted), encoders, device="meta")  # type: ignore[arg-type]
     if not noted.reads:
-        raise UserError(TimestepsUnread(span))
+        raise user_error(
+            "the training options have `timesteps`, and `sample` does not read them",
+            help=(
+                "draw the noise level by `clip.timesteps`, as arachnec.models.diffusers.common.draw_time does, or "
+                "leave [timesteps] out"
+            ),
+            span=span,
+        )
 
 
 class _Noted:

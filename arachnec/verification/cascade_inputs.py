@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values, rank_list
 from arachnec.ir.diagnostic import Diagnostic, counted
@@ -17,11 +16,9 @@ READERS = (Phase.TRAIN, Phase.FORWARD)
 
 @dataclass(frozen=True)
 class NotItsEncoding(Diagnostic):
-    title: ClassVar[str] = "%{cascade} trains clips {clips}, and of @{encoder} it reads {read}"
-    label: ClassVar[str] = "not the encodings of its clips"
-    help: ClassVar[str] = (
-        "each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of its clips"
-    )
+    title = "%{cascade} trains clips {clips}, and of @{encoder} it reads {read}"
+    label = "not the encodings of its clips"
+    help = "each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of its clips"
     cascade: str
     clips: str
     encoder: str
@@ -30,9 +27,9 @@ class NotItsEncoding(Diagnostic):
 
 @dataclass(frozen=True)
 class NotItsClips(Diagnostic):
-    title: ClassVar[str] = "%{cascade} is {said}, and its clip {clip} has {right}"
-    label: ClassVar[str] = "clip {clip} has {right}"
-    help: ClassVar[str] = "a cascade's clips are of one shape, and its tokens are theirs"
+    title = "%{cascade} is {said}, and its clip {clip} has {right}"
+    label = "clip {clip} has {right}"
+    help = "a cascade's clips are of one shape, and its tokens are theirs"
     cascade: str
     said: str
     clip: int

@@ -23,7 +23,6 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.receive_prefetch import Prefetched
@@ -36,9 +35,9 @@ from arachnec.verification.handoffs import Handoff, match_handoffs
 
 @dataclass(frozen=True)
 class GroupIncomplete(Diagnostic):
-    title: ClassVar[str] = "rank {rank} waits in `{instruction}` for ranks {missing}, which never join it"
-    label: ClassVar[str] = "ranks {missing} never join"
-    help: ClassVar[str] = "every rank of a group has the same instruction with the same ranks in the same order"
+    title = "rank {rank} waits in `{instruction}` for ranks {missing}, which never join it"
+    label = "ranks {missing} never join"
+    help = "every rank of a group has the same instruction with the same ranks in the same order"
     rank: int
     instruction: str
     missing: str
@@ -46,18 +45,18 @@ class GroupIncomplete(Diagnostic):
 
 @dataclass(frozen=True)
 class Deadlock(Diagnostic):
-    title: ClassVar[str] = "deadlock: ranks {ranks} wait for each other"
-    label: ClassVar[str] = "part of the cycle"
-    help: ClassVar[str] = "{cycle}; put these in one order on all of the ranks"
+    title = "deadlock: ranks {ranks} wait for each other"
+    label = "part of the cycle"
+    help = "{cycle}; put these in one order on all of the ranks"
     ranks: str
     cycle: str
 
 
 @dataclass(frozen=True)
 class PrefetchDeadlock(Diagnostic):
-    title: ClassVar[str] = "deadlock: ranks {ranks} wait for each other where receives are posted ahead of their places"
-    label: ClassVar[str] = "posted too early"
-    help: ClassVar[str] = (
+    title = "deadlock: ranks {ranks} wait for each other where receives are posted ahead of their places"
+    label = "posted too early"
+    help = (
         "{cycle}; hand over on the host's network with connections made at the start, or post each receive after what "
         "its send depends on"
     )
@@ -67,9 +66,9 @@ class PrefetchDeadlock(Diagnostic):
 
 @dataclass(frozen=True)
 class StartsApart(Diagnostic):
-    title: ClassVar[str] = "rank {rank} starts `{reduce}` inside `{backward}`, and ranks {others} of its group do not"
-    label: ClassVar[str] = "starts inside the backward"
-    help: ClassVar[str] = (
+    title = "rank {rank} starts `{reduce}` inside `{backward}`, and ranks {others} of its group do not"
+    label = "starts inside the backward"
+    help = (
         "a rank that waits in the all-reduce holds up the others' backward: give the reduce `early` on all of these "
         "ranks, or on none"
     )

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.communicators import Communicator, communicators, handoff_channel
 from arachnec.analysis.execution_model import HARDWARE_QUEUES, STREAMS, ExecutionModel
@@ -20,9 +19,9 @@ from arachnec.ir.nodes import Instruction, Program
 
 @dataclass(frozen=True)
 class TooManyStreams(Diagnostic):
-    title: ClassVar[str] = "rank {rank} needs {count} communicators, and there are {limit} streams for them"
-    label: ClassVar[str] = "in this program"
-    help: ClassVar[str] = "run its cascades on fewer different groups of ranks"
+    title = "rank {rank} needs {count} communicators, and there are {limit} streams for them"
+    label = "in this program"
+    help = "run its cascades on fewer different groups of ranks"
     rank: int
     count: int
     limit: int
@@ -30,9 +29,9 @@ class TooManyStreams(Diagnostic):
 
 @dataclass(frozen=True)
 class TooManyPending(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has {count} kernels waiting for other ranks in `{instruction}`"
-    label: ClassVar[str] = "one more waits here"
-    help: ClassVar[str] = (
+    title = "rank {rank} has {count} kernels waiting for other ranks in `{instruction}`"
+    label = "one more waits here"
+    help = (
         "a device has {queues} hardware queues, and one must be left to compute: post fewer receives ahead, or hand "
         "over on the host's network"
     )

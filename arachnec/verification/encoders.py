@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values, written
 from arachnec.ir.diagnostic import Diagnostic, counted
@@ -20,9 +19,9 @@ from arachnec.ir.tensor_parallel import divided_encoders
 
 @dataclass(frozen=True)
 class SharedTooFar(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}`, and {most} at most share a clip of @{stage}"
-    label: ClassVar[str] = "{clips} on {ranks}"
-    help: ClassVar[str] = "place it on fewer ranks: the stage says `divides = {divides}`"
+    title = "rank {rank} runs `{instruction}`, and {most} at most share a clip of @{stage}"
+    label = "{clips} on {ranks}"
+    help = "place it on fewer ranks: the stage says `divides = {divides}`"
     rank: int
     instruction: str
     most: str
@@ -34,9 +33,9 @@ class SharedTooFar(Diagnostic):
 
 @dataclass(frozen=True)
 class OtherCell(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}`, and the weights of @{stage} lie on {most} together"
-    label: ClassVar[str] = "on {ranks}"
-    help: ClassVar[str] = "place it on one cell: the stage says `tensor_parallel = {cell}`"
+    title = "rank {rank} runs `{instruction}`, and the weights of @{stage} lie on {most} together"
+    label = "on {ranks}"
+    help = "place it on one cell: the stage says `tensor_parallel = {cell}`"
     rank: int
     instruction: str
     stage: str

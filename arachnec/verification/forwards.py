@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.printer import value_text
+from arachnec.ir.span import Span
 from arachnec.ir.values import Value
 from arachnec.kernels.attention.attention_backend import PREFERENCE
 
@@ -22,9 +22,9 @@ SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "
 
 @dataclass(frozen=True)
 class SplitUnlikeCascade(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}` with {attribute} = {value}, and %{cascade} has {right}"
-    label: ClassVar[str] = "{attribute} is {value}"
-    help: ClassVar[str] = "all ranks of a cascade split it alike: {remedy}"
+    title = "rank {rank} runs `{instruction}` with {attribute} = {value}, and %{cascade} has {right}"
+    label = "{attribute} is {value}"
+    help = "all ranks of a cascade split it alike: {remedy}"
     rank: int
     instruction: str
     attribute: str
@@ -34,26 +34,22 @@ class SplitUnlikeCascade(Diagnostic):
     remedy: str
 
 
-@dataclass(frozen=True)
-class SeveralKernels(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}` with attention {value}, and others with {right}"
-    label: ClassVar[str] = "{value} here"
-    help: ClassVar[str] = "all ranks of a cascade run its attention with one kernel family"
-    rank: int
-    instruction: str
-    value: str
-    right: str
+def several_kernels_error(span: Span | None, rank: int, instruction: str, value: str, right: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} runs `{instruction}` with attention {value}, and others with {right}",
+        label=f"{value} here",
+        help="all ranks of a cascade run its attention with one kernel family",
+    )
 
 
-@dataclass(frozen=True)
-class UnknownKernels(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}` with attention {value}, which no kernel family is called"
-    label: ClassVar[str] = "attention is {value}"
-    help: ClassVar[str] = "write one of {known}, or leave `attention` out"
-    rank: int
-    instruction: str
-    value: str
-    known: str
+def unknown_kernels_error(span: Span | None, rank: int, instruction: str, value: str, known: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} runs `{instruction}` with attention {value}, which no kernel family is called",
+        label=f"attention is {value}",
+        help=f"write one of {known}, or leave `attention` out",
+    )
 
 
 def check_forwards(values: Values) -> Iterator[Diagnostic]:
@@ -75,9 +71,9 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
             family = step.attrs.get("attention")
             if family is not None and family not in PREFERENCE:
                 span = step.attrs.span("attention") or step.span
-                yield UnknownKernels(span, program.rank, written(step), _shown(family), ", ".join(PREFERENCE))
+                yield unknown_kernels_error(span, program.rank, written(step), _shown(family), ", ".join(PREFERENCE))
             if families.setdefault(cascade.name, family) != family:
-                yield SeveralKernels(
+                yield several_kernels_error(
                     step.span, program.rank, written(step), _shown(family), _shown(families[cascade.name])
                 )
 

@@ -13,14 +13,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import Values, rank_list, split_backwards, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Instruction, Program, Stage, integers
 from arachnec.ir.parameter_cells import cell_of, last_layer, layer_sizes, own_cell, replicas
+from arachnec.ir.span import Span
 
 OPS = ("forward", "backward", "weight")
 LISTS = ("gather", "release", "scatter", "held")
@@ -28,9 +29,9 @@ LISTS = ("gather", "release", "scatter", "held")
 
 @dataclass(frozen=True)
 class NotGathered(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} is not whole there"
-    label: ClassVar[str] = "reads layer {layer}"
-    help: ClassVar[str] = "name layer {layer} in its `gather`, or release it later"
+    title = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} is not whole there"
+    label = "reads layer {layer}"
+    help = "name layer {layer} in its `gather`, or release it later"
     rank: int
     instruction: str
     layer: int
@@ -39,31 +40,29 @@ class NotGathered(Diagnostic):
 
 @dataclass(frozen=True)
 class GatheredTwice(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` gather layer {layer} of @{stage}, which is whole already"
-    label: ClassVar[str] = "gathers layer {layer} again"
-    help: ClassVar[str] = "release layer {layer} where it was read last, or do not gather it here"
+    title = "rank {rank} has `{instruction}` gather layer {layer} of @{stage}, which is whole already"
+    label = "gathers layer {layer} again"
+    help = "release layer {layer} where it was read last, or do not gather it here"
     rank: int
     instruction: str
     layer: int
     stage: str
 
 
-@dataclass(frozen=True)
-class NotReleasable(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there"
-    label: ClassVar[str] = "releases layer {layer}"
-    help: ClassVar[str] = "a layer is released once after each gather"
-    rank: int
-    instruction: str
-    layer: int
-    stage: str
+def not_releasable_error(span: Span | None, rank: int, instruction: str, layer: int, stage: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there",
+        label=f"releases layer {layer}",
+        help="a layer is released once after each gather",
+    )
 
 
 @dataclass(frozen=True)
 class NotReleased(Diagnostic):
-    title: ClassVar[str] = "rank {rank} ends its step with layer {layer} of @{stage} whole, since `{instruction}`"
-    label: ClassVar[str] = "layer {layer} is not released"
-    help: ClassVar[str] = "release layer {layer} where it was read last: the next step would read it as it was before"
+    title = "rank {rank} ends its step with layer {layer} of @{stage} whole, since `{instruction}`"
+    label = "layer {layer} is not released"
+    help = "release layer {layer} where it was read last: the next step would read it as it was before"
     rank: int
     instruction: str
     layer: int
@@ -72,12 +71,12 @@ class NotReleased(Diagnostic):
 
 @dataclass(frozen=True)
 class UnequalGathers(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "ranks {rank} and {other} are one cell of @{stage} and gather differently: `{instruction}` has {what} = "
         "{found}, and {expected} on rank {rank}"
     )
-    label: ClassVar[str] = "other layers, or another order"
-    help: ClassVar[str] = "the members of a cell gather, release and reduce-scatter the same layers in the same order"
+    label = "other layers, or another order"
+    help = "the members of a cell gather, release and reduce-scatter the same layers in the same order"
     rank: int
     other: int
     stage: str
@@ -87,23 +86,20 @@ class UnequalGathers(Diagnostic):
     expected: str
 
 
-@dataclass(frozen=True)
-class NotTheCell(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` with {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`"
-    rank: int
-    instruction: str
-    reason: str
-    stage: str
-    cell: str
+def not_the_cell_error(span: Span | None, rank: int, instruction: str, reason: str, stage: str, cell: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} has `{instruction}` with {reason}",
+        label=reason,
+        help=f"its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`",
+    )
 
 
 @dataclass(frozen=True)
 class NotScattered(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and the gradients of layer {layer} of @{stage} {reason}"
-    label: ClassVar[str] = "layer {layer}"
-    help: ClassVar[str] = (
+    title = "rank {rank} has `{instruction}`, and the gradients of layer {layer} of @{stage} {reason}"
+    label = "layer {layer}"
+    help = (
         "each backward reduce-scatters every layer that trains, once, where it is split its `weight` does: name it in "
         "`scatter`"
     )
@@ -112,17 +108,6 @@ class NotScattered(Diagnostic):
     layer: int
     stage: str
     reason: str
-
-
-@dataclass(frozen=True)
-class WrongReplicas(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and its shard of @{stage} lies on ranks {ranks}"
-    label: ClassVar[str] = "not the ranks that hold this shard"
-    help: ClassVar[str] = "shards are all-reduced between cells: write `on {ranks}`"
-    rank: int
-    instruction: str
-    stage: str
-    ranks: str
 
 
 @dataclass(frozen=True)
@@ -188,7 +173,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                 here[layer] = step  # one message for one mistake
         for layer in layers_listed(step, "release"):
             if layer not in here:
-                yield NotReleasable(*where, layer, name)
+                yield not_releasable_error(*where, layer, name)
             here.pop(layer, None)
         if step.op in ("backward", "weight"):
             counts = Counter(layers_listed(step, "scatter"))
@@ -211,14 +196,20 @@ def _groups(program: Program, steps: Steps, holders: Mapping[str, tuple[int, ...
         name, stated = one.stage.name, integers(step.attrs.get("cell", ()))
         if stated != cell:
             reason = f"cell {rank_list(stated)}" if stated else "no cell"
-            yield NotTheCell(step.span, program.rank, written(step), reason, name, rank_list(cell))
+            yield not_the_cell_error(step.span, program.rank, written(step), reason, name, rank_list(cell))
         elif step.op in OPS and not set(cell) <= set(step.peers):
             reason = "members of its cell missing"
-            yield NotTheCell(step.span, program.rank, written(step), reason, name, rank_list(cell))
+            yield not_the_cell_error(step.span, program.rank, written(step), reason, name, rank_list(cell))
         elif step.op == "reduce":
             ranks = replicas(program.rank % one.cell, one.cell, holders[name])
             if step.peers != ranks:
-                yield WrongReplicas(step.span, program.rank, written(step), name, rank_list(ranks))
+                ranks_text = rank_list(ranks)
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} has `{written(step)}`, and its shard of @{name} lies on ranks {ranks_text}",
+                    label="not the ranks that hold this shard",
+                    help=f"shards are all-reduced between cells: write `on {ranks_text}`",
+                )
 
 
 def _ranks_of(values: Values, stage: str) -> tuple[int, ...]:

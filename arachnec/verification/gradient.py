@@ -6,7 +6,6 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
@@ -25,18 +24,18 @@ WEIGHT_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class ClipNotTrained(Diagnostic):
-    title: ClassVar[str] = "clips {clips} never reach the gradient of @{stage}"
-    label: ClassVar[str] = "trained by no cascade"
-    help: ClassVar[str] = "every clip of the global batch is in exactly one train or forward cascade of @{stage}"
+    title = "clips {clips} never reach the gradient of @{stage}"
+    label = "trained by no cascade"
+    help = "every clip of the global batch is in exactly one train or forward cascade of @{stage}"
     clips: str
     stage: str
 
 
 @dataclass(frozen=True)
 class ClipTrainedTwice(Diagnostic):
-    title: ClassVar[str] = "clip {clip} reaches the gradient of @{stage} {count} times, in {cascades}"
-    label: ClassVar[str] = "counted again here"
-    help: ClassVar[str] = "every clip of the global batch is in exactly one train or forward cascade of @{stage}"
+    title = "clip {clip} reaches the gradient of @{stage} {count} times, in {cascades}"
+    label = "counted again here"
+    help = "every clip of the global batch is in exactly one train or forward cascade of @{stage}"
     clip: int
     stage: str
     count: int
@@ -45,20 +44,18 @@ class ClipTrainedTwice(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownClip(Diagnostic):
-    title: ClassVar[str] = "%{cascade} trains clip {clip}, which is not in the global batch"
-    label: ClassVar[str] = "no such clip"
-    help: ClassVar[str] = "name clips of this module, each once"
+    title = "%{cascade} trains clip {clip}, which is not in the global batch"
+    label = "no such clip"
+    help = "name clips of this module, each once"
     cascade: str
     clip: int
 
 
 @dataclass(frozen=True)
 class WrongWeight(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} runs `{instruction}` with weight {weight}; {clips} of {total} clips weigh {right}"
-    )
-    label: ClassVar[str] = "weight is {weight}"
-    help: ClassVar[str] = "write `weight = {right}`"
+    title = "rank {rank} runs `{instruction}` with weight {weight}; {clips} of {total} clips weigh {right}"
+    label = "weight is {weight}"
+    help = "write `weight = {right}`"
     rank: int
     instruction: str
     weight: str
@@ -69,9 +66,9 @@ class WrongWeight(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongRunCount(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
-    label: ClassVar[str] = "its ranks are {ranks}"
-    help: ClassVar[str] = "every rank of a cascade runs its {op} exactly once, and no other rank does"
+    title = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
+    label = "its ranks are {ranks}"
+    help = "every rank of a cascade runs its {op} exactly once, and no other rank does"
     rank: int
     op: str
     cascade: str
@@ -82,9 +79,9 @@ class WrongRunCount(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongGroup(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
-    label: ClassVar[str] = "not the cascade's ranks"
-    help: ClassVar[str] = "write `on {ranks}`, or place the cascade there"
+    title = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
+    label = "not the cascade's ranks"
+    help = "write `on {ranks}`, or place the cascade there"
     rank: int
     instruction: str
     cascade: str
@@ -93,9 +90,9 @@ class WrongGroup(Diagnostic):
 
 @dataclass(frozen=True)
 class UnmatchedForward(Diagnostic):
-    title: ClassVar[str] = "{count} backward cascades read what `forward %{cascade}` saved"
-    label: ClassVar[str] = "read by {count}"
-    help: ClassVar[str] = "exactly one cascade of phase backward of the same stage and clips has %{cascade} as an input"
+    title = "{count} backward cascades read what `forward %{cascade}` saved"
+    label = "read by {count}"
+    help = "exactly one cascade of phase backward of the same stage and clips has %{cascade} as an input"
     cascade: str
     count: int
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.gradient_ranks import Ranks, norm_ranks, tied_ranks
 from arachnec.analysis.uses import Values, rank_list
@@ -16,9 +15,9 @@ from arachnec.ir.stage_sizes import tied_sets
 
 @dataclass(frozen=True)
 class TiedNotReduced(Diagnostic):
-    title: ClassVar[str] = "the gradient of what stages {tied} share is not all-reduced on rank {rank}: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = (
+    title = "the gradient of what stages {tied} share is not all-reduced on rank {rank}: {reason}"
+    label = "{reason}"
+    help = (
         "after the last backward of these stages, each of their ranks takes part in one `reduce` on {ranks} with "
         "`tied = {tied}`"
     )
@@ -30,9 +29,9 @@ class TiedNotReduced(Diagnostic):
 
 @dataclass(frozen=True)
 class NormNotSummed(Diagnostic):
-    title: ClassVar[str] = "rank {rank} clips the gradients of @{stage} by a norm that is not that of all: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "between its last `reduce` and its first `step`, every rank has one `norm` on {ranks}"
+    title = "rank {rank} clips the gradients of @{stage} by a norm that is not that of all: {reason}"
+    label = "{reason}"
+    help = "between its last `reduce` and its first `step`, every rank has one `norm` on {ranks}"
     rank: int
     stage: str
     reason: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import BACKWARDS, Values, bucket_of, gib, rank_list, written
@@ -19,11 +18,9 @@ TOLERANCE = 1e-9  # of a time that was computed twice
 
 @dataclass(frozen=True)
 class NotReduced(Diagnostic):
-    title: ClassVar[str] = "the gradient of @{stage} on rank {rank} is not all-reduced: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = (
-        "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
-    )
+    title = "the gradient of @{stage} on rank {rank} is not all-reduced: {reason}"
+    label = "{reason}"
+    help = "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
     rank: int
     stage: str
     reason: str
@@ -31,11 +28,9 @@ class NotReduced(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongBucketLayers(Diagnostic):
-    title: ClassVar[str] = "the gradient buckets of @{stage} on rank {rank} do not hold every layer once: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = (
-        "every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`"
-    )
+    title = "the gradient buckets of @{stage} on rank {rank} do not hold every layer once: {reason}"
+    label = "{reason}"
+    help = "every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`"
     rank: int
     stage: str
     reason: str
@@ -43,9 +38,9 @@ class WrongBucketLayers(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongStart(Diagnostic):
-    title: ClassVar[str] = "rank {rank} cannot start `{reduce}` inside a backward: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "drop its `early`: it then starts where it stands in the rank's list"
+    title = "rank {rank} cannot start `{reduce}` inside a backward: {reason}"
+    label = "{reason}"
+    help = "drop its `early`: it then starts where it stands in the rank's list"
     rank: int
     reduce: str
     reason: str
@@ -53,9 +48,9 @@ class WrongStart(Diagnostic):
 
 @dataclass(frozen=True)
 class NotStepped(Diagnostic):
-    title: ClassVar[str] = "rank {rank} holds the all-reduced gradient of @{stage} and {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart"
+    title = "rank {rank} holds the all-reduced gradient of @{stage} and {reason}"
+    label = "{reason}"
+    help = "every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart"
     rank: int
     stage: str
     reason: str
@@ -63,9 +58,9 @@ class NotStepped(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongShare(Diagnostic):
-    title: ClassVar[str] = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
+    title = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
+    label = "{reason}"
+    help = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
     stage: str
     ranks: int
     reason: str
@@ -73,11 +68,9 @@ class WrongShare(Diagnostic):
 
 @dataclass(frozen=True)
 class LeftOut(Diagnostic):
-    title: ClassVar[str] = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
-    label: ClassVar[str] = "rank {rank} keeps the old parameters"
-    help: ClassVar[str] = (
-        "every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it trained no clip"
-    )
+    title = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
+    label = "rank {rank} keeps the old parameters"
+    help = "every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it trained no clip"
     rank: int
     stage: str
     ranks: str

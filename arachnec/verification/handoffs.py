@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from arachnec.analysis.stage_handoffs import between_stages, in_ranges, ranges_to, source_of
 from arachnec.analysis.uses import COMPUTE, Values, written
@@ -15,9 +15,9 @@ from arachnec.ir.nodes import Instruction, Program
 
 @dataclass(frozen=True)
 class UnmatchedSend(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and rank {peer} never receives it"
-    label: ClassVar[str] = "no receive for it"
-    help: ClassVar[str] = "give rank {peer} a `receive %{cascade} from {rank}`, or drop the send"
+    title = "rank {rank} has `{instruction}`, and rank {peer} never receives it"
+    label = "no receive for it"
+    help = "give rank {peer} a `receive %{cascade} from {rank}`, or drop the send"
     rank: int
     peer: int
     instruction: str
@@ -26,9 +26,9 @@ class UnmatchedSend(Diagnostic):
 
 @dataclass(frozen=True)
 class UnmatchedReceive(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and rank {peer} never sends it"
-    label: ClassVar[str] = "no send for it"
-    help: ClassVar[str] = "give rank {peer} a `send %{cascade} to {rank}`, or drop the receive"
+    title = "rank {rank} has `{instruction}`, and rank {peer} never sends it"
+    label = "no send for it"
+    help = "give rank {peer} a `send %{cascade} to {rank}`, or drop the receive"
     rank: int
     peer: int
     instruction: str
@@ -37,14 +37,12 @@ class UnmatchedReceive(Diagnostic):
 
 @dataclass(frozen=True)
 class SwappedHandoff(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "handoff number {number} from rank {source} to rank {target} is %{sent} where it is sent "
         "and %{received} where it is received"
     )
-    label: ClassVar[str] = "receives %{received} here"
-    help: ClassVar[str] = (
-        "values arrive in the order they were sent: receive %{sent} first, or the two are silently swapped"
-    )
+    label = "receives %{received} here"
+    help = "values arrive in the order they were sent: receive %{sent} first, or the two are silently swapped"
     number: int
     source: int
     target: int
@@ -54,9 +52,9 @@ class SwappedHandoff(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongSource(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and its part of %{cascade} is on rank {source}"
-    label: ClassVar[str] = "another rank's part"
-    help: ClassVar[str] = "every rank of a stage hands on what is its own: write `receive %{cascade} from {source}`"
+    title = "rank {rank} has `{instruction}`, and its part of %{cascade} is on rank {source}"
+    label = "another rank's part"
+    help = "every rank of a stage hands on what is its own: write `receive %{cascade} from {source}`"
     rank: int
     instruction: str
     cascade: str
@@ -65,11 +63,9 @@ class WrongSource(Diagnostic):
 
 @dataclass(frozen=True)
 class PartMissing(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} has `{instruction}`, and its tokens of %{cascade} on rank {source} are not there yet"
-    )
-    label: ClassVar[str] = "reads what rank {source} has, too"
-    help: ClassVar[str] = "write `receive %{cascade} from {source}` before it, once"
+    title = "rank {rank} has `{instruction}`, and its tokens of %{cascade} on rank {source} are not there yet"
+    label = "reads what rank {source} has, too"
+    help = "write `receive %{cascade} from {source}` before it, once"
     rank: int
     instruction: str
     cascade: str
@@ -78,9 +74,9 @@ class PartMissing(Diagnostic):
 
 @dataclass(frozen=True)
 class UnequalSides(Diagnostic):
-    title: ClassVar[str] = "%{producer} has {others} clips side by side, and %{consumer}, which reads it, has {sides}"
-    label: ClassVar[str] = "{sides} side by side"
-    help: ClassVar[str] = "a micro-batch has as many clips side by side on every stage: write `side = {others}`"
+    title = "%{producer} has {others} clips side by side, and %{consumer}, which reads it, has {sides}"
+    label = "{sides} side by side"
+    help = "a micro-batch has as many clips side by side on every stage: write `side = {others}`"
     producer: str
     others: int
     consumer: str

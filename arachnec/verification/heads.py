@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values
 from arachnec.cost.sparse_attention import ATTENDS
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.module_index import label
@@ -24,33 +23,10 @@ from arachnec.sparsity.clip_cubes import clip_cubes
 
 
 @dataclass(frozen=True)
-class HeadsNotDivided(Diagnostic):
-    title: ClassVar[str] = "{cascade} is sparse on {degree} ranks, and does not say which of them computes which heads"
-    label: ClassVar[str] = "has no `heads`"
-    help: ClassVar[str] = "lower the placed module again: `lower` divides the heads"
-    cascade: str
-    degree: int
-
-
-@dataclass(frozen=True)
-class OtherGroups(Diagnostic):
-    title: ClassVar[str] = "{cascade} divides its heads by {groups} query groups, and its clip has {of_clip}"
-    label: ClassVar[str] = "does not follow from the clip's size and the stage's `query_group`"
-    help: ClassVar[str] = "leave `heads` and `groups` out of the placed module: `lower` divides the heads"
-    cascade: str
-    groups: int
-    of_clip: int
-
-
-@dataclass(frozen=True)
 class GroupsNotComputed(Diagnostic):
-    title: ClassVar[str] = (
-        "no rank of {cascade} computes query groups {first} to {last} of head {head} in layer {layer}"
-    )
-    label: ClassVar[str] = "has {groups} groups"
-    help: ClassVar[str] = (
-        "give them to a place in `heads`; a part is head, place, first group, and the end behind the last"
-    )
+    title = "no rank of {cascade} computes query groups {first} to {last} of head {head} in layer {layer}"
+    label = "has {groups} groups"
+    help = "give them to a place in `heads`; a part is head, place, first group, and the end behind the last"
     cascade: str
     first: int
     last: int
@@ -61,9 +37,9 @@ class GroupsNotComputed(Diagnostic):
 
 @dataclass(frozen=True)
 class GroupsComputedTwice(Diagnostic):
-    title: ClassVar[str] = "{cascade} computes query groups {first} to {last} of head {head} in layer {layer} twice"
-    label: ClassVar[str] = "at places {one} and {other}"
-    help: ClassVar[str] = "the keys' gradients would count them twice: take them from one of the places"
+    title = "{cascade} computes query groups {first} to {last} of head {head} in layer {layer} twice"
+    label = "at places {one} and {other}"
+    help = "the keys' gradients would count them twice: take them from one of the places"
     cascade: str
     first: int
     last: int
@@ -80,12 +56,23 @@ def check_heads(values: Values) -> Iterator[Diagnostic]:
             continue
         if "heads" not in cascade.attrs:
             if cascade.degree > 1:
-                yield HeadsNotDivided(cascade.span, label(cascade), cascade.degree)
+                yield Mistake(
+                    cascade.span,
+                    f"{label(cascade)} is sparse on {cascade.degree} ranks, and does not say which of them computes "
+                    "which heads",
+                    label="has no `heads`",
+                    help="lower the placed module again: `lower` divides the heads",
+                )
             continue
         groups, clip = integer(cascade.attrs["groups"]), clips.get(cascade.clips[0]) if cascade.clips else None
         of_clip, _ = clip_cubes(values.module.stage(cascade.stage), cascade.tokens, clip)
         if groups != of_clip:
-            yield OtherGroups(cascade.attrs.span("groups"), label(cascade), groups, of_clip)
+            yield Mistake(
+                cascade.attrs.span("groups"),
+                f"{label(cascade)} divides its heads by {groups} query groups, and its clip has {of_clip}",
+                label="does not follow from the clip's size and the stage's `query_group`",
+                help="leave `heads` and `groups` out of the placed module: `lower` divides the heads",
+            )
             continue
         counts = _head_counts(cascade)
         for layer, parts in parts_by_layer(cascade).items():

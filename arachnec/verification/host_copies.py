@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values, written
 from arachnec.cost.host_copies import reduce_copies, step_copies, with_host_copies
@@ -23,9 +22,9 @@ TOLERANCE = 1e-6  # of a size that was printed
 
 @dataclass(frozen=True)
 class HostCopyTooSmall(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` with {word} = {claimed}, and it is {right}"
-    label: ClassVar[str] = "{word} = {claimed}"
-    help: ClassVar[str] = "that follows from what @{stage} has in its `host`: write at least `{word} = {right}`"
+    title = "rank {rank} has `{instruction}` with {word} = {claimed}, and it is {right}"
+    label = "{word} = {claimed}"
+    help = "that follows from what @{stage} has in its `host`: write at least `{word} = {right}`"
     rank: int
     instruction: str
     word: str

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.residency import resident_ranks
@@ -16,7 +15,7 @@ from arachnec.analysis.stage_handoffs import forward_of
 from arachnec.analysis.uses import Values, gib, rank_list, written
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
 from arachnec.cluster.topology import node_of
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.host_placement import HOST, in_host, inputs_in_host, layers_in_host
 from arachnec.ir.nodes import Cascade, Program, quantity
 from arachnec.ir.recomputation import recomputed_blocks
@@ -29,9 +28,9 @@ TOLERANCE = 1e-6  # of a sum that was printed
 
 @dataclass(frozen=True)
 class WrongPlace(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and layers of @{stage} {reason}"
-    label: ClassVar[str] = "from another place"
-    help: ClassVar[str] = '`place = "host"` stands where a stage has "parameters" in its `host`, and nowhere else'
+    title = "rank {rank} has `{instruction}`, and layers of @{stage} {reason}"
+    label = "from another place"
+    help = '`place = "host"` stands where a stage has "parameters" in its `host`, and nowhere else'
     rank: int
     instruction: str
     stage: str
@@ -40,9 +39,9 @@ class WrongPlace(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongInputs(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` with {word} = {listed}, and it is {expected}"
-    label: ClassVar[str] = "other blocks"
-    help: ClassVar[str] = (
+    title = "rank {rank} has `{instruction}` with {word} = {listed}, and it is {expected}"
+    label = "other blocks"
+    help = (
         "inputs of blocks that run again go to the host once, and come back once: `offload` of the forward and "
         "`reload` of the backward name these blocks"
     )
@@ -55,9 +54,9 @@ class WrongInputs(Diagnostic):
 
 @dataclass(frozen=True)
 class HostOutOfMemory(Diagnostic):
-    title: ClassVar[str] = "node {node} keeps {need:.2f} GiB in its host's memory, there are {usable:.2f}"
-    label: ClassVar[str] = "{own:.2f} GiB of them on this rank"
-    help: ClassVar[str] = (
+    title = "node {node} keeps {need:.2f} GiB in its host's memory, there are {usable:.2f}"
+    label = "{own:.2f} GiB of them on this rank"
+    help = (
         "{state:.2f} GiB are parameters, gradients and optimizer of its ranks, {inputs:.2f} inputs of blocks; "
         "give the cluster `host_memory = {stated:.0f} GiB`, of which a tenth stays free, or put less there"
     )
@@ -68,16 +67,6 @@ class HostOutOfMemory(Diagnostic):
     state: float
     inputs: float
     stated: float
-
-
-@dataclass(frozen=True)
-class HostStateTooLow(Diagnostic):
-    title: ClassVar[str] = "program rank {rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there"
-    label: ClassVar[str] = "host_state = {claimed:.3f} GiB"
-    help: ClassVar[str] = "`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`"
-    rank: int
-    claimed: float
-    right: float
 
 
 def check_host_memory(values: Values) -> Iterator[Diagnostic]:
@@ -138,7 +127,12 @@ def _claims(values: Values) -> Iterator[Diagnostic]:
         right = sum(gib_of(stage.attrs.get("host_state")) for stage, ranks in kept if program.rank in ranks)
         claimed = gib_of(program.attrs.get("host_state"))
         if claimed < right * (1 - TOLERANCE):
-            yield HostStateTooLow(program.span, program.rank, claimed, right)
+            yield Mistake(
+                program.span,
+                f"program rank {program.rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there",
+                label=f"host_state = {claimed:.3f} GiB",
+                help=f"`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`",
+            )
 
 
 def _bounds(values: Values) -> Iterator[Diagnostic]:

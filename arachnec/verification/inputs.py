@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.stage_handoffs import STAGED
 from arachnec.analysis.uses import COMPUTE, Values, gib, written
@@ -17,12 +16,12 @@ TOLERANCE_MS = 1e-3  # of planned times that were printed, added and subtracted
 
 @dataclass(frozen=True)
 class Overlap(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "rank {rank} is in two cascades at once: `{instruction}` is planned at {start:g} ms, "
         "`{before}` until {until:g} ms"
     )
-    label: ClassVar[str] = "starts at {start:g} ms"
-    help: ClassVar[str] = "a rank does one thing at a time, in the order of its list"
+    label = "starts at {start:g} ms"
+    help = "a rank does one thing at a time, in the order of its list"
     rank: int
     instruction: str
     before: str
@@ -32,9 +31,9 @@ class Overlap(Diagnostic):
 
 @dataclass(frozen=True)
 class MissingInput(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{value} is not there yet"
-    label: ClassVar[str] = "needs %{value}"
-    help: ClassVar[str] = "compute %{value} on rank {rank} or receive it, before this instruction"
+    title = "rank {rank} has `{instruction}`, and %{value} is not there yet"
+    label = "needs %{value}"
+    help = "compute %{value} on rank {rank} or receive it, before this instruction"
     rank: int
     instruction: str
     value: str
@@ -42,9 +41,9 @@ class MissingInput(Diagnostic):
 
 @dataclass(frozen=True)
 class UsedAfterFree(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{value} has been freed"
-    label: ClassVar[str] = "needs %{value}"
-    help: ClassVar[str] = "move `free %{value}` behind its last use on rank {rank}"
+    title = "rank {rank} has `{instruction}`, and %{value} has been freed"
+    label = "needs %{value}"
+    help = "move `free %{value}` behind its last use on rank {rank}"
     rank: int
     instruction: str
     value: str
@@ -52,9 +51,9 @@ class UsedAfterFree(Diagnostic):
 
 @dataclass(frozen=True)
 class NothingSaved(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` before it has run %{source}"
-    label: ClassVar[str] = "reads what %{source} saves"
-    help: ClassVar[str] = "run %{source} on rank {rank} first, once"
+    title = "rank {rank} has `{instruction}` before it has run %{source}"
+    label = "reads what %{source} saves"
+    help = "run %{source} on rank {rank} first, once"
     rank: int
     instruction: str
     source: str
@@ -62,9 +61,9 @@ class NothingSaved(Diagnostic):
 
 @dataclass(frozen=True)
 class AlreadyThere(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{value} is there already"
-    label: ClassVar[str] = "a second %{value}"
-    help: ClassVar[str] = "a rank gets a value once; behind a `replan` what it has freed may come again"
+    title = "rank {rank} has `{instruction}`, and %{value} is there already"
+    label = "a second %{value}"
+    help = "a rank gets a value once; behind a `replan` what it has freed may come again"
     rank: int
     instruction: str
     value: str

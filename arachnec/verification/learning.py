@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic, counted
@@ -19,9 +18,9 @@ BEFORE = ("reduce", "norm", "step", "backward", "weight")
 
 @dataclass(frozen=True)
 class NotLearned(Diagnostic):
-    title: ClassVar[str] = "rank {rank} does not learn which keys matter as the others do: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = "{remedy}"
+    title = "rank {rank} does not learn which keys matter as the others do: {reason}"
+    label = "{reason}"
+    help = "{remedy}"
     rank: int
     reason: str
     remedy: str

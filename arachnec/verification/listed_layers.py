@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.uses import Values, written
@@ -21,9 +20,9 @@ LISTS = {"gather": True, "release": True, "scatter": True, "offload": False, "re
 
 @dataclass(frozen=True)
 class UnknownLayer(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` {word} layer {layer}, and @{stage} has {layers} layers"
-    label: ClassVar[str] = "no layer {layer}"
-    help: ClassVar[str] = "write numbers of {known}"
+    title = "rank {rank} has `{instruction}` {word} layer {layer}, and @{stage} has {layers} layers"
+    label = "no layer {layer}"
+    help = "write numbers of {known}"
     rank: int
     instruction: str
     word: str
@@ -35,9 +34,9 @@ class UnknownLayer(Diagnostic):
 
 @dataclass(frozen=True)
 class NoneHeld(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` with held = {held}"
-    label: ClassVar[str] = "held = {held}"
-    help: ClassVar[str] = "a layer that computes is whole: write 1 or more, or leave `held` out"
+    title = "rank {rank} has `{instruction}` with held = {held}"
+    label = "held = {held}"
+    help = "a layer that computes is whole: write 1 or more, or leave `held` out"
     rank: int
     instruction: str
     held: int

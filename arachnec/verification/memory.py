@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.execution_model import ExecutionModel
 from arachnec.analysis.memory import high_water
@@ -18,9 +17,9 @@ TOLERANCE_GIB = 1e-9
 
 @dataclass(frozen=True)
 class OutOfMemory(Diagnostic):
-    title: ClassVar[str] = "rank {rank} needs {need:.2f} GiB in `{instruction}`, its device has {limit:.2f} GiB"
-    label: ClassVar[str] = "{need:.2f} GiB here"
-    help: ClassVar[str] = (
+    title = "rank {rank} needs {need:.2f} GiB in `{instruction}`, its device has {limit:.2f} GiB"
+    label = "{need:.2f} GiB here"
+    help = (
         "{state:.2f} GiB are parameters and optimizer, {saved:.2f} saved for backward, {values:.2f} handed-off values "
         "and batches, {workspace:.2f} workspace, {communicators:.2f} communicators{gathered}; a higher degree, "
         "recomputation or an earlier `free` lowers it"

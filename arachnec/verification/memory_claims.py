@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar, TypeAlias
+from typing import TypeAlias
 
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import Values, gib, written
@@ -27,11 +27,9 @@ Handed: TypeAlias = tuple[str, int, int | None]
 
 @dataclass(frozen=True)
 class MemoryTooLow(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} claims {claimed:.6g} GiB of {what} for `{instruction}`, its stage says {right:.6g} GiB"
-    )
-    label: ClassVar[str] = "{claimed:.6g} GiB of {what}"
-    help: ClassVar[str] = "the formulas of @{stage} for {shape} on {ranks} ranks; write at least `{attributes}`"
+    title = "rank {rank} claims {claimed:.6g} GiB of {what} for `{instruction}`, its stage says {right:.6g} GiB"
+    label = "{claimed:.6g} GiB of {what}"
+    help = "the formulas of @{stage} for {shape} on {ranks} ranks; write at least `{attributes}`"
     rank: int
     claimed: float
     what: str
@@ -45,9 +43,9 @@ class MemoryTooLow(Diagnostic):
 
 @dataclass(frozen=True)
 class CascadeMemoryTooLow(Diagnostic):
-    title: ClassVar[str] = "%{cascade} claims {claimed:.6g} GiB of memory, its stage says {right:.6g} GiB"
-    label: ClassVar[str] = "memory = {claimed:.6g} GiB"
-    help: ClassVar[str] = "the formulas of @{stage} for {shape} on {ranks} ranks; write `memory = {right:.6g} GiB`"
+    title = "%{cascade} claims {claimed:.6g} GiB of memory, its stage says {right:.6g} GiB"
+    label = "memory = {claimed:.6g} GiB"
+    help = "the formulas of @{stage} for {shape} on {ranks} ranks; write `memory = {right:.6g} GiB`"
     cascade: str
     claimed: float
     right: float

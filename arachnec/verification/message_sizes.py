@@ -11,7 +11,6 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import count
-from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.uses import Values, bucket_of, moved_by, written
@@ -29,9 +28,9 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class UnequalBytes(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` of {size} bytes, and on rank {other} it has {expected}"
-    label: ClassVar[str] = "bytes = {size}"
-    help: ClassVar[str] = "one message has one size: write `bytes = {expected}`"
+    title = "rank {rank} has `{instruction}` of {size} bytes, and on rank {other} it has {expected}"
+    label = "bytes = {size}"
+    help = "one message has one size: write `bytes = {expected}`"
     rank: int
     instruction: str
     size: int
@@ -41,9 +40,9 @@ class UnequalBytes(Diagnostic):
 
 @dataclass(frozen=True)
 class TooFewBytes(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` of {size} bytes, and @{stage} says {right}"
-    label: ClassVar[str] = "bytes = {size}"
-    help: ClassVar[str] = "that follows from the stage's formulas and parameters: write at least `bytes = {right}`"
+    title = "rank {rank} has `{instruction}` of {size} bytes, and @{stage} says {right}"
+    label = "bytes = {size}"
+    help = "that follows from the stage's formulas and parameters: write at least `bytes = {right}`"
     rank: int
     instruction: str
     size: int

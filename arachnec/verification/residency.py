@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.memory import state_of
 from arachnec.analysis.residency import resident_gib, resident_ranks
@@ -16,9 +15,9 @@ TOLERANCE = 1e-6  # of a sum that was printed
 
 @dataclass(frozen=True)
 class StateTooLow(Diagnostic):
-    title: ClassVar[str] = "program rank {rank} claims {claimed:.3f} GiB of state, its stages hold {right:.3f} GiB"
-    label: ClassVar[str] = "state = {claimed:.3f} GiB"
-    help: ClassVar[str] = "`state` is the sum over the stages on the rank, {stages}: write `state = {right:.6g} GiB`"
+    title = "program rank {rank} claims {claimed:.3f} GiB of state, its stages hold {right:.3f} GiB"
+    label = "state = {claimed:.3f} GiB"
+    help = "`state` is the sum over the stages on the rank, {stages}: write `state = {right:.6g} GiB`"
     rank: int
     claimed: float
     right: float

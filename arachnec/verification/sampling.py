@@ -11,10 +11,9 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import PHASES, Values, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Phase, Span, integer
 from arachnec.ir.sampling import chain_of, models_of, outcomes_of, segment_of, steps_taken
 
@@ -22,31 +21,13 @@ SAMPLING = (Phase.ENCODE, Phase.DENOISE, Phase.DECODE)
 
 
 @dataclass(frozen=True)
-class NotSampled(Diagnostic):
-    title: ClassVar[str] = "no cascade denoises request {request}"
-    label: ClassVar[str] = "takes none of its {steps} steps"
-    help: ClassVar[str] = "every request has a chain of denoise cascades over all of its steps"
-    request: int
-    steps: int
-
-
-@dataclass(frozen=True)
-class NoChain(Diagnostic):
-    title: ClassVar[str] = "the segments of request {request} are no chain: {names}"
-    label: ClassVar[str] = "beside the others"
-    help: ClassVar[str] = "each segment but the first reads one other segment of its request, no two the same"
-    request: int
-    names: str
-
-
-@dataclass(frozen=True)
 class WrongStep(Diagnostic):
-    title: ClassVar[str] = (
+    title = (
         "%{cascade} takes step {step} of request {request} where {outcome} steps are before its switch, "
         "and {expected} is next"
     )
-    label: ClassVar[str] = "step {step} {reason}"
-    help: ClassVar[str] = "at every outcome of the switch, a chain takes every step once, in order"
+    label = "step {step} {reason}"
+    help = "at every outcome of the switch, a chain takes every step once, in order"
     cascade: str
     step: int
     request: int
@@ -57,9 +38,9 @@ class WrongStep(Diagnostic):
 
 @dataclass(frozen=True)
 class StepsLeft(Diagnostic):
-    title: ClassVar[str] = "request {request} ends before step {step} of {steps}, where {outcome} are before its switch"
-    label: ClassVar[str] = "its last segment"
-    help: ClassVar[str] = "at every outcome of the switch, a chain takes every step once, in order"
+    title = "request {request} ends before step {step} of {steps}, where {outcome} are before its switch"
+    label = "its last segment"
+    help = "at every outcome of the switch, a chain takes every step once, in order"
     request: int
     step: int
     steps: int
@@ -68,11 +49,9 @@ class StepsLeft(Diagnostic):
 
 @dataclass(frozen=True)
 class NotItsText(Diagnostic):
-    title: ClassVar[str] = "%{cascade} of requests {requests} reads %{input}, which is of requests {others}"
-    label: ClassVar[str] = "another request's"
-    help: ClassVar[str] = (
-        "a segment reads the text of all of its requests, and the latents of these requests in the same order"
-    )
+    title = "%{cascade} of requests {requests} reads %{input}, which is of requests {others}"
+    label = "another request's"
+    help = "a segment reads the text of all of its requests, and the latents of these requests in the same order"
     cascade: str
     requests: str
     input: str
@@ -81,9 +60,9 @@ class NotItsText(Diagnostic):
 
 @dataclass(frozen=True)
 class NotOneText(Diagnostic):
-    title: ClassVar[str] = "%{cascade} reads {count} cascades of @{encoder} instead of one"
-    label: ClassVar[str] = "its requests are {requests}"
-    help: ClassVar[str] = "where an encoder runs for a request, each segment reads that from one cascade of it"
+    title = "%{cascade} reads {count} cascades of @{encoder} instead of one"
+    label = "its requests are {requests}"
+    help = "where an encoder runs for a request, each segment reads that from one cascade of it"
     cascade: str
     count: int
     encoder: str
@@ -92,9 +71,9 @@ class NotOneText(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongDecode(Diagnostic):
-    title: ClassVar[str] = "%{cascade} decodes request {request} before its last segment %{last} has run"
-    label: ClassVar[str] = "does not read %{last}"
-    help: ClassVar[str] = "a decode reads the last segment of each of its requests"
+    title = "%{cascade} decodes request {request} before its last segment %{last} has run"
+    label = "does not read %{last}"
+    help = "a decode reads the last segment of each of its requests"
     cascade: str
     request: int
     last: str
@@ -102,11 +81,9 @@ class WrongDecode(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongRound(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}` in round {round}, and {reason}"
-    label: ClassVar[str] = "round {round}"
-    help: ClassVar[str] = (
-        "every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says"
-    )
+    title = "rank {rank} has `{instruction}` in round {round}, and {reason}"
+    label = "round {round}"
+    help = "every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says"
     rank: int
     instruction: str
     round: int
@@ -115,9 +92,9 @@ class WrongRound(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongSegmentRuns(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
-    label: ClassVar[str] = "its ranks are {ranks}"
-    help: ClassVar[str] = "every rank of a cascade runs it exactly once, as that group, and no other rank does"
+    title = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
+    label = "its ranks are {ranks}"
+    help = "every rank of a cascade runs it exactly once, as that group, and no other rank does"
     rank: int
     op: str
     cascade: str
@@ -128,9 +105,9 @@ class WrongSegmentRuns(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongSegmentGroup(Diagnostic):
-    title: ClassVar[str] = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
-    label: ClassVar[str] = "not the cascade's ranks"
-    help: ClassVar[str] = "write `on {ranks}`, or place the cascade there"
+    title = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
+    label = "not the cascade's ranks"
+    help = "write `on {ranks}`, or place the cascade there"
     rank: int
     instruction: str
     cascade: str
@@ -185,12 +162,23 @@ def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Itera
     steps = integer(clip.attrs["steps"])
     segments = [cascade for cascade in own if cascade.phase is Phase.DENOISE]
     if not segments:
-        yield NotSampled(clip.span, clip.id, steps)
+        yield Mistake(
+            clip.span,
+            f"no cascade denoises request {clip.id}",
+            label=f"takes none of its {steps} steps",
+            help="every request has a chain of denoise cascades over all of its steps",
+        )
         return
     chain = chain_of(segments, clip.id)
     if len(chain) != len(segments):
         left = [cascade for cascade in segments if cascade not in chain] or segments
-        yield NoChain(left[0].span, clip.id, ", ".join(f"%{cascade.name}" for cascade in segments))
+        names_text = ", ".join(f"%{cascade.name}" for cascade in segments)
+        yield Mistake(
+            left[0].span,
+            f"the segments of request {clip.id} are no chain: {names_text}",
+            label="beside the others",
+            help="each segment but the first reads one other segment of its request, no two the same",
+        )
         return
     for outcome in outcomes_of(clip):
         problem = _walk(clip, chain, models, steps, outcome)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import Values
 from arachnec.cost.sparse_attention import ATTENDS, faster_sparse
@@ -19,11 +18,9 @@ from arachnec.ir.module_index import label
 
 @dataclass(frozen=True)
 class OtherPath(Diagnostic):
-    title: ClassVar[str] = (
-        "{cascade} has layer {layer} {path}, which takes less time {right} by the times and densities of @{stage}"
-    )
-    label: ClassVar[str] = "layer {layer} is {path}"
-    help: ClassVar[str] = "plan again: `annotate` chooses the sparse layers of every length, the same in every plan"
+    title = "{cascade} has layer {layer} {path}, which takes less time {right} by the times and densities of @{stage}"
+    label = "layer {layer} is {path}"
+    help = "plan again: `annotate` chooses the sparse layers of every length, the same in every plan"
     cascade: str
     layer: int
     path: str

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.uses import COMPUTE, PHASES, Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
@@ -14,9 +13,9 @@ from arachnec.ir.nodes import STAGE_OPS, Instruction
 
 @dataclass(frozen=True)
 class ProgramCount(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has {count} programs"
-    label: ClassVar[str] = "every rank of the cluster has exactly one"
-    help: ClassVar[str] = "the cluster has ranks 0 to {last}"
+    title = "rank {rank} has {count} programs"
+    label = "every rank of the cluster has exactly one"
+    help = "the cluster has ranks 0 to {last}"
     rank: int
     count: int
     last: int
@@ -24,9 +23,9 @@ class ProgramCount(Diagnostic):
 
 @dataclass(frozen=True)
 class UnknownTarget(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and there is no such {kind}"
-    label: ClassVar[str] = "unknown {kind}"
-    help: ClassVar[str] = "name a {kind} of this module"
+    title = "rank {rank} has `{instruction}`, and there is no such {kind}"
+    label = "unknown {kind}"
+    help = "name a {kind} of this module"
     rank: int
     instruction: str
     kind: str
@@ -34,9 +33,9 @@ class UnknownTarget(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongPhase(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and %{cascade} is a cascade of phase {phase}"
-    label: ClassVar[str] = "not what this cascade does"
-    help: ClassVar[str] = "a cascade of phase {phase} is run by {ops}"
+    title = "rank {rank} has `{instruction}`, and %{cascade} is a cascade of phase {phase}"
+    label = "not what this cascade does"
+    help = "a cascade of phase {phase} is run by {ops}"
     rank: int
     instruction: str
     cascade: str
@@ -46,11 +45,9 @@ class WrongPhase(Diagnostic):
 
 @dataclass(frozen=True)
 class BadPeers(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`: {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = (
-        "send and receive name one other rank; every other group names this rank and each of its ranks once"
-    )
+    title = "rank {rank} has `{instruction}`: {reason}"
+    label = "{reason}"
+    help = "send and receive name one other rank; every other group names this rank and each of its ranks once"
     rank: int
     instruction: str
     reason: str

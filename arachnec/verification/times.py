@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.analysis.uses import COMPUTE, Values, gib, written
 from arachnec.cost.model import CostModel
@@ -26,13 +25,9 @@ BACKWARDS = (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)
 
 @dataclass(frozen=True)
 class TimeTooLong(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} plans {claimed:.6g} ms for `{instruction}`, the formulas of @{stage} say {right:.6g} ms"
-    )
-    label: ClassVar[str] = "{claimed:.6g} ms"
-    help: ClassVar[str] = (
-        "a run waits as long as the plan says before it calls a rank silent; write at most `time = {most:.6g} ms`"
-    )
+    title = "rank {rank} plans {claimed:.6g} ms for `{instruction}`, the formulas of @{stage} say {right:.6g} ms"
+    label = "{claimed:.6g} ms"
+    help = "a run waits as long as the plan says before it calls a rank silent; write at most `time = {most:.6g} ms`"
     rank: int
     instruction: str
     claimed: float
@@ -43,11 +38,9 @@ class TimeTooLong(Diagnostic):
 
 @dataclass(frozen=True)
 class StartsTooLate(Diagnostic):
-    title: ClassVar[str] = (
-        "rank {rank} plans `{instruction}` at {start:.6g} ms, when all cascades in turn would long have ended"
-    )
-    label: ClassVar[str] = "starts at {start:.6g} ms"
-    help: ClassVar[str] = "one after another they take {total:.6g} ms; write at most `start = {most:.6g} ms`"
+    title = "rank {rank} plans `{instruction}` at {start:.6g} ms, when all cascades in turn would long have ended"
+    label = "starts at {start:.6g} ms"
+    help = "one after another they take {total:.6g} ms; write at most `start = {most:.6g} ms`"
     rank: int
     instruction: str
     start: float

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.uses import Values, rank_list, written
@@ -23,9 +22,9 @@ READING = ("forward", "backward", "weight")
 
 @dataclass(frozen=True)
 class NotUpdated(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} {reason}"
-    label: ClassVar[str] = "layer {layer}"
-    help: ClassVar[str] = (
+    title = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} {reason}"
+    label = "layer {layer}"
+    help = (
         "a program of each of ranks {ranks} gathers every layer that trains once, before the first forward of @{stage}"
     )
     rank: int
@@ -38,11 +37,9 @@ class NotUpdated(Diagnostic):
 
 @dataclass(frozen=True)
 class WrongGather(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has `{instruction}`, and {reason}"
-    label: ClassVar[str] = "{reason}"
-    help: ClassVar[str] = (
-        "what an optimizer that is dealt out has updated of a stage is gathered over the ranks of its `reduce`"
-    )
+    title = "rank {rank} has `{instruction}`, and {reason}"
+    label = "{reason}"
+    help = "what an optimizer that is dealt out has updated of a stage is gathered over the ranks of its `reduce`"
     rank: int
     instruction: str
     reason: str

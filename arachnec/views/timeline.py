@@ -6,13 +6,12 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
 from arachnec.analysis.uses import COMPUTE as COMPUTE
 from arachnec.analysis.uses import READS_GRADIENTS, moved_by
-from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+from arachnec.ir.diagnostic import UserError, user_error, writing
 from arachnec.ir.nodes import MOST_GPUS, Instruction, Module, quantity
 from arachnec.simulation.events import Interval as Interval
 from arachnec.simulation.events import Transfer as Transfer
@@ -25,12 +24,10 @@ MOST_GIB = 1e6  # of one rank
 LONGEST_MS = 1e12  # of a step: thirty years
 
 
-@dataclass(frozen=True)
-class BadMeasured(Diagnostic):
-    title: ClassVar[str] = "{path} is not a measured timeline: {reason}"
-    help: ClassVar[str] = "`arachnec run` writes it; run again, or remove it"
-    path: str
-    reason: str
+def bad_measured_error(path: str, reason: str) -> UserError:
+    return user_error(
+        f"{path} is not a measured timeline: {reason}", help="`arachnec run` writes it; run again, or remove it"
+    )
 
 
 @dataclass(frozen=True)
@@ -162,20 +159,20 @@ def read_measured(path: Path) -> Timeline:
         peak_gib: tuple[float, ...] = ()
 
     if path.stat().st_size > LARGEST_MEASURED:
-        raise UserError(BadMeasured(None, str(path), f"it is larger than {LARGEST_MEASURED >> 20} MiB"))
+        raise bad_measured_error(str(path), f"it is larger than {LARGEST_MEASURED >> 20} MiB")
     try:
         with writing(path):
             content = msgspec.json.decode(path.read_bytes(), type=Measured)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise UserError(BadMeasured(None, str(path), str(error))) from error
+        raise bad_measured_error(str(path), str(error)) from error
     for number, interval in enumerate(content.intervals):
         if not 0 <= interval.rank < MOST_GPUS:
-            raise UserError(BadMeasured(None, str(path), f"interval {number} is of rank {interval.rank}"))
+            raise bad_measured_error(str(path), f"interval {number} is of rank {interval.rank}")
         if not -LONGEST_MS <= interval.start <= interval.end <= LONGEST_MS:
             reason = f"interval {number} lasts from {interval.start:g} to {interval.end:g} ms"
-            raise UserError(BadMeasured(None, str(path), reason))
+            raise bad_measured_error(str(path), reason)
     if len(content.peak_gib) > MOST_GPUS or not all(0 <= peak <= MOST_GIB for peak in content.peak_gib):
-        raise UserError(BadMeasured(None, str(path), f"`peak_gib` is not the memory of ranks, 0 to {MOST_GIB:g} GiB"))
+        raise bad_measured_error(str(path), f"`peak_gib` is not the memory of ranks, 0 to {MOST_GIB:g} GiB")
     of = f" of iteration {content.iteration}" if content.iteration else ""
     step = "" if content.step is None else f", step {content.step}{of}"
     return Timeline(f"measured{step}", content.intervals, peak_gib=dict(enumerate(content.peak_gib)))

@@ -101,7 +101,7 @@ def test_a_mistake_is_one_message_at_its_line(tmp_path: Path, text: str, line: i
     with pytest.raises(UserError) as caught:
         read(tmp_path, text)
     (diagnostic,) = caught.value.diagnostics
-    assert expected in diagnostic.text(diagnostic.title)
+    assert expected in diagnostic.message
     assert diagnostic.text(diagnostic.help)
     assert line is None or (diagnostic.span is not None and diagnostic.span.line == line)
 
@@ -221,7 +221,7 @@ def test_what_torch_does_not_take_is_told_at_its_line_before_anything_runs(
     with pytest.raises(UserError) as caught:
         demand_torch_takes(training)
     (diagnostic,) = located(caught.value, tmp_path / "train.toml").diagnostics
-    assert expected in diagnostic.text(diagnostic.title)
+    assert expected in diagnostic.message
     assert diagnostic.text(diagnostic.help)
     assert diagnostic.span is not None
     assert diagnostic.span.line == line

@@ -12,7 +12,7 @@ import pytest
 from arachnec.cli import group
 from arachnec.passes.infra.named_pipelines import NOT_COMPARED, PIPELINES
 from tests.docs.worked_examples import blocks
-from tests.house.test_house import EXECUTOR_FLOORS, FLOORS, ROOT, modules
+from tests.house.test_house import EXECUTOR_LAYERS, LAYERS, ROOT, modules
 from tests.house.test_words import DIALECT, may_say, words
 
 TOPS = ("arachnec", "tests", "benchmarks", "examples")
@@ -132,18 +132,33 @@ def test_every_pipeline_that_is_compared_is_described_and_said_to_differ() -> No
 
 
 def drawn_in(text: str) -> dict[str, int]:
-    """The floor of every room of a drawing, which says it at the first room of a floor."""
+    """The layer of every package of a drawing, which numbers the first package of a layer."""
     drawn: dict[str, int] = {}
-    floor = 0
-    for number, room in re.findall(r"^ ?([ \d]\d|  ) {2}(\w+) {2,}\S", text, re.M):
-        floor = int(number) if number.strip() else floor
-        drawn[room] = floor
+    layer = 0
+    for number, package in re.findall(r"^ ?([ \d]\d|  ) {2}(\w+) {2,}\S", text, re.M):
+        layer = int(number) if number.strip() else layer
+        drawn[package] = layer
     return drawn
 
 
-def test_the_drawing_of_the_house_is_the_house() -> None:
+def test_the_drawings_of_layers_are_the_layers() -> None:
     text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    house, inside = (drawn_in(drawing) for drawing in text.split("```")[3:6:2])
-    unseen = {"version", "__main__"}  # a number, and one line that calls cli
-    assert house == {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms if room not in unseen}
-    assert inside == {room: number for number, rooms in enumerate(EXECUTOR_FLOORS, 1) for room in rooms}
+    all_packages, executor = (drawn_in(drawing) for drawing in text.split("```")[3:6:2])
+    undrawn = {"version", "__main__"}  # a number, and one line that calls cli
+    assert all_packages == {
+        package: number for number, packages in enumerate(LAYERS, 1) for package in packages if package not in undrawn
+    }
+    assert executor == {package: number for number, packages in enumerate(EXECUTOR_LAYERS, 1) for package in packages}
+
+
+def test_every_function_of_a_walk_is_where_the_page_says() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks = text[text.index("## The walk of a module") : text.index("## Where new code goes")]
+    rows = re.findall(r"^\|.*\| (`[^|]+`) \| (`arachnec/[^|]*`) \|$", walks, re.M)
+    assert len(rows) > 30
+    for functions, places in rows:
+        folders = [ROOT / place for place in re.findall(r"`([^`]+)`", places)]
+        files = [file for folder in folders for file in (folder.rglob("*.py") if folder.is_dir() else [folder])]
+        sources = "\n".join(file.read_text(encoding="utf-8") for file in files)
+        for name in re.findall(r"\w+", functions):
+            assert re.search(rf"^ *(?:def|class) {name}\b", sources, re.M), f"no `{name}` in {places}"

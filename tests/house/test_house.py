@@ -1,4 +1,4 @@
-"""The rules of the house: where the code lives, and that imports only go down."""
+"""The architecture: where the code lies, and that imports only go down."""
 
 import ast
 import importlib.util
@@ -14,8 +14,8 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "arachnec"
 
-# From the ground up. A room imports rooms of lower floors only; docs/architecture.md says what each holds.
-FLOORS: tuple[tuple[str, ...], ...] = (
+# The layers, lowest first. A package imports packages of lower layers only; docs/architecture.md says what each holds.
+LAYERS: tuple[tuple[str, ...], ...] = (
     ("ir", "solver", "kernels", "version"),
     ("data", "cluster", "checkpoint", "analysis", "fusion", "pipelining", "sparsity"),
     ("models", "cost"),
@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 # The same inside ``backends/torch_distributed``: folders, and the files that lie beside them.
 EXECUTOR = "arachnec.backends.torch_distributed"
-EXECUTOR_FLOORS: tuple[tuple[str, ...], ...] = (
+EXECUTOR_LAYERS: tuple[tuple[str, ...], ...] = (
     ("options", "reporting", "weights"),
     ("batches", "plans"),
     ("rank",),
@@ -42,8 +42,8 @@ EXECUTOR_FLOORS: tuple[tuple[str, ...], ...] = (
     ("engine", "local_run"),
     ("worker",),
 )
-FLOOR = {room: number for number, rooms in enumerate(FLOORS, 1) for room in rooms}
-LARGEST_SHARE = 0.12  # of the package's lines, that one room may hold
+LAYER = {package: number for number, packages in enumerate(LAYERS, 1) for package in packages}
+LARGEST_SHARE = 0.12  # of all lines, in one package
 
 
 def modules() -> dict[str, Path]:
@@ -64,7 +64,7 @@ def imported(path: Path) -> Iterator[str]:
 
 @cache
 def imports() -> nx.DiGraph:
-    """Who imports whom among the modules of the package, imports inside functions and for types included."""
+    """Who imports whom among the modules of ``arachnec``, imports inside functions and for types included."""
     known = modules()
     graph = nx.DiGraph()
     graph.add_nodes_from(known)
@@ -76,57 +76,57 @@ def imports() -> nx.DiGraph:
     return graph
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     return module.split(".")[1] if "." in module else ""
 
 
-def test_every_room_has_a_floor() -> None:
-    assert {room(module) for module in modules()} - {""} == set(FLOOR)
+def test_every_package_has_a_layer() -> None:
+    assert {package(module) for module in modules()} - {""} == set(LAYER)
 
 
 def test_imports_only_go_down() -> None:
     upward = [
-        f"{importer} (floor {FLOOR[room(importer)]}) imports {module} (floor {FLOOR[room(module)]})"
+        f"{importer} (layer {LAYER[package(importer)]}) imports {module} (layer {LAYER[package(module)]})"
         for importer, module in imports().edges
-        if room(importer) and room(module) and room(importer) != room(module)
-        if FLOOR[room(module)] >= FLOOR[room(importer)]
+        if package(importer) and package(module) and package(importer) != package(module)
+        if LAYER[package(module)] >= LAYER[package(importer)]
     ]
     assert not upward, "\n".join(upward)
 
 
 def test_inside_the_back_end_of_ranks_imports_only_go_down() -> None:
-    floor = {name: number for number, names in enumerate(EXECUTOR_FLOORS, 1) for name in names}
+    layer = {name: number for number, names in enumerate(EXECUTOR_LAYERS, 1) for name in names}
     inside = {name: name.removeprefix(f"{EXECUTOR}.").split(".")[0] for name in modules() if f"{EXECUTOR}." in name}
-    assert set(inside.values()) == set(floor)
+    assert set(inside.values()) == set(layer)
     upward = [
-        f"{importer} (floor {floor[inside[importer]]}) imports {module} (floor {floor[inside[module]]})"
+        f"{importer} (layer {layer[inside[importer]]}) imports {module} (layer {layer[inside[module]]})"
         for importer, module in imports().edges
         if importer in inside and module in inside and inside[importer] != inside[module]
-        if floor[inside[module]] >= floor[inside[importer]]
+        if layer[inside[module]] >= layer[inside[importer]]
     ]
     assert not upward, "\n".join(upward)
 
 
-def test_imports_inside_a_room_do_not_loop_and_its_folders_are_floors_too() -> None:
-    """With every folder inside a room folded to one, at any depth, and with none: no cycle either way."""
+def test_imports_inside_a_package_do_not_loop_and_its_folders_are_layers_too() -> None:
+    """With every folder inside a package folded to one, at any depth, and with none: no cycle either way."""
     graph = imports().copy()
-    # what a package's __init__ offers lazily, for users, is no floor
+    # what a package's __init__ offers lazily, for users, is in no layer
     graph.remove_nodes_from([name for name, path in modules().items() if path.name == "__init__.py"])
     assert nx.is_directed_acyclic_graph(graph), nx.find_cycle(graph)
     for depth in range(3, 1 + max(name.count(".") for name in graph)):
         folded = nx.DiGraph()
         for importer, module in graph.edges:
             a, b = (".".join(name.split(".")[:depth]) for name in (importer, module))
-            if a != b and room(a) == room(b):
+            if a != b and package(a) == package(b):
                 folded.add_edge(a, b)
         assert nx.is_directed_acyclic_graph(folded), nx.find_cycle(folded)
 
 
-def test_no_room_outgrows_the_house() -> None:
+def test_no_package_outgrows_the_others() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     total = sum(lines.values())
-    for name in FLOOR:
-        share = sum(count for module, count in lines.items() if room(module) == name) / total
+    for name in LAYER:
+        share = sum(count for module, count in lines.items() if package(module) == name) / total
         assert share <= LARGEST_SHARE, f"{name} holds {share:.0%} of the code"
 
 
@@ -141,11 +141,11 @@ def test_a_pass_file_holds_one_pass_and_derives_its_name() -> None:
         assert kind.__module__ == f"arachnec.passes.{name.replace('-', '_')}"
 
 
-@pytest.mark.parametrize("floor", ["ir", "solver", "pipelining", "sparsity"])
-def test_the_ground_floor_imports_no_torch(floor: str) -> None:
-    banned = {"torch", "triton"} | ({"z3"} if floor == "ir" else set())
-    for path in (PACKAGE / floor).rglob("*.py"):
-        assert not {name.split(".")[0] for name in imported(path)} & banned, path
+@pytest.mark.parametrize("name", ["ir", "solver", "pipelining", "sparsity"])
+def test_packages_of_plain_numbers_import_no_torch(name: str) -> None:
+    banned = {"torch", "triton"} | ({"z3"} if name == "ir" else set())
+    for path in (PACKAGE / name).rglob("*.py"):
+        assert not {module.split(".")[0] for module in imported(path)} & banned, path
 
 
 @pytest.mark.parametrize("part", ["ir", "passes", "kernels", "backends"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 
@@ -13,8 +12,8 @@ from arachnec.ir.span import Span
 
 
 class Wrong(Diagnostic):
-    title: ClassVar[str] = "wrong"
-    label: ClassVar[str] = "here"
+    title = "wrong"
+    label = "here"
 
 
 TEXTS = ("a\nb\n\nd", "\n\n\n", "", "ab\ncd\n", "x\r\ny\r\n", "ab" * 10, "a\n" * 9 + "end\n")

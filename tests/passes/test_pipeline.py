@@ -200,7 +200,7 @@ def test_the_module_that_goes_in_is_verified() -> None:
 def test_what_a_pass_gives_is_verified_and_the_pass_is_named() -> None:
     with pytest.raises(UserError) as caught:
         parse("cut,keep{harm=true}").run(MODULE)
-    assert [d.text(d.title) for d in caught.value.diagnostics] == [
+    assert [d.message for d in caught.value.diagnostics] == [
         "pass `keep` gave a module that is not right: 1 error",
         "module `@m` has no attribute `nonsense`",
     ]

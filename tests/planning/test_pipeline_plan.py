@@ -123,7 +123,7 @@ def test_what_cannot_be_is_refused_with_a_remedy(world: int, stages: str, schedu
     with pytest.raises(UserError) as refusal:
         planned(world, 4, [3] * 4, stages, schedule)
     diagnostic = refusal.value.diagnostics[0]
-    assert said in diagnostic.text(diagnostic.title)
+    assert said in diagnostic.message
     assert diagnostic.text(diagnostic.help)
 
 

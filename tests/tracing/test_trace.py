@@ -353,7 +353,7 @@ def test_a_model_that_refuses_a_precision_is_told_which_arguments_a_run_does_not
     with pytest.raises(UserError) as caught:
         trace_model(source(double), CLIPS)
     (diagnostic,) = caught.value.diagnostics
-    assert "dtype" in diagnostic.text(diagnostic.title)
+    assert "dtype" in diagnostic.message
     assert "arguments of one dimension, such as timesteps, stay as `sample` gives them" in render(diagnostic)
 
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,7 +40,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.launch.ending import StopRequest, exit_code
 from arachnec.launch.own_script import OwnScript, before_joining
@@ -64,44 +64,8 @@ COUNT = "whole number of at least 1"
 Scheduler = Callable[[torch.optim.Optimizer], Any]
 
 
-@dataclass(frozen=True)
-class UnknownOption(Diagnostic):
-    title: ClassVar[str] = "Engine has no option `{name}`"
-    help: ClassVar[str] = "its options are {known}"
-    name: str
-    known: str
-
-
-@dataclass(frozen=True)
-class BadOption(Diagnostic):
-    title: ClassVar[str] = "Engine's `{name}` is {value!r}"
-    help: ClassVar[str] = "give a {wanted}, or leave it out"
-    name: str
-    value: object
-    wanted: str
-
-
-@dataclass(frozen=True)
-class NoFolder(Diagnostic):
-    title: ClassVar[str] = "Engine's `{name}` needs the folder of the checkpoints"
-    help: ClassVar[str] = "add checkpoint=FOLDER, or leave `{name}` out"
-    name: str
-
-
-@dataclass(frozen=True)
-class BatchesEnded(Diagnostic):
-    title: ClassVar[str] = "the batches ended after {done}, and {wanted} were asked for"
-    help: ClassVar[str] = "give a dataset that can be begun again instead of an iterator, or leave `steps` out; {kept}"
-    done: str
-    wanted: str
-    kept: str
-
-
-@dataclass(frozen=True)
-class LeftBefore(Diagnostic):
-    title: ClassVar[str] = "this Engine's loop was left after {done}, and it takes no more"
-    help: ClassVar[str] = "make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint"
-    done: str
+def bad_option_error(name: str, value: object, wanted: str) -> UserError:
+    return user_error(f"Engine's `{name}` is {value!r}", help=f"give a {wanted}, or leave it out")
 
 
 @dataclass(frozen=True)
@@ -291,7 +255,10 @@ class Engine:
         Raises ``UserError`` for a mistake, after what was trained before it is in the checkpoint.
         """
         if self._left:
-            raise UserError(LeftBefore(None, counted(self.done - self.first, "step")))
+            raise user_error(
+                f"this Engine's loop was left after {counted(self.done - self.first, 'step')}, and it takes no more",
+                help="make another one, with checkpoint= and resume=True: a loop that is left writes a checkpoint",
+            )
         if self._closed:
             return
         try:
@@ -314,7 +281,10 @@ class Engine:
                 kept = (
                     "what was trained so far is in the checkpoint" if self._options.checkpoint else "nothing was kept"
                 )
-                raise UserError(BatchesEnded(None, done, wanted, kept))
+                raise user_error(
+                    f"the batches ended after {done}, and {wanted} were asked for",
+                    help=f"give a dataset that can be begun again instead of an iterator, or leave `steps` out; {kept}",
+                )
         except GeneratorExit:
             self._leave()
             raise
@@ -406,19 +376,22 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
     known = [field.name for field in fields(RunOptions) if field.name not in OF_MANIFESTS]
     for name in options:
         if name not in known:
-            raise UserError(UnknownOption(None, name, ", ".join(known)))
+            raise user_error(f"Engine has no option `{name}`", help=f"its options are {', '.join(known)}")
     for name in COUNTS:
         _demand_count(name, options.get(name))
     for name in ("resume", "every"):
         if options.get(name) and options.get("checkpoint") is None:
-            raise UserError(NoFolder(None, name))
+            raise user_error(
+                f"Engine's `{name}` needs the folder of the checkpoints",
+                help=f"add checkpoint=FOLDER, or leave `{name}` out",
+            )
     for name in PATHS:
         _demand_kind(name, options.get(name), str | os.PathLike, "path")
     for name in TIMEOUTS:
         seconds = options.get(name)
         _demand_kind(name, seconds, int | float, "number of seconds above 0")
         if seconds is not None and not 0 < seconds < math.inf:
-            raise UserError(BadOption(None, name, seconds, "number of seconds above 0"))
+            raise bad_option_error(name, seconds, "number of seconds above 0")
     given: dict[str, Any] = {n: Path(v) if n in PATHS and v is not None else v for n, v in options.items()}
     settings = given.get("settings") or ()
     for setting in settings if isinstance(settings, list | tuple) else (settings,):
@@ -428,12 +401,12 @@ def run_options(options: Mapping[str, Any]) -> RunOptions:
 
 def _demand_count(name: str, value: object) -> None:
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-        raise UserError(BadOption(None, name, value, COUNT))
+        raise bad_option_error(name, value, COUNT)
 
 
 def _demand_kind(name: str, value: object, kind: Any, wanted: str) -> None:
     if value is not None and (not isinstance(value, kind) or isinstance(value, bool)):
-        raise UserError(BadOption(None, name, value, wanted))
+        raise bad_option_error(name, value, wanted)
 
 
 def _resuming(options: RunOptions, restarted: bool) -> RunOptions:

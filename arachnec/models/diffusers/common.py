@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,90 +17,17 @@ from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.initial_weights import INDEX, model_folder, pipeline_folder, read_config, read_json_object
 
 LOW_NOISE = "transformer_2"  # a pipeline's second expert
 
 
-@dataclass(frozen=True)
-class NoDiffusers(Diagnostic):
-    title: ClassVar[str] = "this model file needs Diffusers, and `{package}` is not installed"
-    help: ClassVar[str] = "pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece"
-    package: str
-
-
-@dataclass(frozen=True)
-class UnknownModel(Diagnostic):
-    title: ClassVar[str] = "there is no configuration named `{name}`"
-    label: ClassVar[str] = "{suggestion}"
-    help: ClassVar[str] = "the names are {names}; or give a folder of pretrained weights, or keywords"
-    name: str
-    suggestion: str
-    names: str
-
-
-@dataclass(frozen=True)
-class UnknownConfigKey(Diagnostic):
-    title: ClassVar[str] = "`{model}` has no configuration key `{key}`"
-    label: ClassVar[str] = "no such key"
-    help: ClassVar[str] = "{suggestion}"
-    model: str
-    key: str
-    suggestion: str
-
-
-@dataclass(frozen=True)
-class NoConfig(Diagnostic):
-    title: ClassVar[str] = "{folder} has no config.json of a {model} transformer{reason}"
-    help: ClassVar[str] = (
-        "give a folder that `save_pretrained` wrote, of the pipeline or of its transformer; an absolute path is there "
-        "wherever ranks are started"
+def wrong_latents_error(clip: str | int, found: str, expected: str, frames: int, height: int, width: int) -> UserError:
+    return user_error(
+        f"the latents of clip `{clip}` are {found}, expected {expected}",
+        help=f"encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width",
     )
-    folder: str
-    model: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class NoText(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has no text tokens, and {model} attends to text"
-    help: ClassVar[str] = "give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1"
-    clip: str | int
-    model: str
-
-
-@dataclass(frozen=True)
-class TooMuchText(Diagnostic):
-    title: ClassVar[str] = "clip `{clip}` has {found} text tokens, and {model} takes {limit}"
-    help: ClassVar[str] = "correct its `text_tokens`, or raise `text_length`"
-    clip: str | int
-    model: str
-    found: int
-    limit: int
-
-
-@dataclass(frozen=True)
-class WrongLatents(Diagnostic):
-    title: ClassVar[str] = "the latents of clip `{clip}` are {found}, expected {expected}"
-    help: ClassVar[str] = (
-        "encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width"
-    )
-    clip: str | int
-    found: str
-    expected: str
-    frames: int
-    height: int
-    width: int
-
-
-@dataclass(frozen=True)
-class UnreadableLatents(Diagnostic):
-    title: ClassVar[str] = "the latents `{path}` of clip `{clip}` cannot be read: {reason}"
-    help: ClassVar[str] = "a .safetensors file of latents has one tensor named `latents`"
-    path: str
-    clip: str | int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -140,7 +67,10 @@ def constructor(module: str, name: str) -> Any:
     try:
         return getattr(importlib.import_module(module), name)
     except ModuleNotFoundError as error:
-        raise UserError(NoDiffusers(None, error.name or "diffusers")) from None
+        raise user_error(
+            f"this model file needs Diffusers, and `{error.name or 'diffusers'}` is not installed",
+            help="pip install 'diffusers>=0.35' 'transformers>=4.56' sentencepiece",
+        ) from None
 
 
 def configuration(
@@ -155,7 +85,7 @@ def configuration(
         if key not in known:
             near = difflib.get_close_matches(key, known, n=1)
             suggestion = f"did you mean `{near[0]}`?" if near else f"the keys are {', '.join(known)}"
-            raise UserError(UnknownConfigKey(None, model, key, suggestion))
+            raise user_error(f"`{model}` has no configuration key `{key}`", label="no such key", help=suggestion)
     return {**defaults, **laid, **given}
 
 
@@ -164,12 +94,23 @@ def _of_folder(model: str, parameters: Any, named: Mapping[str, Mapping[str, Any
     folder = Path(name)
     if not folder.is_dir() and "/" not in name:
         near = difflib.get_close_matches(name, named, n=1)
-        raise UserError(UnknownModel(None, name, f"did you mean `{near[0]}`?" if near else "", ", ".join(named)))
+        suggestion = f"did you mean `{near[0]}`?" if near else ""
+        raise user_error(
+            f"there is no configuration named `{name}`",
+            label=suggestion,
+            help=f"the names are {', '.join(named)}; or give a folder of pretrained weights, or keywords",
+        )
     config = read_config(model_folder(folder))
     kind = config.get("_class_name")
     if not config or kind not in (None, parameters.__name__):
         reason = f", but a {kind}'s" if config else ""
-        raise UserError(NoConfig(None, name, model, reason))
+        raise user_error(
+            f"{name} has no config.json of a {model} transformer{reason}",
+            help=(
+                "give a folder that `save_pretrained` wrote, of the pipeline or of its transformer; an absolute path "
+                "is there wherever ranks are started"
+            ),
+        )
     return {key: value for key, value in config.items() if not key.startswith("_")}
 
 
@@ -221,10 +162,8 @@ def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
     if tuple(encoded.shape) != shape:
         pixels = [n * p * s for n, p, s in zip(geometry.patches(clip), geometry.patch, geometry.stride, strict=True)]
         frames = pixels[0] - geometry.stride[0] + 1  # a causal VAE makes the first latent frame from one frame
-        raise UserError(
-            WrongLatents(
-                None, clip.name, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
-            )
+        raise wrong_latents_error(
+            clip.name, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
         )
     return encoded
 
@@ -237,9 +176,15 @@ def text_embeddings(clip: VideoClip, model: str, width: int, length: int | None)
     """
     real = clip.text_tokens
     if real < 1:
-        raise UserError(NoText(None, clip.name, model))
+        raise user_error(
+            f"clip `{clip.name}` has no text tokens, and {model} attends to text",
+            help="give the clip a caption (an empty one has 1 token) or `text_tokens` of at least 1",
+        )
     if length is not None and real > length:
-        raise UserError(TooMuchText(None, clip.name, model, real, length))
+        raise user_error(
+            f"clip `{clip.name}` has {real} text tokens, and {model} takes {length}",
+            help="correct its `text_tokens`, or raise `text_length`",
+        )
     if "text" in clip.encoded:
         encoded = clip.encoded["text"]
         real = encoded.shape[1]
@@ -376,5 +321,8 @@ def _precomputed(clip: VideoClip, path: Path, shape: tuple[int, ...]) -> Tensor:
         with safe_open(path, framework="pt") as file:
             stored: Tensor = file.get_tensor("latents").float()
     except (SafetensorError, OSError) as error:
-        raise UserError(UnreadableLatents(None, str(path), clip.name, str(error).splitlines()[0])) from None
+        raise user_error(
+            f"the latents `{path}` of clip `{clip.name}` cannot be read: {str(error).splitlines()[0]}",
+            help="a .safetensors file of latents has one tensor named `latents`",
+        ) from None
     return stored if stored.ndim == 5 else stored[None]

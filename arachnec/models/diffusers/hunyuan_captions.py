@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import UserError
 from arachnec.models.caption_tokens import Tokenization
-from arachnec.models.encoders import NoCaption, TextEncoder
+from arachnec.models.encoders import TextEncoder, no_caption_error
 
 SKIPPED = 2  # layers of the language model, the last ones
 POOLED_TOKENS = 77  # that CLIP sees of every caption
@@ -60,7 +59,7 @@ class PooledEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, POOLED_TOKENS), dtype=torch.int64, device=device)
         if clip.caption is None:
-            raise UserError(NoCaption(None, clip.name))
+            raise no_caption_error(clip.name)
         tokens = self.tokenizer(
             clip.caption, padding="max_length", max_length=POOLED_TOKENS, truncation=True, return_tensors="pt"
         )

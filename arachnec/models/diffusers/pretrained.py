@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.diffusers.hunyuan_captions import PooledEncoder, TemplateEncoder
 from arachnec.models.diffusers.tokenizations import (
@@ -32,36 +31,11 @@ from arachnec.models.initial_weights import INDEX, PIPELINE, read_config, read_j
 LANGUAGE_MODEL_ON_META = (5, 4)  # the first version of transformers whose Llama opens no autocast there
 
 
-@dataclass(frozen=True)
-class NoPipeline(Diagnostic):
-    title: ClassVar[str] = "{folder} is no pipeline's folder: it has no {part}"
-    help: ClassVar[str] = (
-        "give the folder with model_index.json, vae/, text_encoder/ and tokenizer/, by an absolute path"
+def no_pipeline_error(folder: str, part: str) -> UserError:
+    return user_error(
+        f"{folder} is no pipeline's folder: it has no {part}",
+        help="give the folder with model_index.json, vae/, text_encoder/ and tokenizer/, by an absolute path",
     )
-    folder: str
-    part: str
-
-
-@dataclass(frozen=True)
-class OtherPipeline(Diagnostic):
-    title: ClassVar[str] = "how {pipeline} encodes captions is not known here"
-    help: ClassVar[str] = (
-        "known are {known}; write encoders() with a module of your own that has load() and forward(): "
-        "docs/your_model.md"
-    )
-    pipeline: str
-    known: str
-
-
-@dataclass(frozen=True)
-class OlderTransformers(Diagnostic):
-    title: ClassVar[str] = "HunyuanVideo's captions need transformers {least}, and {version} is installed"
-    help: ClassVar[str] = (
-        "pip install -U transformers diffusers peft: memory and time are planned by running the language model without "
-        "values, which older ones cannot"
-    )
-    version: str
-    least: str = ".".join(map(str, LANGUAGE_MODEL_ON_META))
 
 
 def pipeline_encoders(
@@ -80,14 +54,20 @@ def pipeline_encoders(
     """
     folder = Path(folder)
     if not (folder / INDEX).is_file():
-        raise UserError(NoPipeline(None, str(folder), INDEX))
+        raise no_pipeline_error(str(folder), INDEX)
     pipeline = read_json_object(folder / INDEX).get("_class_name")
     if pipeline not in CAPTIONS:
-        raise UserError(OtherPipeline(None, str(pipeline), ", ".join(CAPTIONS)))
+        raise user_error(
+            f"how {pipeline} encodes captions is not known here",
+            help=(
+                f"known are {', '.join(CAPTIONS)}; write encoders() with a module of your own that has load() and "
+                "forward(): docs/your_model.md"
+            ),
+        )
     parts = ("text_encoder_2", "tokenizer_2") if pipeline == "HunyuanVideoPipeline" else ()
     for part in ("vae", "text_encoder", "tokenizer", *parts):
         if not (folder / part).is_dir():
-            raise UserError(NoPipeline(None, str(folder), f"{part}/"))
+            raise no_pipeline_error(str(folder), f"{part}/")
     config = read_config(folder / "vae")
     kind = constructor("diffusers", config["_class_name"])
     encoders = {
@@ -112,7 +92,14 @@ def _cogvideox(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str
 def _hunyuan_video(folder: Path, dtype: torch.dtype, length: int | None) -> dict[str, nn.Module]:
     version = importlib.import_module("transformers").__version__
     if constructor("packaging.version", "Version")(version).release < LANGUAGE_MODEL_ON_META:
-        raise UserError(OlderTransformers(None, version))
+        raise user_error(
+            f"HunyuanVideo's captions need transformers {'.'.join(map(str, LANGUAGE_MODEL_ON_META))}, and {version} "
+            "is installed",
+            help=(
+                "pip install -U transformers diffusers peft: memory and time are planned by running the language "
+                "model without values, which older ones cannot"
+            ),
+        )
     template, rule = importlib.import_module(TEMPLATE).DEFAULT_PROMPT_TEMPLATE, hunyuan_tokens(folder, length)
     text = TemplateEncoder(rule.tokenizer, _text_model(folder, dtype), template["template"], rule.crop, most=rule.most)
     return {"text": text, "pooled": PooledEncoder(tokenizer_of(folder, "_2"), _text_model(folder, dtype, "_2"))}

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from arachnec.checkpoint.trained_predictors import FILE as PREDICTORS
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.decoders import VideoDecoder
 from arachnec.models.diffusers import cogvideox, common, hunyuan_video, wan
 from arachnec.models.diffusers.pretrained import pipeline_encoders
@@ -48,36 +48,6 @@ class Adapter(Protocol):
     @property
     def dtype(self) -> torch.dtype: ...
     def build(self) -> nn.Module: ...
-
-
-@dataclass(frozen=True)
-class NoModels(Diagnostic):
-    title: ClassVar[str] = "a sampler needs one model or two, and has {count}"
-    help: ClassVar[str] = 'name them, the one of high noise first: sampler(large="Wan2.1-T2V-14B", small="...")'
-    count: int
-
-
-@dataclass(frozen=True)
-class OtherLatents(Diagnostic):
-    title: ClassVar[str] = "`{first}` and `{second}` have other {what}: {found}"
-    help: ClassVar[str] = "only models of one latent space can hand a request on: take two {remedy}"
-    first: str
-    second: str
-    what: str
-    found: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class OtherPrediction(Diagnostic):
-    title: ClassVar[str] = "`{model}` predicts `{kind}`, and the scheduler {scheduler} takes `{taken}`"
-    help: ClassVar[str] = (
-        "give the sampler the scheduler of the model's own pipeline, as `scheduler=` or `pipeline=FOLDER`"
-    )
-    model: str
-    kind: str
-    scheduler: str
-    taken: str
 
 
 @dataclass(frozen=True)
@@ -168,14 +138,11 @@ class VideoSampler:
 
     def _pipeline(self) -> Path:
         if self.pipeline is None:
-            raise UserError(NoPipelineFolder(None))
+            raise user_error(
+                "the sampler has no folder with a text encoder and a VAE",
+                help="give it one, as `pipeline=FOLDER`, or leave encoders and decoder out of the file",
+            )
         return self.pipeline
-
-
-@dataclass(frozen=True)
-class NoPipelineFolder(Diagnostic):
-    title: ClassVar[str] = "the sampler has no folder with a text encoder and a VAE"
-    help: ClassVar[str] = "give it one, as `pipeline=FOLDER`, or leave encoders and decoder out of the file"
 
 
 def wan_sampler(
@@ -261,7 +228,10 @@ def _experts(
     """Every model with its folder; ``kind`` is what the family predicts. Raises ``UserError`` where two have not the
     same latents."""
     if not 1 <= len(models) <= 2:
-        raise UserError(NoModels(None, len(models)))
+        raise user_error(
+            f"a sampler needs one model or two, and has {len(models)}",
+            help='name them, the one of high noise first: sampler(large="Wan2.1-T2V-14B", small="...")',
+        )
     experts = {
         name: Expert(make(str(given)), None if given in named else Path(given))
         if isinstance(given, str | Path)
@@ -279,7 +249,10 @@ def _experts(
         for what, (here, there) in facts.items():
             if here != there:
                 alike = "trained with one scheduler" if what == PREDICTION else "of one family's VAE"
-                raise UserError(OtherLatents(None, first, second, what, f"{here} and {there}", alike))
+                raise user_error(
+                    f"`{first}` and `{second}` have other {what}: {here} and {there}",
+                    help=f"only models of one latent space can hand a request on: take two {alike}",
+                )
     return experts
 
 
@@ -293,7 +266,10 @@ def _fitting(experts: Mapping[str, Expert], scheduler: Callable[[], Any], kind: 
     for name, expert in experts.items():
         predicted = _prediction_type(expert.folder) or kind
         if taken is not None and predicted != taken:
-            raise UserError(OtherPrediction(None, name, predicted, type(own).__name__, taken))
+            raise user_error(
+                f"`{name}` predicts `{predicted}`, and the scheduler {type(own).__name__} takes `{taken}`",
+                help="give the sampler the scheduler of the model's own pipeline, as `scheduler=` or `pipeline=FOLDER`",
+            )
     return scheduler
 
 

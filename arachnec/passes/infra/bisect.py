@@ -48,7 +48,7 @@ def first_bad(module: Module, pipeline: Pipeline, good: Predicate = lambda modul
         middle = (low + high) // 2
         low, high = (middle, high) if good(modules[middle]) else (low, middle)
     problems = verify(modules[high])
-    reason = problems[0].text(problems[0].title) if problems else "the predicate fails after it"
+    reason = problems[0].message if problems else "the predicate fails after it"
     return Verdict(low, modules[low], reason)
 
 

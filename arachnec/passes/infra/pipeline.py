@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Mistake, UserError, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.span import Span
 from arachnec.ir.verify import verify
@@ -102,7 +102,10 @@ class Pipeline:
         _demand_order(self.passes)
         level = _demand_levels(self.passes, Module("", begins))
         if level != ends:
-            raise UserError(pipeline_errors.WrongEnd(None, pipeline=str(self), level=level.word, ends=ends.word))
+            raise user_error(
+                f"`{self}` gives a {level.word} module, and this command needs a {ends.word} one",
+                help=f"end it with the pass that gives a {ends.word} module; `arachnec passes` lists them",
+            )
 
     def after(self, index: int) -> Pipeline:
         """What remains from pass ``index`` on, that one included."""
@@ -162,15 +165,27 @@ def _run_one(pipeline: Pipeline, index: int, step: Pass, module: Module, instrum
 def _demand_right(step: Pass, before: Module, after: Module) -> None:
     gives = step.result(before.level)
     if after.level != gives:
-        wrong = pipeline_errors.WrongGivenLevel(
-            None, name=step.name, gives=gives.word, level=after.level.word, word=gives.name
+        wrong = Mistake(
+            None,
+            f"pass `{step.name}` says it gives a {gives.word} module, and gave a {after.level.word} one",
+            help=f"return `dataclasses.replace(module, level=Level.{gives.name}, ...)`",
         )
         raise _blame(step, UserError(wrong))
     if after is before:  # `check` gives back what was verified
         return
     if problems := verify(after):
         count = f"{len(problems)} error{'s' if len(problems) > 1 else ''}"
-        raise _blame(step, UserError(pipeline_errors.BrokenModule(None, name=step.name, count=count), *problems))
+        raise _blame(
+            step,
+            UserError(
+                Mistake(
+                    None,
+                    f"pass `{step.name}` gave a module that is not right: {count}",
+                    help="the errors are listed after this one; `arachnec passes` says what the pass should give",
+                ),
+                *problems,
+            ),
+        )
 
 
 def _blame(step: Pass, error: UserError) -> Exception:
@@ -183,7 +198,12 @@ def _demand_order(passes: Sequence[Pass], spans: Sequence[Span] = ()) -> None:
     names = [step.name for step in passes]
     again = next((i for i, step in enumerate(passes) if step.scope is Scope.MODEL and step.name in names[:i]), None)
     if again is not None:
-        raise UserError(pipeline_errors.RepeatedPass(spans[again] if spans else None, name=names[again]))
+        raise user_error(
+            f"pass `{names[again]}` stands twice, and decides once for the model",
+            label="the second",
+            help="remove one of the two",
+            span=spans[again] if spans else None,
+        )
     late = next(
         (i for i in range(1, len(passes)) if passes[i].scope is Scope.MODEL and passes[i - 1].scope is Scope.ITERATION),
         None,
@@ -191,13 +211,12 @@ def _demand_order(passes: Sequence[Pass], spans: Sequence[Span] = ()) -> None:
     if late is None:
         return
     ordered = sorted(passes, key=lambda step: step.scope is Scope.ITERATION)
-    raise UserError(
-        pipeline_errors.WrongOrder(
-            spans[late] if spans else None,
-            name=passes[late].name,
-            earlier=passes[late - 1].name,
-            ordered=",".join(map(pass_text, ordered)),
-        )
+    raise user_error(
+        f"pass `{passes[late].name}` is of scope `model` and stands after `{passes[late - 1].name}`, of scope "
+        "`iteration`",
+        label="too late",
+        help=f"what is decided once for the model comes first: {','.join(map(pass_text, ordered))}",
+        span=spans[late] if spans else None,
     )
 
 
@@ -207,14 +226,12 @@ def _demand_levels(passes: Sequence[Pass], module: Module) -> Level:
     for step in passes:
         if not step.accepts(level):
             remedy = _remedy(step, level)
-            raise UserError(
-                pipeline_errors.WrongLevel(
-                    module.span if level == module.level else None,
-                    name=step.name,
-                    needs=step.needs.word if step.gives > step.needs else f"{step.needs.word} or later",
-                    level=level.word,
-                    remedy=remedy,
-                )
+            needs = step.needs.word if step.gives > step.needs else f"{step.needs.word} or later"
+            raise user_error(
+                f"pass `{step.name}` needs a {needs} module, and this one is {level.word}",
+                label=f"a {level.word} module",
+                help=remedy,
+                span=module.span if level == module.level else None,
             )
         level = step.result(level)
     return level

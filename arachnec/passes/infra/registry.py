@@ -14,37 +14,17 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, cast
+from typing import cast
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.passes.infra.base import Pass
 
 NO_PASS = ("trace",)  # makes the module that the first pass takes
 ENTRY_POINTS = "arachnec.passes"
 
 
-@dataclass(frozen=True)
-class NoPassFile(Diagnostic):
-    title: ClassVar[str] = "there is no file {path}"
-    help: ClassVar[str] = "--load takes a Python file that defines passes"
-    path: str
-
-
-@dataclass(frozen=True)
-class PassFileFails(Diagnostic):
-    title: ClassVar[str] = "{path} cannot be loaded: {reason}"
-    help: ClassVar[str] = "run it with `python {path}` to see where"
-    path: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class NoPassInFile(Diagnostic):
-    title: ClassVar[str] = "{path} defines no pass"
-    help: ClassVar[str] = (
-        "a pass is a frozen dataclass derived from arachnec.passes.Pass, with `needs`, `gives` and `run`"
-    )
-    path: str
+def pass_file_fails_error(path: str, reason: str) -> UserError:
+    return user_error(f"{path} cannot be loaded: {reason}", help=f"run it with `python {path}` to see where")
 
 
 @dataclass(frozen=True)
@@ -93,22 +73,25 @@ def load_file(path: str | Path, registry: Registry) -> Registry:
     """``registry`` and every pass that the Python file ``path`` defines. Raises UserError."""
     path = Path(path)
     if not path.is_file():
-        raise UserError(NoPassFile(None, path=str(path)))
+        raise user_error(f"there is no file {path}", help="--load takes a Python file that defines passes")
     name = f"arachnec_loaded_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UserError(PassFileFails(None, path=str(path), reason="its name does not end in .py"))
+        raise pass_file_fails_error(path=str(path), reason="its name does not end in .py")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses look their module up there
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise UserError(PassFileFails(None, path=str(path), reason=f"{type(error).__name__}: {error}")) from error
+        raise pass_file_fails_error(path=str(path), reason=f"{type(error).__name__}: {error}") from error
     kinds = [
         kind
         for kind in vars(module).values()
         if inspect.isclass(kind) and issubclass(kind, Pass) and kind.__module__ == name and not inspect.isabstract(kind)
     ]
     if not kinds:
-        raise UserError(NoPassInFile(None, path=str(path)))
+        raise user_error(
+            f"{path} defines no pass",
+            help="a pass is a frozen dataclass derived from arachnec.passes.Pass, with `needs`, `gives` and `run`",
+        )
     return registry.with_passes(*kinds)

@@ -6,12 +6,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import replace
 
 from arachnec.cluster.topology import machines
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Module
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
@@ -24,27 +23,6 @@ TIMES = 16  # as many ranks, and as much memory, is the most that is looked at
 LARGE_NODE = 8  # devices, up to which a lone node may grow; beyond there are more nodes
 
 
-@dataclass(frozen=True)
-class FitsNoRank(Diagnostic):
-    title: ClassVar[str] = "{what} fits no rank: it needs {needed:.1f} GiB, its model included, there are {room:.1f}"
-    label: ClassVar[str] = "too large for this cluster"
-    help: ClassVar[str] = "{remedy}"
-    what: str
-    needed: float
-    room: float
-    remedy: str
-
-
-@dataclass(frozen=True)
-class NotThisWay(Diagnostic):
-    title: ClassVar[str] = "`{policy}` cannot run these requests on {gpus}: {reason}"
-    help: ClassVar[str] = "{remedy}"
-    policy: str
-    gpus: str
-    reason: str
-    remedy: str
-
-
 def fits_no_rank(cascade: Cascade, cost: CostModel, fits: Fits) -> UserError:
     """What is wrong with a request that no number of these ranks holds."""
     rates = Rates(cost)
@@ -54,7 +32,13 @@ def fits_no_rank(cascade: Cascade, cost: CostModel, fits: Fits) -> UserError:
     remedy = _remedy(cost.module, fits, less)
     if room <= 0:
         remedy += f": its model alone has {state:.1f} GiB"
-    return UserError(FitsNoRank(cascade.span, _what(cascade, cost.module), needed + state, room + state, remedy))
+    return user_error(
+        f"{_what(cascade, cost.module)} fits no rank: it needs {needed + state:.1f} GiB, its model included, there "
+        f"are {room + state:.1f}",
+        label="too large for this cluster",
+        help=remedy,
+        span=cascade.span,
+    )
 
 
 def not_this_way(policy: str, cost: CostModel, fits: Fits) -> UserError:
@@ -83,7 +67,10 @@ def not_this_way(policy: str, cost: CostModel, fits: Fits) -> UserError:
         if gpus > 1 and policy in ("search", "two-pools"):
             reason += ", and shared out among the ranks the stages do not fit either"
     other = None if policy == "search" else f"take another policy than `{policy}`"
-    return UserError(NotThisWay(None, policy, counted(gpus, "GPU"), reason, _remedy(cost.module, fits, other)))
+    return user_error(
+        f"`{policy}` cannot run these requests on {counted(gpus, 'GPU')}: {reason}",
+        help=f"{_remedy(cost.module, fits, other)}",
+    )
 
 
 def _what(cascade: Cascade, module: Module) -> str:

@@ -10,22 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 from arachnec.cost.sparse_attention import with_sparse_layers
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, integer
 from arachnec.ir.sampling import asked_branches, forecast_of, models_of, outcomes_of, segment_of, steps_taken
 from arachnec.ir.sampling_rules import is_uncertain
 from arachnec.ir.stage_sizes import is_encoder, most_clips
 from arachnec.ir.values import Attributes
-
-
-@dataclass(frozen=True)
-class NoRequests(Diagnostic):
-    title: ClassVar[str] = "module @{module} has no requests and models to segment"
-    help: ClassVar[str] = "give its clips `steps`, and the module `models`: the stages that denoise"
-    module: str
 
 
 @dataclass(frozen=True)
@@ -83,7 +75,11 @@ def demand_requests(module: Module) -> None:
     asked = all("steps" in clip.attrs for clip in module.clips)
     told = all("steps" in cascade.attrs for cascade in module.cascades if cascade.phase is Phase.DENOISE)
     if not models_of(module) or not module.clips or not asked or not told:
-        raise UserError(NoRequests(module.span, module.name))
+        raise user_error(
+            f"module @{module.name} has no requests and models to segment",
+            help="give its clips `steps`, and the module `models`: the stages that denoise",
+            span=module.span,
+        )
 
 
 def of_first_model(module: Module) -> Module:

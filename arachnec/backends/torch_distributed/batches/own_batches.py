@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 
@@ -24,9 +23,8 @@ from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Mark
 from arachnec.executable.folder import Executable, iteration_of, read_executable, write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, render
+from arachnec.ir.diagnostic import UserError, counted, render, user_error
 from arachnec.ir.nodes import Cluster, Level
-from arachnec.launch.local_ranks import RankTold
 from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.file import ModelFile
 from arachnec.models.given_module import source_of
@@ -35,13 +33,6 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import traced_module
 from arachnec.runtime.agreement import share_text
 from arachnec.runtime.told_batches import ToldBatches, mark_of
-
-
-@dataclass(frozen=True)
-class NothingLeft(Diagnostic):
-    title: ClassVar[str] = "the batches ended after {drawn}, where the checkpoint goes on"
-    help: ClassVar[str] = "what was to be trained is trained; to go on, give a dataset with more batches, or steps=N"
-    drawn: str
 
 
 class _Told(msgspec.Struct, frozen=True):
@@ -72,7 +63,7 @@ def own_executable(
     if source is None:
         told = msgspec.json.decode(share_text(None), type=_Told)
         if told.error is not None:
-            raise UserError(RankTold(None, told.error))
+            raise user_error(told.error)
         for name, text in told.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
@@ -100,7 +91,11 @@ def _compiled(
     start = mark_of(source)
     clips = source.peek()
     if clips is None:
-        raise UserError(NothingLeft(None, counted(-(-source.batches // training.accumulate), "step")))
+        raise user_error(
+            f"the batches ended after {counted(-(-source.batches // training.accumulate), 'step')}, where the "
+            "checkpoint goes on",
+            help="what was to be trained is trained; to go on, give a dataset with more batches, or steps=N",
+        )
     pipeline = Pipeline.parse(compiling.passes)
     pipeline.demand(Level.TRACED, Level.LOWERED)
     held_back = validation_manifest(clips, training)

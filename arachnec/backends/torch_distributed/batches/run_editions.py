@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import torch.distributed as dist
 
 from arachnec.executable.editions import Edition, continued, ordered
 from arachnec.executable.folder import Executable
-from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+from arachnec.ir.diagnostic import user_error, writing
 from arachnec.runtime.agreement import share_text
 
 FILE = "clips.json"
-
-
-@dataclass(frozen=True)
-class DamagedEditions(Diagnostic):
-    title: ClassVar[str] = "{file} cannot be read: {reason}"
-    help: ClassVar[str] = "restore that file; without it the run goes on with the clips of its first manifest alone"
-    file: str
-    reason: str
 
 
 def run_editions(folder: Path | None, executable: Executable, done: int) -> tuple[Edition, ...]:
@@ -39,7 +29,10 @@ def run_editions(folder: Path | None, executable: Executable, done: int) -> tupl
         try:
             before = ordered(msgspec.json.decode(text, type=tuple[Edition, ...]))
         except (msgspec.MsgspecError, RecursionError, ValueError) as error:
-            raise UserError(DamagedEditions(None, str(file), str(error))) from None
+            raise user_error(
+                f"{file} cannot be read: {error}",
+                help="restore that file; without it the run goes on with the clips of its first manifest alone",
+            ) from None
     return continued(before, executable, done)
 
 

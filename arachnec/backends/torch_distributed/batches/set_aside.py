@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import msgspec
 import torch
@@ -19,21 +18,13 @@ from torch import Tensor, nn
 from arachnec.backends.torch_distributed.reporting.report import ClipNote
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import TooFewFrames, UnreadableVideo
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError
 from arachnec.models.encoders import UnreadableClip
 from arachnec.runtime.agreement import gather_text
 
 TOLERANCE = 1e-3  # of a sum of shares
 OF_A_FILE = (UnreadableVideo, TooFewFrames, UnreadableClip)
 NOT_A_NUMBER = "what its encoder gave is not a number"
-
-
-@dataclass(frozen=True)
-class NothingLeft(Diagnostic):
-    title: ClassVar[str] = "no clip of step {step} can be used: {first}"
-    help: ClassVar[str] = "check the paths of the manifest, and that this host can read them"
-    step: int
-    first: str
 
 
 def is_unreadable(error: BaseException) -> bool:
@@ -45,7 +36,7 @@ def is_unreadable(error: BaseException) -> bool:
 
 def reason_of(error: BaseException) -> str:
     if isinstance(error, UserError):
-        return "; ".join(d.reason if isinstance(d, UnreadableClip) else d.text(d.title) for d in error.diagnostics)
+        return "; ".join(d.reason if isinstance(d, UnreadableClip) else d.message for d in error.diagnostics)
     return str(error) or type(error).__name__
 
 

@@ -11,13 +11,12 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import torch.distributed as dist
 from safetensors import SafetensorError
 
-from arachnec.checkpoint.files import FileRecord, ForeignCheckpoint, StoredRuns, fill, stored_runs, write_file
+from arachnec.checkpoint.files import FileRecord, StoredRuns, fill, foreign_checkpoint_error, stored_runs, write_file
 from arachnec.checkpoint.folder import (
     Commit,
     Position,
@@ -31,35 +30,17 @@ from arachnec.checkpoint.folder import (
     write_commit,
 )
 from arachnec.checkpoint.parts import Part, State, part_of, written_by
-from arachnec.ir.diagnostic import Diagnostic, UserError, refused
+from arachnec.ir.diagnostic import UserError, refused, user_error
 from arachnec.runtime.agreement import gather_text
 
 KEPT = 2
 
 
-@dataclass(frozen=True)
-class CheckpointsThere(Diagnostic):
-    title: ClassVar[str] = "{folder} holds checkpoints, the newest of step {steps}"
-    help: ClassVar[str] = "add --resume to go on from it, or give another --checkpoint folder"
-    folder: str
-    steps: int
-
-
-@dataclass(frozen=True)
-class NotWritten(Diagnostic):
-    title: ClassVar[str] = "rank {rank} could not write the checkpoint: {reason}"
-    help: ClassVar[str] = (
-        "make space, or give a --checkpoint folder on another disk; --resume goes on from the one before"
+def not_written_error(rank: int, reason: str) -> UserError:
+    return user_error(
+        f"rank {rank} could not write the checkpoint: {reason}",
+        help="make space, or give a --checkpoint folder on another disk; --resume goes on from the one before",
     )
-    rank: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class EarlierFormat(Diagnostic):
-    title: ClassVar[str] = "{folder} holds checkpoints of an earlier version"
-    help: ClassVar[str] = "convert them once: arachnec convert-checkpoint BUILD {folder}"
-    folder: str
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -129,7 +110,7 @@ class Checkpoints:
                 problem = (0, _reason(error))
         first = gather_text(msgspec.json.encode(problem).decode())[0]
         if (told := msgspec.json.decode(first, type=tuple[int, str] | None)) is not None:
-            raise UserError(NotWritten(None, *told))
+            raise not_written_error(*told)
 
 
 def save(folder: Path, state: State, position: Position, keep: int = KEPT) -> None:
@@ -160,7 +141,10 @@ def newest(folder: Path) -> Whole | None:
     path = _newest_intact(folder)
     if path is None:
         if earlier_format(folder):
-            raise UserError(EarlierFormat(None, str(folder)))
+            raise user_error(
+                f"{folder} holds checkpoints of an earlier version",
+                help=f"convert them once: arachnec convert-checkpoint BUILD {folder}",
+            )
         return None
     commit = read_commit(path)
     assert commit is not None
@@ -183,7 +167,7 @@ def restore(whole: Whole, state: State, wanted: Position) -> None:
     checkpoint of another model, of other batches of clips, of steps of other batches, another seed or count of clips.
     """
     if difference := _difference(whole.position, wanted):
-        raise UserError(ForeignCheckpoint(None, str(whole.path), difference))
+        raise foreign_checkpoint_error(str(whole.path), difference)
     parts: dict[str, Part] = {name: part_of(value) for name, value in state.items()}
     fill(whole.path, [record.name for record in whole.commit.files], parts)
 
@@ -197,7 +181,10 @@ def demand_empty(folder: Path) -> None:
     """A run that does not resume must not write among the checkpoints of another. Raises ``UserError``."""
     if whole := committed(folder):
         commit = read_commit(whole[0])
-        raise UserError(CheckpointsThere(None, str(folder), commit.position.steps if commit else 0))
+        raise user_error(
+            f"{folder} holds checkpoints, the newest of step {commit.position.steps if commit else 0}",
+            help="add --resume to go on from it, or give another --checkpoint folder",
+        )
 
 
 def demand_own(folder: Path, model: str, seed: int, accumulate: int) -> None:
@@ -208,7 +195,7 @@ def demand_own(folder: Path, model: str, seed: int, accumulate: int) -> None:
         return
     wanted = msgspec.structs.replace(commit.position, model=model, seed=seed, accumulate=accumulate)
     if difference := _difference(commit.position, wanted):
-        raise UserError(ForeignCheckpoint(None, str(whole[0]), difference))
+        raise foreign_checkpoint_error(str(whole[0]), difference)
 
 
 def _newest_intact(folder: Path) -> Path | None:
@@ -253,4 +240,4 @@ def _write(path: Path, parts: dict[str, Part]) -> _Written:
 
 def _reason(error: OSError) -> str:
     diagnostic = refused(error)
-    return diagnostic.text(diagnostic.title) if diagnostic is not None else str(error)
+    return diagnostic.message if diagnostic is not None else str(error)

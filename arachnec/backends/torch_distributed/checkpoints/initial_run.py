@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import msgspec
 import torch.distributed as dist
@@ -17,32 +15,10 @@ from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.checkpoint.parts import AVERAGE, IN_USE
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.initial_weights import ENCODER_FOLDERS, config_differences, encoder_folder, model_folder
 from arachnec.models.weight_files import weight_files
 from arachnec.runtime.agreement import gather_text
-
-
-@dataclass(frozen=True)
-class AverageEnds(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} has averages of the weights (ema), and this run would keep none"
-    help: ClassVar[str] = (
-        "give the decay that they were made with, such as --ema 0.999; or --ema 0 to end them here: `arachnec export "
-        "--ema` writes them before"
-    )
-    folder: str
-
-
-@dataclass(frozen=True)
-class OtherOptimizer(Diagnostic):
-    title: ClassVar[str] = "the checkpoint {folder} has the state of {kept}, and this run would update with {own}"
-    help: ClassVar[str] = (
-        "resume with {kept}, by `optimizer.name` or the model file's `optimizer`; or start anew: `arachnec export` "
-        "writes the weights, for --init and another --checkpoint folder"
-    )
-    folder: str
-    kept: str
-    own: str
 
 
 def frozen_fingerprint(init: Path | None, context: RankContext) -> str:
@@ -95,7 +71,13 @@ def demand_average_goes_on(whole: checkpoint.Whole, training: Training, options:
         return
     standing = msgspec.structs.replace(training, ema=0.5)
     if options.training(standing).ema:
-        raise UserError(AverageEnds(None, str(whole.path)))
+        raise user_error(
+            f"the checkpoint {whole.path} has averages of the weights (ema), and this run would keep none",
+            help=(
+                "give the decay that they were made with, such as --ema 0.999; or --ema 0 to end them here: `arachnec "
+                "export --ema` writes them before"
+            ),
+        )
     events.emit(report.Note(f"the averages of the weights (ema) end with {whole.path}: this run keeps none"))
 
 
@@ -106,7 +88,13 @@ def demand_same_optimizer(whole: checkpoint.Whole, own: str) -> None:
     """
     kept = whole.position.optimizer
     if isinstance(kept, str) and kept != own:
-        raise UserError(OtherOptimizer(None, str(whole.path), kept, own))
+        raise user_error(
+            f"the checkpoint {whole.path} has the state of {kept}, and this run would update with {own}",
+            help=(
+                f"resume with {kept}, by `optimizer.name` or the model file's `optimizer`; or start anew: `arachnec "
+                "export` writes the weights, for --init and another --checkpoint folder"
+            ),
+        )
 
 
 def kinds_left(stored: Iterable[str], kept: Iterable[str]) -> str | None:

@@ -12,7 +12,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 import torch
@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from arachnec.backends.torch_distributed.executor.side_by_side import own_part
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module
 from arachnec.models.clip_errors import shown_clips
 from arachnec.runtime.agreement import gather_text
@@ -29,19 +29,6 @@ from arachnec.runtime.agreement import gather_text
 BITS = 0xFFFFFF  # of a digest: a sum over all ranks and clips is exact in fp64
 Makers = Mapping[tuple[int, ...], tuple[int, ...]]  # by clips the ranks that make a batch of them
 Digest = tuple[int, int]  # of the processor and of what encoders gave, and of the batch
-
-
-@dataclass(frozen=True)
-class BatchesDiffer(Diagnostic):
-    title: ClassVar[str] = "rank {other} and rank {rank} share {clips} in step {step}, and made other batches of it"
-    help: ClassVar[str] = (
-        "`sample` draws random numbers that are not its generator's: draw them as torch.randn(shape, "
-        "generator=generator), and nothing by randn_like, random or numpy; all ranks of a clip must draw the same"
-    )
-    clips: str
-    step: int
-    other: int
-    rank: int
 
 
 def digest_of(encoded: Mapping[str, Tensor], batch: Any) -> Digest:
@@ -111,4 +98,12 @@ def demand_equal_batches(
             digest = by_rank[rank].get(key)
             first = rank if digest is None else firsts.setdefault(digest[0], rank)
             if digest != by_rank[first].get(key):
-                raise UserError(BatchesDiffer(None, shown_clips([clips[clip] for clip in key]), step, first, rank))
+                raise user_error(
+                    f"rank {first} and rank {rank} share {shown_clips([clips[clip] for clip in key])} in step {step}, "
+                    "and made other batches of it",
+                    help=(
+                        "`sample` draws random numbers that are not its generator's: draw them as torch.randn(shape, "
+                        "generator=generator), and nothing by randn_like, random or numpy; all ranks of a clip must "
+                        "draw the same"
+                    ),
+                )

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -24,12 +24,11 @@ from arachnec.cluster.resize import cluster_for
 from arachnec.cluster.topology import with_measured, with_slowdowns
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of, read_executable
-from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.diagnostic import UserError, render, user_error
 from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
-from arachnec.launch.local_ranks import RankTold
 from arachnec.launch.planner_process import PlannerProcess, answering
 from arachnec.passes.annotate import Annotate
 
@@ -38,20 +37,6 @@ if TYPE_CHECKING:
     from arachnec.passes.infra.pipeline import Pipeline
 
 PLANNER = "arachnec.backends.torch_distributed.plans.background_planner"
-
-
-@dataclass(frozen=True)
-class PlannerDied(Diagnostic):
-    title: ClassVar[str] = "the planning process ended with exit code {code} before it answered"
-    help: ClassVar[str] = "its own output above says more"
-    code: int
-
-
-@dataclass(frozen=True)
-class PlanningFailed(Diagnostic):
-    title: ClassVar[str] = "iteration {iteration} has no plan\n{message}"
-    iteration: int
-    message: str
 
 
 class PlannedClip(msgspec.Struct, frozen=True):
@@ -202,11 +187,14 @@ class BackgroundPlanner:
             answer = self._answers.pop(key, None)
             self._asked.discard(key)
         if answer is None:
-            raise UserError(PlannerDied(None, self._process.process.wait()))
+            raise user_error(
+                f"the planning process ended with exit code {self._process.process.wait()} before it answered",
+                help="its own output above says more",
+            )
         if answer.refused is not None:
-            raise UserError(RankTold(None, answer.refused.removeprefix("error: ")))
+            raise user_error(answer.refused.removeprefix("error: "))
         if answer.text is None:
-            raise UserError(PlanningFailed(None, question.iteration, answer.error or ""))
+            raise user_error(f"iteration {question.iteration} has no plan\n{answer.error or ''}")
         return answer.text
 
     def close(self) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from arachnec.analysis.memory import high_water
 from arachnec.analysis.uses import Values
 from arachnec.backends.cascade_step import build_model
@@ -12,27 +9,12 @@ from arachnec.backends.torch_distributed.weights.shared_weights import META
 from arachnec.cluster.topology import machines, node_of
 from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import more_state
 
 OF_STATE = ("dtype", "ema", "optimizer", "groups")
-
-
-@dataclass(frozen=True)
-class NoRoom(Diagnostic):
-    title: ClassVar[str] = (
-        "the options of this run take {more:.2f} GiB more than was proved: rank {rank} has {free:.2f} GiB left"
-    )
-    help: ClassVar[str] = (
-        "compile again with the same --train and --set, so that the plan leaves room for them; "
-        "the executable was compiled for {compiled}"
-    )
-    more: float
-    rank: int
-    free: float
-    compiled: str
 
 
 def state_beyond_plan(executable: Executable, model_file: ModelFile, training: Training) -> float:
@@ -53,4 +35,11 @@ def demand_room(module: Module, more: float) -> None:
         free = nodes[node_of(module.cluster, program.rank)].memory - high_water(values, program).total
         if free < more:
             dtypes = ", ".join(str(stage.attrs.get("dtype")) for stage in module.stages if stage.trained)
-            raise UserError(NoRoom(None, more, program.rank, free, dtypes))
+            raise user_error(
+                f"the options of this run take {more:.2f} GiB more than was proved: rank {program.rank} has "
+                f"{free:.2f} GiB left",
+                help=(
+                    "compile again with the same --train and --set, so that the plan leaves room for them; the "
+                    f"executable was compiled for {dtypes}"
+                ),
+            )

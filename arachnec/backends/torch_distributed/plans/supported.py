@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import ClassVar
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.head_density import layer_densities
@@ -15,9 +14,9 @@ from arachnec.ir.nodes import STAGE_OPS, Instruction, Module, Phase, Program
 
 @dataclass(frozen=True)
 class NotExecutable(Diagnostic):
-    title: ClassVar[str] = "`{op} %{target}` cannot be executed by this back end: {reason}"
-    label: ClassVar[str] = "in the program of rank {rank}"
-    help: ClassVar[str] = "`arachnec simulate` runs it; `arachnec run` takes {known}"
+    title = "`{op} %{target}` cannot be executed by this back end: {reason}"
+    label = "in the program of rank {rank}"
+    help = "`arachnec simulate` runs it; `arachnec run` takes {known}"
     op: str
     target: str
     reason: str
@@ -27,17 +26,17 @@ class NotExecutable(Diagnostic):
 
 @dataclass(frozen=True)
 class SeveralTrainedStages(Diagnostic):
-    title: ClassVar[str] = "this back end trains a model as one stage or cut by `stages`, and {stages} are trained"
-    label: ClassVar[str] = "the second one"
-    help: ClassVar[str] = "`arachnec simulate` runs the plan; for `arachnec run` make the whole model one trained stage"
+    title = "this back end trains a model as one stage or cut by `stages`, and {stages} are trained"
+    label = "the second one"
+    help = "`arachnec simulate` runs the plan; for `arachnec run` make the whole model one trained stage"
     stages: str
 
 
 @dataclass(frozen=True)
 class SparseCannotRun(Diagnostic):
-    title: ClassVar[str] = "{what} attends to chosen keys, which this back end cannot do {how}"
-    label: ClassVar[str] = "planned so here"
-    help: ClassVar[str] = "`arachnec simulate` runs the plan; for `arachnec run` {remedy}"
+    title = "{what} attends to chosen keys, which this back end cannot do {how}"
+    label = "planned so here"
+    help = "`arachnec simulate` runs the plan; for `arachnec run` {remedy}"
     what: str
     how: str
     remedy: str

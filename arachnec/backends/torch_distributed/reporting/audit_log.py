@@ -8,28 +8,18 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import msgspec
 
 from arachnec.backends.torch_distributed.reporting.report import ClipNote
-from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+from arachnec.ir.diagnostic import user_error, writing
 
 FOLDER = "audit"
 VALIDATION = "validation.jsonl"  # beside the epochs: a line for each time that the run was validated
 Line = TypeVar("Line")
 STEPS_OF_A_FILE = 1000  # where batches come from outside, and there are no epochs
-
-
-@dataclass(frozen=True)
-class DamagedAuditLog(Diagnostic):
-    title: ClassVar[str] = "line {line} of the audit log {file} cannot be read: {reason}"
-    help: ClassVar[str] = "restore that file, or move it away: the log then names no clips of the steps in it"
-    file: str
-    line: int
-    reason: str
 
 
 class AuditLine(msgspec.Struct, frozen=True):
@@ -118,7 +108,10 @@ def _decoded(file: Path, kind: type[Line]) -> Iterator[Line]:
         try:
             yield msgspec.json.decode(text, type=kind)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise UserError(DamagedAuditLog(None, str(file), number, str(error))) from None
+            raise user_error(
+                f"line {number} of the audit log {file} cannot be read: {error}",
+                help="restore that file, or move it away: the log then names no clips of the steps in it",
+            ) from None
 
 
 def _keep(file: Path, lines: Sequence[AuditLine | ValidationLine]) -> None:

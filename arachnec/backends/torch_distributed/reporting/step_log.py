@@ -11,26 +11,18 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 
 from arachnec.backends.torch_distributed.reporting.report import StepReport
 from arachnec.executable.folder import demand_folder
 from arachnec.executable.training_options import Logging, Training
-from arachnec.ir.diagnostic import Diagnostic, UserError, writing
+from arachnec.ir.diagnostic import user_error, writing
 
 Told = Callable[[int, Mapping[str, float]], None]
 LONGEST_LINE = 2**16  # bytes
 NO_METRICS = ("step", "iteration", "event")
-
-
-@dataclass(frozen=True)
-class NotInstalled(Diagnostic):
-    title: ClassVar[str] = "`logging.{key}` needs the package `{package}`, which is not installed"
-    help: ClassVar[str] = "pip install {package}, or leave the key out"
-    key: str
-    package: str
 
 
 @dataclass
@@ -122,4 +114,7 @@ def _package(module: str, package: str, key: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        raise UserError(NotInstalled(None, key, package)) from None
+        raise user_error(
+            f"`logging.{key}` needs the package `{package}`, which is not installed",
+            help=f"pip install {package}, or leave the key out",
+        ) from None

@@ -7,26 +7,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
 import msgspec
 
 from arachnec.backends.torch_distributed.reporting.report import ClipNote
-from arachnec.ir.diagnostic import Diagnostic
 from arachnec.runtime.agreement import gather_text
-
-
-@dataclass(frozen=True)
-class TooManySkipped(Diagnostic):
-    title: ClassVar[str] = "training has diverged: steps {first} to {step} were skipped. In the last, {cause}"
-    help: ClassVar[str] = (
-        "check that sample() and loss() give finite numbers, lower --lr, and go on from a checkpoint with --resume; "
-        "--max-skipped lets more steps in a row be skipped"
-    )
-    first: int
-    step: int
-    cause: str
 
 
 def notes_of_clips(own: Sequence[str | int]) -> list[ClipNote]:

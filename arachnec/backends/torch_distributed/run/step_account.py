@@ -5,44 +5,24 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
 
 import msgspec
 import torch
 
-from arachnec.backends.torch_distributed.batches.set_aside import NothingLeft, notes_of_left_out
+from arachnec.backends.torch_distributed.batches.set_aside import notes_of_left_out
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.executor.shared_batches import demand_equal_batches, difference
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, ValidationLine
-from arachnec.backends.torch_distributed.run.skipped_steps import TooManySkipped, cause_of_skip, notes_of_clips
+from arachnec.backends.torch_distributed.run.skipped_steps import cause_of_skip, notes_of_clips
 from arachnec.cluster.topology import slowdowns_of
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.optimizers.schedules import is_rate
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Interval
 from arachnec.runtime.slow_ranks import SlowRanks
-
-
-@dataclass(frozen=True)
-class RatesDiffer(Diagnostic):
-    title: ClassVar[str] = "in step {step} the learning rate is {own:g} on rank {rank} and {first:g} on rank {other}"
-    help: ClassVar[str] = "the copies of the model drift apart: set the same rates and schedule on every rank"
-    step: int
-    rank: int
-    own: float
-    other: int
-    first: float
-
-
-@dataclass(frozen=True)
-class NoRate(Diagnostic):
-    title: ClassVar[str] = "in step {step} the learning rate is {rate:g}"
-    help: ClassVar[str] = "set rates that are numbers of at least 0; this step is in no checkpoint"
-    step: int
-    rate: float
 
 
 @dataclass(frozen=True)
@@ -167,7 +147,13 @@ class StepAccount:
 
     def _tell_skipped(self, step: int, cause: str) -> None:
         if self._skipped >= self.most_skipped:
-            raise UserError(TooManySkipped(None, step - self._skipped + 1, step, cause))
+            raise user_error(
+                f"training has diverged: steps {step - self._skipped + 1} to {step} were skipped. In the last, {cause}",
+                help=(
+                    "check that sample() and loss() give finite numbers, lower --lr, and go on from a checkpoint with "
+                    "--resume; --max-skipped lets more steps in a row be skipped"
+                ),
+            )
         events.emit(report.Note(f"step {step} is skipped, no parameter has changed: {cause}"))
 
 
@@ -177,10 +163,16 @@ def demand_equal_rates(step: int, rates: Sequence[Sequence[float]]) -> None:
     first: dict[float, tuple[int, float]] = {}
     for rank, (group, rate) in enumerate(rates):
         if group >= 0 and not is_rate(rate):
-            raise UserError(NoRate(None, step, rate))
+            raise user_error(
+                f"in step {step} the learning rate is {rate:g}",
+                help="set rates that are numbers of at least 0; this step is in no checkpoint",
+            )
         other, expected = first.setdefault(group, (rank, rate))
         if group >= 0 and not math.isclose(rate, expected, rel_tol=1e-6):
-            raise UserError(RatesDiffer(None, step, rank, rate, other, expected))
+            raise user_error(
+                f"in step {step} the learning rate is {rate:g} on rank {rank} and {expected:g} on rank {other}",
+                help="the copies of the model drift apart: set the same rates and schedule on every rank",
+            )
 
 
 def loss_of_step(batches: Sequence[AuditLine]) -> float | None:
@@ -204,5 +196,8 @@ def _left_out(context: RankContext, own: Iteration, run: Run) -> list[report.Cli
         events.emit(report.Note(told))
     if round(total) >= len(own.module.clips):
         first = notes[0]
-        raise UserError(NothingLeft(None, own.step, f"clip {names.get(first.clip, first.clip)}: {first.reason}"))
+        raise user_error(
+            f"no clip of step {own.step} can be used: clip {names.get(first.clip, first.clip)}: {first.reason}",
+            help="check the paths of the manifest, and that this host can read them",
+        )
     return notes

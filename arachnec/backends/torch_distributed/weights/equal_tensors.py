@@ -4,31 +4,29 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import zip_longest
-from typing import ClassVar
 
 import msgspec
 import torch.distributed as dist
 from torch import nn
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.runtime.agreement import gather_text, share_text
 
 Row = tuple[str, tuple[int, ...], str]
 """Name, shape and precision of a tensor."""
 
 
-@dataclass(frozen=True)
-class TensorsDiffer(Diagnostic):
-    title: ClassVar[str] = "rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}"
-    help: ClassVar[str] = (
-        "give every rank the same folder, options and versions of Python, torch and libraries; and have the model file "
-        "make the same tensors on the meta device, where all but rank 0 build, as on the CPU"
+def tensors_differ_error(rank: int, own: str, first: str) -> Mistake:
+    return Mistake(
+        None,
+        f"rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}",
+        help=(
+            "give every rank the same folder, options and versions of Python, torch and libraries; and have "
+            "the model file make the same tensors on the meta device, where all but rank 0 build, as on the "
+            "CPU"
+        ),
     )
-    rank: int
-    own: str
-    first: str
 
 
 def demand_equal_tensors(modules: Mapping[str, nn.Module]) -> None:
@@ -47,7 +45,7 @@ def demand_equal_tensors(modules: Mapping[str, nn.Module]) -> None:
     pairs = ((own, first) for own, first in zip_longest(rows, rank_0) if own != first)
     told = gather_text(msgspec.json.encode([*map(_shown, next(pairs, (None, None)))]).decode())
     others = [(rank, msgspec.json.decode(row, type=tuple[str, str])) for rank, row in enumerate(told)]
-    raise UserError(*(TensorsDiffer(None, rank, *pair) for rank, pair in others if digests[rank] != digests[0]))
+    raise UserError(*(tensors_differ_error(rank, *pair) for rank, pair in others if digests[rank] != digests[0]))
 
 
 def _shown(row: Row | None) -> str:

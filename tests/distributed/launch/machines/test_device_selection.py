@@ -105,7 +105,7 @@ def cluster(device: str = "h100-80g", memory: float = 79.0, **more: Any) -> Clus
 def message(records: Sequence[DeviceRecord], planned: Cluster | None = None) -> str:
     with pytest.raises(UserError) as caught:
         check_devices(records, planned)
-    return "\n".join(d.text(d.title) + "\n" + d.text(d.help) for d in caught.value.diagnostics)
+    return "\n".join(d.message + "\n" + d.text(d.help) for d in caught.value.diagnostics)
 
 
 @pytest.mark.parametrize(("node", "index"), [(whole, 5), (one_each, 0)])

@@ -19,10 +19,9 @@ from arachnec.backends.torch_distributed.plans import step_plans
 from arachnec.backends.torch_distributed.plans.background_planner import BackgroundPlanner, Question
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_file
-from arachnec.launch.local_ranks import RankTold
 from arachnec.runtime.agreement import agree
 from tests.distributed.executor_cases import (
     RUNS,
@@ -148,7 +147,7 @@ def test_the_check_of_the_launcher_is_made_while_ranks_start_and_what_it_finds_l
     options = RunOptions(steps=1, checkpoint=kept)
 
     def finds_something(program: Module) -> str:
-        raise UserError(RankTold(None, "the program computes something else"))
+        raise user_error("the program computes something else")
 
     before = sorted(folder.iterdir())
     with pytest.raises(UserError, match="the program computes something else"):

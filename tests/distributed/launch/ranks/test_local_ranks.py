@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.launch.ending import failure_of, read_failure, record_failure
-from arachnec.launch.local_ranks import RanksStopped, RankStayed, RankTold, launch
+from arachnec.launch.local_ranks import RanksStopped, RankStayed, launch
 from tests.house.test_house import ROOT
 
 ENDING = "tests.distributed.launch.ranks.ending_worker"
@@ -80,7 +80,7 @@ def ignored(event: bytes) -> None:
 
 
 def test_a_failure_is_told_through_a_file_without_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    failure = failure_of(UserError(RankTold(None, "a mistake")))
+    failure = failure_of(user_error("a mistake"))
     with tempfile.TemporaryFile() as file:
         monkeypatch.setenv("ARACHNEC_ERROR_FD", str(file.fileno()))
         assert read_failure(file.fileno()) is None
