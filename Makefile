@@ -6,6 +6,8 @@ PIP := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-c
 READY := $(VENV)/.ready
 PART ?=
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+# Tests that start ranks wait for them: three at a time keep two cores busy.
+AT_ONCE := -n 3
 # Dozens of processes import the same sources: they are compiled once, whatever the environment says.
 export PYTHONDONTWRITEBYTECODE :=
 
@@ -35,13 +37,13 @@ demo-generate: $(READY) ## train a tiny pair of models on clips of real videos, 
 	$(BIN)/python -m examples.generate.run
 
 test: $(READY) ## the tests, but for more cases of the same rules; `make test PART=solver`: those of one part
-	$(PYTEST) -n 2 -m "not slow" $(addprefix tests/,$(PART))
+	$(PYTEST) $(AT_ONCE) -m "not slow" $(addprefix tests/,$(PART))
 
 test-all: $(READY) ## every test that this machine can run, the slow ones too; `make test-all PART=solver`
-	$(PYTEST) -n 2 $(addprefix tests/,$(PART))
+	$(PYTEST) $(AT_ONCE) $(addprefix tests/,$(PART))
 
 fuzz: $(READY) ## the properties with 1000 drawn cases each, for minutes; `make fuzz PART=ir`: those of one part
-	$(PYTEST) -n 2 --hypothesis-profile=long --timeout=3600 -m hypothesis $(addprefix tests/,$(PART))
+	$(PYTEST) $(AT_ONCE) --hypothesis-profile=long --timeout=3600 -m hypothesis $(addprefix tests/,$(PART))
 
 parts: ## the parts that can be tested alone
 	@find tests -name 'test_*.py' -exec dirname {} + | cut -d/ -f2- | sort -u

@@ -1,9 +1,8 @@
 """Z3 on windows of a schedule: the best order of up to 64 actions that follow each other, all others kept, proved.
 
-A window is everything that begins in a span of time. For every two of its actions on one rank a boolean says which is
-first; starts are integers; what a rank holds when a forward begins is a pseudo-Boolean sum over those booleans. Before
-and behind the window stand the heads and tails that the rest of the schedule leaves. Where the window is the whole
-schedule, the proof is that of the optimum.
+A window is everything that begins in a span of time: jobs of ``solver.z3_proof``, each on its rank. What a rank holds
+when a forward begins is a sum over which of two actions is first. Before and behind the window stand the heads and
+tails that the rest of the schedule leaves. Where the window is the whole schedule, the proof is that of the optimum.
 
 Whole numbers are taken as they are; other times are rounded to a millionth of the makespan first, and it is of the
 rounded times that anything is proved. Queues on links are not modelled: they only lengthen a schedule, and one is only
@@ -17,15 +16,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import z3
-
 from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, Kind, PipelineSchedule
 from arachnec.pipelining.evaluate import Evaluation, StageTimes, Table, evaluate
 from arachnec.pipelining.held import held
 from arachnec.pipelining.order_bound import one_rank_bound
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.solver.problem import Effort
-from arachnec.solver.z3_question import Answer, Question, true
+from arachnec.solver.z3_proof import Answer, Boolean, Model
 
 LARGEST_WINDOW = 64
 TICKS = 1_000_000  # of a makespan that is no whole number
@@ -89,12 +86,11 @@ def _solve(
     """The window's actions in better orders until the effort is spent; and whether there is provably no better one."""
     while True:
         window = _window(schedule, evaluation, first, size)
-        question = Question()
-        model = _Model(problem, schedule, evaluation, window, question.begin(effort, seed))
-        answer = question.check(model.solver)
+        question = _Question(problem, schedule, evaluation, window, seed)
+        answer = question.check(effort)
         if answer is not Answer.POSSIBLE:
             return schedule, evaluation, answer is Answer.IMPOSSIBLE
-        better = model.schedule(model.solver.model())
+        better = question.schedule()
         after = evaluate(better, problem.times)
         fits = all(a <= b for a, b in zip(held(better, problem.saved), problem.limits, strict=True))
         if not fits or after.makespan >= evaluation.makespan:  # better only without queues
@@ -117,8 +113,8 @@ def _window(schedule: PipelineSchedule, evaluation: Evaluation, first: int, size
     return ranges
 
 
-class _Model:
-    """The question whether the window's actions have an order with a makespan of at least one tick less."""
+class _Question(Model):
+    """Whether the window's actions have an order with a makespan of at least one tick less."""
 
     def __init__(
         self,
@@ -126,25 +122,27 @@ class _Model:
         schedule: PipelineSchedule,
         evaluation: Evaluation,
         window: list[range],
-        solver: z3.Solver,
+        seed: int,
     ) -> None:
-        self.problem, self.given, self.window, self.solver = problem, schedule, window, solver
+        self.problem, self.given, self.window = problem, schedule, window
         self.inside = [[order[k] for k in own] for order, own in zip(schedule.orders, window, strict=True)]
         flat = [action for own in self.inside for action in own]
-        self.start = {action: z3.Int(f"s{action}", solver.ctx) for action in flat}
-        self.before: dict[tuple[Action, Action], z3.BoolRef] = {}
+        super().__init__(len(flat), seed)
+        self.number = {action: number for number, action in enumerate(flat)}
+        self.before: dict[tuple[Action, Action], Boolean] = {}
         self.heads, self.tails = self._surroundings(evaluation)
         self.horizon = evaluation.makespan - 1
         for action in flat:
-            solver.add(self.start[action] >= self.heads[action])
-            solver.add(self.start[action] + self._length(action) + self.tails[action] <= self.horizon)
+            j = self.number[action]
+            self.require(self.end[j] == self.start[j] + self._length(action))
+            self.require(self.start[j] >= self.heads[action])
+            self.require(self.end[j] <= self.horizon - self.tails[action])
             needed, delay = self._needed(action)
-            if needed in self.start:
-                ready = self.start[needed] + self._length(needed) + delay
-                solver.add(self.start[action] >= ready)
+            if needed in self.number:
+                self.require(self.start[j] >= self.end[self.number[needed]] + delay)
         for rank, own in enumerate(self.inside):
             if one_rank_bound([(self.heads[a], self._length(a), self.tails[a]) for a in own]) > self.horizon:
-                solver.add(z3.BoolVal(False, solver.ctx))
+                self.require(False)
             self._order(own)
             self._memory(rank, own)
 
@@ -186,10 +184,10 @@ class _Model:
             order, places = self.given.orders[rank], self.window[rank]
             for action in own:
                 needed, delay = self._needed(action)
-                ready = end[needed] + delay if needed in end and needed not in self.start else 0
+                ready = end[needed] + delay if needed in end and needed not in self.number else 0
                 heads[action] = max(ready, evaluation.end[rank][places.start - 1] if places.start else 0)
                 tail = behind[order[places.stop]] if places.stop < len(order) else 0
-                later = [delay + behind[n] for n, delay in needing.get(action, []) if n not in self.start]
+                later = [delay + behind[n] for n, delay in needing.get(action, []) if n not in self.number]
                 tails[action] = max([tail, *later])
         # along what is needed inside the window
         for action in sorted(heads, key=end.__getitem__):
@@ -222,14 +220,12 @@ class _Model:
     def _order(self, own: Sequence[Action]) -> None:
         """One action at a time. Pairs whose order is known, or which could not end in time the other way, are fixed."""
         for a, b in combinations(own, 2):
-            first = z3.Bool(f"{a}<{b}", self.solver.ctx)
-            self.before[a, b], self.before[b, a] = first, z3.Not(first)
+            self.before[a, b], self.before[b, a] = self.apart(self.number[a], self.number[b])
             same = (a.stage, a.micro_batch) == (b.stage, b.micro_batch)
-            for earlier, later, holds in ((a, b, first), (b, a, z3.Not(first))):
+            for earlier, later in ((a, b), (b, a)):
                 between = self._length(earlier) + self._length(later)
                 if self.heads[later] + between + self.tails[earlier] > self.horizon or (same and earlier == a):
-                    self.solver.add(holds)
-                self.solver.add(z3.Implies(holds, self.start[later] >= self.start[earlier] + self._length(earlier)))
+                    self.require(self.before[earlier, later])
 
     def _memory(self, rank: int, own: Sequence[Action]) -> None:
         """When a forward begins, it and what is held by others is within the limit."""
@@ -249,19 +245,20 @@ class _Model:
                 else:  # held unless released before
                     sizes.append((self.before[action, other], size))
                     room += size
-            if sum(size for _, size in sizes) > room:
-                self.solver.add(z3.PbLe(sizes, room) if room >= 0 else z3.BoolVal(False, self.solver.ctx))
+            if room < 0:
+                self.require(False)
+            elif sum(size for _, size in sizes) > room:
+                self.at_most(sizes, room)
 
     def _size(self, action: Action) -> int:
         return math.ceil(self.problem.saved[action.stage][action.micro_batch])
 
-    def schedule(self, model: z3.ModelRef) -> PipelineSchedule:
-        """The orders that the model says."""
+    def schedule(self) -> PipelineSchedule:
+        """The orders of the starts that were found."""
+        starts = self.starts()
         orders = []
         for rank, own in enumerate(self.inside):
-            ranked = sorted(
-                own, key=lambda a: sum(b != a and true(model, self.before[b, a]) for b in self.inside[rank])
-            )
+            ranked = sorted(own, key=lambda action: starts[self.number[action]])
             order, places = self.given.orders[rank], self.window[rank]
             orders.append((*order[: places.start], *ranked, *order[places.stop :]))
         return PipelineSchedule(tuple(orders))

@@ -20,7 +20,7 @@ TRIES = 400  # orders of entry that are looked at for each replica, at most
 DECODED = 400_000  # actions in the orders that are looked at for all replicas
 DECODED_QUICKLY = 20_000  # the same for a comparison: a tenth of a second
 WINDOWED = 512  # actions of all replicas up to which Z3 improves windows of their orders
-WINDOW_STEPS = 500_000  # of Z3 for each
+WINDOW_STEPS = 300_000  # of Z3 for each
 
 
 @dataclass(frozen=True)

@@ -11,16 +11,15 @@ from dataclasses import dataclass, field, replace
 
 from arachnec.solver.problem import Effort
 
-# An operation is a job of a list schedule, decoded in 0.7 to 2 us of Python; or a step by Z3's own count, of which it
-# does about a thousand per ms on hard pseudo-Boolean questions, more on easy ones.
+# An operation is a job of a list schedule, decoded in 0.7 to 2 us of Python.
 OPERATIONS_PER_MS = 1000
+# By Z3's own count, on questions of solver.z3_proof.
+Z3_STEPS_PER_MS = 2500
 # Times what decoding takes, of a list schedule: it fills gaps.
 LISTED = 2
 # ms of list schedules and layouts, or of a bound, that there is time for whatever the budget: 100 list schedules of 100
 # jobs.
 GRACE = 20.0
-# The first questions about (16, 8), 450 booleans, take 100 ms; that of 26 jobs on two nodes, 1600, takes 400 ms.
-Z3_VARIABLES_PER_MS = 4
 
 
 @dataclass
@@ -56,11 +55,11 @@ class Clock:
         """So many operations, about a microsecond each."""
         self.work.ms += operations / OPERATIONS_PER_MS
 
+    def count_z3(self, steps: int) -> None:
+        self.count_ms(steps / Z3_STEPS_PER_MS)
+
     def count_ms(self, ms: float) -> None:
         self.work.ms += ms
-
-    def count_z3(self, steps: int) -> None:
-        self.count(steps)
 
     def slice(self, ms: float) -> Clock:
         """This clock, ending after so many ms more, or when it would."""
@@ -70,12 +69,7 @@ class Clock:
     def effort(self, ms: float | None = None) -> Effort:
         """Of one question to Z3: so many ms, or all that is left."""
         ms = max(1.0, self.left() if ms is None else min(ms, self.left()))
-        return Effort(None, int(ms)) if self.steps is None else Effort(int(ms * OPERATIONS_PER_MS), None)
-
-
-def question_ms(variables: int) -> float:
-    """The least time in which Z3 may answer a question with so many variables; making it takes a fifth of that."""
-    return variables / Z3_VARIABLES_PER_MS
+        return Effort(None, int(ms)) if self.steps is None else Effort(int(ms * Z3_STEPS_PER_MS), None)
 
 
 def usable_cores() -> int:

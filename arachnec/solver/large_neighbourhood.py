@@ -3,22 +3,21 @@
 The horizon is half-way between the bound and what is reached. A try takes a block that reaches above it and some
 others, lifts the jobs that lie inside them, and packs those by best fit in a perturbed order. The result stays if less
 reaches above the horizon than before, or as much and no more area is used. Where many tries in turn fail, the horizon
-comes half as near to what is reached, and Z3 is asked whether the jobs of two blocks fit below it
-(``solver.z3_packing``).
+comes half as near to what is reached.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
-from arachnec.solver.block_packing import Options, Packing, Placed, fit, frugal, hold
-from arachnec.solver.budget import Clock, question_ms
+from arachnec.solver.block_packing import Options, Packing, Placed, fit, frugal
+from arachnec.solver.budget import Clock
 from arachnec.solver.problem import Problem
 
 # Of a GPU and of a job in a try.
 TRY_MS = 0.0047
-# Tries in a row without progress, after which the horizon comes nearer and Z3 is asked.
+# Tries in a row without progress, after which the horizon comes nearer.
 STALL = 150
 # Of a job's length, by which its place in the order may change, at most.
 PERTURBED = 0.6
@@ -28,22 +27,12 @@ BLOCKS, WINDOW = 4, 32
 # ms of as many tries in windows of that size: less says nothing.
 LEAST_MS = STALL * TRY_MS * WINDOW
 
-Ask = Callable[[Sequence[int], Sequence[int], int, int, float, Clock], "Sequence[Placed] | None"]
-
 
 class LargeNeighbourhood:
     """One search; its packing changes in place."""
 
-    def __init__(
-        self,
-        problem: Problem,
-        options: Options,
-        packing: Packing,
-        bound: int,
-        rng: random.Random,
-        ask: Ask | None = None,
-    ) -> None:
-        self.problem, self.options, self.bound, self.ask = problem, options, bound, ask
+    def __init__(self, problem: Problem, options: Options, packing: Packing, bound: int, rng: random.Random) -> None:
+        self.problem, self.options, self.bound = problem, options, bound
         self.rng = rng
         self.load = list(packing.load)
         self.early = [placed for placed in packing.placed if problem.after[placed.job]]
@@ -74,8 +63,6 @@ class LargeNeighbourhood:
                 self.failed = 0
                 self.halvings += 1
                 self._aim()
-                if self.ask is not None:
-                    self._question(clock)
             if not self.over:
                 self.halvings = 1
                 self._aim()
@@ -150,22 +137,3 @@ class LargeNeighbourhood:
             first = window[placed.first]
             self.at[first].append(Placed(placed.job, placed.option, first))
         self.over = [gpu for gpu, ticks in enumerate(self.load) if ticks > self.horizon]
-
-    def _question(self, clock: Clock) -> None:
-        """Z3 on two blocks, the widest of which the question can be answered in what time is left."""
-        assert self.ask is not None
-        for width in reversed(self.widths):
-            window = self._window(width, 2)
-            if window is None:
-                continue
-            lifted, base = self._lift(window, width, [self.load[gpu] for gpu in window])
-            places = sum(2 * width // option.width for placed in lifted for option in self.options[placed.job])
-            ms = question_ms(places)
-            if ms <= clock.left():
-                packed = self.ask([placed.job for placed in lifted], base, self.horizon, width, ms, clock)
-                if packed is not None:
-                    load = list(base)
-                    for placed in packed:
-                        hold(load, placed.first, placed.option)
-                    self._keep(window, width, load, packed)
-                return

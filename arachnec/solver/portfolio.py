@@ -11,11 +11,10 @@ closed; a prover closes it from below. The
 improver with the most gain for its effort so far is called, with a ``hope`` for what its next slice may bring. So
 whoever was not called yet comes by its smallest slice, and those who gain nothing share the effort. It gets the time
 for which its gain keeps it ahead of the next best though it gained nothing more. Without any gain its next slice is
-twice as long, and its hope half as large. A prover keeps its hope, and its slices always double: some questions that a
-slice cuts off begin anew in the next.
+twice as long, and its hope half as large. A prover keeps its hope, and its slices always double.
 
-*The prover's floor.* The last ``FLOOR`` of the effort is its own, whatever the others gain: a proof is of one schedule,
-and the best is known last.
+*The prover's floor.* Where there is a prover, the last ``FLOOR`` of the effort is its own, whatever the others gain: a
+proof is of one schedule, and the best is known last.
 """
 
 from __future__ import annotations

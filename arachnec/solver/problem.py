@@ -6,10 +6,8 @@ which GPUs; any set will do, since jobs whose number is never too large at any m
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypeVar
 
 TICKS = 1000  # per ms
 
@@ -130,28 +128,3 @@ class Effort:
 
     steps: int | None = None
     wall_ms: int | None = None
-
-
-T = TypeVar("T")
-
-
-def affordable(rows: Sequence[Sequence[T]], area: Callable[[T], int], room: int) -> list[tuple[T, ...]] | None:
-    """Per job those of its options whose area leaves the others enough of ``room``; None where there are none."""
-    if not all(rows):
-        return None
-    least = [min(map(area, row)) for row in rows]
-    spare = room - sum(least)
-    if spare < 0:
-        return None
-    return [
-        tuple(option for option in row if area(option) - smallest <= spare)
-        for row, smallest in zip(rows, least, strict=True)
-    ]
-
-
-LARGEST_NUMBER = 2**31 - 1  # that Z3's pseudo-Boolean constraints take
-
-
-def unit_for(largest: int) -> int:
-    """What numbers up to ``largest`` must be divided by so that Z3 takes them; 1 where it does as they are."""
-    return -(-largest // LARGEST_NUMBER) if largest > LARGEST_NUMBER else 1

@@ -106,6 +106,7 @@ def in_a_process_of_its_own(code: str, file: Path, folder: Path, *plans: str) ->
     return loss, told
 
 
+@SLOW
 def test_a_model_that_one_graph_cannot_serve_is_told_what_it_costs_when_it_is_compiled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from arachnec.models.batch import make_batch, prediction_of
 from arachnec.models.file import load_model_file
 from arachnec.models.initial_weights import initial_weights
 from tests.distributed.executor_cases import RUNS
+from tests.slow import quick
 from tests.warm_python import warm_python
 
 diffusers: Any = pytest.importorskip("diffusers")
@@ -51,7 +52,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("kind", ["lora", "full"])
+@pytest.mark.parametrize("kind", quick(["lora", "full"], "lora"))
 def test_a_pretrained_folder_is_trained_on_two_ranks_then_one_and_exported(
     kind: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -57,13 +57,9 @@ def instead(function: str, body: str) -> str:
 
 
 CLUSTERS = {
-    "0:cpu": "no GPUs",
-    "0x8:h100": "no GPUs",
     "4:": "neither a cluster file nor a short form",
     "": "neither",
-    "4:h1000": "did you mean `h100`",
     "99999x99999:cpu": "more than",
-    "none.toml": "neither",
     "folder": "neither",
     "binary": "not TOML",
 }
@@ -89,50 +85,19 @@ def test_held_back_clips_without_what_those_of_training_have(key: str, refused: 
     assert "held-back clip `" in said and "short` of" in said
 
 
-CLUSTER_FILES = {
-    'nodes = [1\ndevice = "cpu"': "not TOML",
-    'gpu = 4\ndevice = "cpu"': "did you mean `gpus`",
-    'gpus = 0\ndevice = "cpu"': "no GPUs",
-    'gpus = -1\ndevice = "cpu"': "no GPUs",
-    'gpus = "two"\ndevice = "cpu"': "a whole number",
-    "gpus = 2": "no `device`",
-    'gpus = 2\ndevice = "cpu"\nmemory = "80 apples"': "a positive number of GiB",
-    'gpus = 2\ndevice = "cpu"\nmemory = nan': "a positive number of GiB",
-    'gpus = 2\ndevice = "cpu"\nnics = "ABC"': "one letter for each",
-    'gpus = 2\ndevice = "cpu"\nmemory = "0.000001 GiB"': "memory",
-}
-
-
-@pytest.mark.parametrize("text", CLUSTER_FILES)
-def test_a_cluster_file_with_a_mistake(text: str, refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "cluster.toml").write_text(text)
-    assert CLUSTER_FILES[text] in refused(*COMPILE[:-1], "cluster.toml")
-
-
 ROWS = {
-    json.dumps(CLIP | {"frames": 0}): "an image is a clip of 1 frame",
-    json.dumps(CLIP | {"frames": -3}): "at least 1",
-    json.dumps(CLIP | {"frames": 1.5}): "an integer",
     json.dumps(CLIP | {"frames": "9"}): "an integer",
     json.dumps(CLIP | {"frames": True}): "an integer",
     json.dumps(CLIP | {"frames": 10**40}): "at most",
     json.dumps(CLIP | {"clips": 10**12}): "at most",
-    '{"frames": 9, "height": 32, "width": 48, "text_tokens": 8, "frames": 5}': "`frames` is given twice",
-    json.dumps(CLIP | {"framse": 9}): "did you mean `frames`",
-    json.dumps(CLIP | {"path": "none.mp4"}): "a file that is there",
     json.dumps(CLIP | {"path": "a" * 5000}): "a file that is there",
     json.dumps(CLIP | {"path": "a\0b"}): "a file that is there",
     json.dumps(CLIP | {"path": "folder"}): "a file that is there",
     json.dumps(CLIP | {"caption": 3}): "a string",
-    json.dumps({"frames": 9, "height": 32, "width": 32}): "no `text_tokens`",
     json.dumps({"path": "binary", "text_tokens": 8}): "cannot be decoded",
     '{"caption": "\\ud800", "frames": 9, "height": 32, "width": 32}': "UTF-8",
-    '{"frames": 9, "hei': "not JSON",
     '{"frames": ' + "9" * 5000 + "}": "not JSON",
     "[" * 100000: "not JSON",
-    "[1, 2]": "not a JSON object",
-    "\n": "lists no clips",
-    json.dumps(CLIP | {"id": 1}) + "\n" + json.dumps(CLIP | {"id": 1}): "two clips have the id",
     json.dumps(CLIP | {"height": 3, "width": 3}): "no tokens",
 }
 
@@ -210,22 +175,14 @@ def test_a_model_that_is_no_python_file(model: str, refused: Callable[..., str])
 
 OPTIONS = {
     ("--passes", "nope"): "no pass `nope`",
-    ("--passes", "partition{polcy=dual}"): "has no option",
-    ("--passes", "partition{policy=nope}"): "cannot be `nope`",
-    ("--passes", "partition{"): "not a pipeline",
     ("--passes", ""): "not a pipeline",
-    ("--passes", "schedule-z3{budget=-1s}"): "a time with its unit",
-    ("--passes", "annotate,partition"): "needs a partitioned module",
     ("--passes", "partition,annotate"): "needs a lowered one",
-    ("--passes", "default,default"): "stands twice",
     ("--passes", "default,partition"): "needs a traced module",
     ("--profile", "none.json"): "neither a profile file nor",
     ("--profile", "binary"): "not a profile",
     ("--batch", "0"): "neither a number of clips, from 1 on, nor `all`",
-    ("--batch", "some"): "neither a number of clips, from 1 on, nor `all`",
     ("--lr", "nan"): "learning rate",
     ("--seed", "9" * 30): "seed",
-    ("--seed", "-1"): "seed",
     ("--run",): "needs a folder",
     ("--run", "-o", "build", "--steps", "0"): "not in the range",
     ("-o", "clips.jsonl"): "is a file",
@@ -243,38 +200,9 @@ def test_an_option_of_compile_that_cannot_be(options: tuple[str, ...], refused: 
     assert OPTIONS[options].lower() in refused(*COMPILE, *options).lower()
 
 
-def table(**degrees: object) -> str:
-    times = {name.removeprefix("d"): time for name, time in degrees.items()}
-    return json.dumps({"tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": times}]}]})
-
-
-TABLES = {
-    "": "not JSON",
-    '{"tasks": [': "not JSON",
-    "[" * 100000: "nested",
-    "[" + "9" * 5000 + "]": "digits",
-    "[]": "an object",
-    '{"tasks": []}': "no tasks",
-    '{"tasks": [{"name": "a", "stages": []}]}': "at least one stage",
-    '{"unit": "weeks", "tasks": []}': "ms or s",
-    '{"tasks": [], "task": 1}': "did you mean `tasks`",
-    table(d1=-5): "a number from 0",
-    table(d1="5"): "a number from 0",
-    table(d1=10**400): "a number from 0",
-    table(d0=5): "a whole number from 1",
-    table(d16=5): "16",
-}
-
-
-@pytest.mark.parametrize("text", TABLES, ids=range(len(TABLES)))
-def test_a_plan_table_with_a_mistake(text: str, refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "table.json").write_text(text)
-    assert TABLES[text] in refused("plan", "table.json", "--cluster", "8:h100")
-
-
 @pytest.mark.parametrize("passes", ["place", "schedule-z3", "partition", "schedule-z3,place,lower,check", "nope"])
 def test_a_pipeline_that_plan_cannot_use(passes: str, refused: Callable[..., str], tmp_path: Path) -> None:
-    (tmp_path / "table.json").write_text(table(d1=5))
+    (tmp_path / "table.json").write_text('{"tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 5}}]}]}')
     refused("plan", "table.json", "--cluster", "4:cpu", "--passes", passes)
 
 
@@ -301,23 +229,6 @@ def test_a_program_that_is_none(command: str, path: str, refused: Callable[..., 
     refused(command, path, *(("--passes", "check") if command in ("opt", "bisect") else ()))
 
 
-@pytest.mark.parametrize("part", ["program.cascade", "traced.cascade", "model.py", "clips.jsonl", "executable.json"])
-@pytest.mark.parametrize("change", ["missing", "cut", "empty", "binary", "a folder"])
-def test_an_executable_with_a_damaged_part(
-    part: str, change: str, built: Path, refused: Callable[..., str], tmp_path: Path
-) -> None:
-    shutil.copytree(built, tmp_path / "build")
-    file = tmp_path / "build" / part
-    whole = file.read_bytes()
-    file.unlink()
-    if change == "a folder":
-        file.mkdir()
-    elif change != "missing":
-        file.write_bytes({"cut": whole[: len(whole) // 2], "empty": b"", "binary": bytes(range(256))}[change])
-    said = refused("run", "build")
-    assert part in said
-
-
 EDITS = {
     ("weight = ", "weight = 3"): "weight",
     ("weight = ", "weigth = "): "weight",
@@ -341,13 +252,6 @@ def test_a_program_edited_so_that_a_rule_breaks(
         assert said.startswith("error: ")
         assert EDITS[edit] in said
         assert str(file) in said
-
-
-@pytest.mark.parametrize("part", [1, 3, 7, 20, 40, 60, 80, 95, 99])
-def test_a_program_cut_in_the_middle(part: int, built: Path, refused: Callable[..., str], tmp_path: Path) -> None:
-    text = (built / "program.cascade").read_text()
-    (tmp_path / "cut.cascade").write_text(text[: len(text) * part // 100])
-    assert "cut.cascade" in refused("check", "cut.cascade")
 
 
 RUN_OPTIONS = (
@@ -416,23 +320,8 @@ def test_no_command_takes_an_option_it_does_not_know(command: str, refused: Call
     assert "--no-such-option" in refused(command, "--no-such-option")
 
 
-SETTINGS = {
-    "learning_rate=3": "unknown training option `learning_rate`",
-    "timesteps.sampler=uniform": "did you mean `sampling`?",
-    "timesteps.sampling=uniforn": "`timesteps.sampling` is 'uniforn'",
-    "accumulate=0": "accumulate = 0 cannot be trained with",
-    "optimizer=AdmW": "did you mean `AdamW`?",
-    "schedule=StepLR": "it needs `step_size`",
-    "lr": "sets nothing",
-}
-
-
-@pytest.mark.parametrize("setting", SETTINGS)
-def test_training_options_that_are_none(setting: str, refused: Callable[..., str]) -> None:
-    assert SETTINGS[setting] in refused(*COMPILE, "--set", setting)
-
-
 def test_a_training_file_that_is_none(refused: Callable[..., str]) -> None:
     assert "no training file" in refused(*COMPILE, "--train", "none.toml")
     assert "not TOML" in refused(*COMPILE, "--train", "binary")
     assert "no training file" in refused(*COMPILE, "--train", "folder")
+    assert "did you mean `sampling`?" in refused(*COMPILE, "--set", "timesteps.sampler=uniform")

@@ -1,14 +1,10 @@
-"""Profiles of a machine whose speeds are known: a fit gives back what the times were made of, and what no machine can
-have come to is refused, from both sides of each limit."""
+"""Profiles of a machine whose speeds are known: a fit gives back what the times were made of."""
 
 from __future__ import annotations
 
 import math
-from pathlib import Path
-from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,11 +33,9 @@ from arachnec.cost.profile import (
     formula_of,
     only_length,
     predict,
-    read_profile,
     sent,
-    write_profile,
 )
-from arachnec.cost.sparse_profile import AttentionTime, fit_sparse, sparse_problem
+from arachnec.cost.sparse_profile import AttentionTime, fit_sparse
 from arachnec.ir.diagnostic import UserError
 
 SIZES = [(batch, tokens, text) for batch in (1, 3) for tokens in (500, 2000, 9000) for text in (16, 200)]
@@ -197,115 +191,6 @@ def test_of_an_encoder_what_is_not_divided_is_what_ranks_take_beyond_their_part(
     assert find_undivided(profile, "text") is None
 
 
-# -- what no machine can have come to ----------------------------------------------------------------------------------
-
-
-def whole() -> dict[str, Any]:
-    """A profile as it is read, with something in every part of it."""
-    measured = [Measurement(1, tokens, 16, 1, tokens * 1e-2) for tokens in (500, 900, 2000)]
-    sparse = fit_sparse(64, [AttentionTime(tokens, 0.2, 3.0, 6.0, 1.0, 2.0, 0.5) for tokens in (512, 1024, 4096)])
-    links = LinkProfile(10.0, 50.0, 20.0, 5.0, 40.0, 30.0)
-    ends, rows = [Synchronisation("dit", 2, 10**6, 3.0, 1.0)], [Collective(GATHER, 2, 10**6, 1.0, 0.5)]
-    profile = fit_profile(
-        [("dit", "forward", measured)], machine="m", device="cpu", links=links, synchronisation=ends,
-        collectives=rows, sparsity=[sparse],
-    )  # fmt: skip
-    profile_values: dict[str, Any] = msgspec.to_builtins(profile)
-    return profile_values
-
-
-LIMITS: dict[
-    tuple[str | int, ...], tuple[Any, Any]
-] = {  # a place; the last value that is refused, the first that is not
-    ("stages", 0, "fit", "coefficients", "B*S"): (-5e-324, 0.0),
-    ("stages", 0, "measurements", 0, "batch"): (0, 1),
-    ("stages", 0, "measurements", 0, "degree"): (0, 1),
-    ("stages", 0, "measurements", 0, "tokens"): (-1, 0),
-    ("stages", 0, "measurements", 0, "text"): (-1, 0),
-    ("stages", 0, "measurements", 0, "messages"): (-5e-324, 0.0),
-    ("stages", 0, "measurements", 0, "moved"): (-5e-324, 0.0),
-    ("stages", 0, "measurements", 0, "ms"): (0.0, 5e-324),
-    ("links", "intra"): (9e-10, 1e-9),
-    ("links", "inter"): (9e-10, 1e-9),
-    ("links", "all_reduce"): (9e-10, 1e-9),
-    ("links", "host"): (9e-10, 1e-9),
-    ("links", "latency"): (-5e-324, 0.0),
-    ("links", "inter_latency"): (-5e-324, 0.0),
-    ("synchronisation", 0, "ranks"): (0, 1),
-    ("synchronisation", 0, "bytes"): (-1, 0),
-    ("synchronisation", 0, "reduce_ms"): (-5e-324, 0.0),
-    ("synchronisation", 0, "step_ms"): (-5e-324, 0.0),
-    ("collectives", 0, "ranks"): (1, 2),
-    ("collectives", 0, "bytes"): (0, 1),
-    ("collectives", 0, "ms"): (0.0, 5e-324),
-    ("collectives", 0, "overlapped"): (-5e-324, 0.0),
-    ("sparsity", 0, "head_size"): (0, 1),
-}
-
-
-def with_value(profile_values: dict[str, Any], place: tuple[str | int, ...], value: object) -> dict[str, Any]:
-    part: Any = profile_values
-    for key in place[:-1]:
-        part = part[key]
-    part[place[-1]] = value
-    return profile_values
-
-
-def is_read(profile_values: object, folder: Path) -> bool:
-    path = folder / "profile.json"
-    path.write_bytes(msgspec.json.encode(profile_values))
-    try:
-        read_profile(path)
-    except UserError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize("place", LIMITS, ids=str)
-def test_a_value_is_refused_up_to_its_limit_and_not_behind_it(place: tuple[str | int, ...], tmp_path: Path) -> None:
-    refused, taken = LIMITS[place]
-    assert not is_read(with_value(whole(), place, refused), tmp_path)
-    assert is_read(with_value(whole(), place, taken), tmp_path)
-    if isinstance(taken, float):
-        assert is_read(with_value(whole(), place, 1e6), tmp_path)
-        assert not is_read(with_value(whole(), place, 1.1e15), tmp_path)
-        text = msgspec.json.encode(with_value(whole(), place, 123456.75)).replace(b"123456.75", b"1e400")
-        (tmp_path / "endless.json").write_bytes(text)
-        with pytest.raises(UserError):
-            read_profile(tmp_path / "endless.json")
-
-
-@pytest.mark.parametrize("part", [None, "links", "sparsity", "collectives", "synchronisation"])
-def test_a_whole_profile_is_read_and_so_is_one_without_a_part(part: str | None, tmp_path: Path) -> None:
-    profile_values = whole()
-    if part is not None:
-        profile_values[part] = None if part == "links" else []
-    assert is_read(profile_values, tmp_path)
-    profile = read_profile(tmp_path / "profile.json")
-    write_profile(profile, tmp_path / "again.json")
-    assert read_profile(tmp_path / "again.json") == profile
-
-
-def test_other_coefficients_operations_and_keys_are_refused(tmp_path: Path) -> None:
-    for place, value in (
-        (("stages", 0, "fit", "coefficients", "S^3"), 1.0),
-        (("collectives", 0, "op"), "broadcast"),
-        (("stages", 0, "measurements", 0, "seconds"), 1.0),
-        (("sparsity", 0, "coefficients", "choice"), [1.0, 2.0]),
-        (("sparsity", 0, "coefficients", "choice"), [1.0, 2.0, -1.0]),
-        (("sparsity", 0, "coefficients", "other"), [1.0, 2.0, 3.0]),
-    ):
-        assert not is_read(with_value(whole(), place, value), tmp_path), place
-    for name in ("inter", "all_reduce", "host", "inter_latency"):
-        assert is_read(with_value(whole(), ("links", name), None), tmp_path), "not measured"
-    assert sparse_problem(read_profile_of(whole(), tmp_path).sparsity[0]) is None
-
-
-def read_profile_of(profile_values: object, folder: Path) -> Profile:
-    assert is_read(profile_values, folder)
-    return read_profile(folder / "profile.json")
-
-
 @given(st.lists(st.floats(0.1, 3.0), min_size=10, max_size=10))
 @settings(max_examples=20, deadline=None)
 def test_attention_over_chosen_keys_is_fitted_part_by_part(shares: list[float]) -> None:
@@ -362,32 +247,6 @@ def test_messages_without_bytes_have_a_latency_and_travel_as_plain_ones_or_as_fa
     assert alone is not None and beside is not None
     assert (alone.latency, beside.latency) == (pytest.approx(20.0), pytest.approx(20.0))
     assert (alone.intra, beside.intra) == (MOST_GBS, pytest.approx(9.0))
-
-
-@pytest.mark.parametrize(("size", "one"), [(1000.0, True), (1020.0, True), (1500.0, False), (3000.0, False)])
-def test_sizes_that_differ_by_a_fiftieth_are_one_beside_a_run_that_computes_for_long(size: float, one: bool) -> None:
-    """How long ranks compute says nothing of how large their messages are."""
-    shared = []
-    for computing, moved in ((7.0, 100 * 1000.0), (7.0, 100 * size), (9997.0, 100 * 1000.0)):
-        ms = computing + 100 * 0.02 + moved / 1e6
-        shared.append(([Measurement(1, 9, 0, 2, ms, 100, moved)], {"1": computing}))
-    links = fit_links(shared, LinkProfile(7.0, 0.5))
-    assert links is not None
-    assert links.intra == pytest.approx(0.5 if one else 1.0)
-    assert (links.latency == pytest.approx(20.0)) == (not one)
-
-
-@pytest.mark.parametrize(("least", "seen"), [(0.99, False), (1.0, False), (1.01, True)])
-def test_a_rate_of_which_no_more_is_seen_than_of_the_fastest_is_that_of_plain_messages(
-    least: float, seen: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    per_message_and_byte = np.array([0.5, least * 1e-6 / MOST_GBS])  # ms
-    monkeypatch.setattr("scipy.optimize.nnls", lambda rows, _: (per_message_and_byte[: rows.shape[1]], 0.0))
-    shared = [Measurement(1, 9, 0, 2, 10.0, 10.0, 5.0), Measurement(1, 9, 0, 2, 10.0, 5.0, 10.0)]
-    links = fit_links([(shared, {})], LinkProfile(7.0, 9.0))
-    assert links is not None
-    assert links.intra == pytest.approx(MOST_GBS / least if seen else 9.0)
-    assert links.latency == pytest.approx(500.0)
 
 
 def test_of_collectives_of_many_sizes_the_smallest_and_the_largest_count() -> None:

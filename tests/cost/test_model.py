@@ -8,7 +8,6 @@ import pytest
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import nic_of, numa_of, packed_ranks, penalty, topology, with_slowdowns
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 
@@ -90,17 +89,6 @@ def test_ulysses_times_ring_is_the_degree_and_no_rank_is_without_a_head() -> Non
         assert split.ulysses <= 12
 
 
-def test_the_chosen_product_is_the_cheapest() -> None:
-    cost = model("4x8:h100-80g")
-    for degree in (6, 12, 16, 24):
-        times = [
-            cost.time(cascade(), degree, ulysses=u, ring=degree // u)
-            for u in range(1, min(degree, 12) + 1)
-            if degree % u == 0
-        ]
-        assert cost.time(cascade(), degree) == min(times)
-
-
 def test_a_grid_has_its_own_time_whatever_was_asked_for_before() -> None:
     cost = model("4x8:h100-80g")
     grids = [(8, 1), (4, 2), (2, 4), (1, 8)]
@@ -112,14 +100,6 @@ def test_a_grid_has_its_own_time_whatever_was_asked_for_before() -> None:
     assert [cost.time(cascade(), 8, ulysses=u) for u, _ in reversed(grids)] == times[::-1]
 
 
-@pytest.mark.parametrize("grid", [{"ulysses": 8, "ring": 2}, {"ulysses": 3}, {"ring": 3}, {"ulysses": 0}])
-def test_a_grid_that_is_not_the_degree_is_refused_also_where_its_time_is_known(grid: dict[str, int]) -> None:
-    cost = model("4x8:h100-80g")
-    cost.time(cascade(), 8, ulysses=8)
-    with pytest.raises(ValueError, match="is not degree 8"):
-        cost.time(cascade(), 8, **grid)
-
-
 def test_rows_of_one_shape_differ_by_what_their_inputs_hand_off() -> None:
     vae = Stage("vae", False, Attributes.of(output=formula("GiB", (1e-4, BS))))
     clips = [Cascade(name, Phase.ENCODE, "vae", (0,), 1, 24_000, 100) for name in ("a", "b")]
@@ -128,24 +108,6 @@ def test_rows_of_one_shape_differ_by_what_their_inputs_hand_off() -> None:
     table = CostModel(module).table
     assert table.entry(both, 4).memory - table.entry(one, 4).memory == pytest.approx(2.4)
     assert table.entry(both, 4).time == table.entry(one, 4).time
-
-
-def test_more_ranks_than_heads_need_a_ring() -> None:
-    assert model("4x8:h100-80g", heads=3).best_attention(cascade(), 4) in (Attention(2, 2), Attention(1, 4))
-
-
-def test_the_all_to_all_stays_within_a_node_where_links_between_nodes_are_slow() -> None:
-    split = model("4x8:h100-80g", heads=24).best_attention(cascade(tokens=120_000), 32)
-    assert split == Attention(8, 4)
-
-
-def test_any_degree_is_legal_for_a_transformer_and_one_rank_per_clip_for_an_encoder() -> None:
-    cost = model()
-    assert cost.legal_degrees(cascade()) == tuple(range(1, 17))
-    assert cost.legal_degrees(cascade(phase=Phase.ENCODE)) == (1,)
-    assert cost.legal_degrees(replace(cascade(phase=Phase.ENCODE), batch=3)) == (1, 2, 3)
-    assert cost.legal_degrees(cascade(tokens=3)) == (1, 2, 3)
-    assert model(degrees=(1, 2, 32)).legal_degrees(cascade()) == (1, 2)
 
 
 def test_measured_times_stand_instead_of_formulas() -> None:

@@ -11,9 +11,6 @@ import pytest
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
 from arachnec.cost.profile import (
-    GATHER,
-    SCATTER,
-    Collective,
     LinkProfile,
     Measurement,
     Profile,
@@ -21,13 +18,10 @@ from arachnec.cost.profile import (
     exponent_of,
     find_clip_time,
     find_steps,
-    find_undivided,
     fit,
-    fit_collective,
     fit_profile,
     formula_of,
     only_length,
-    predict,
     read_profile,
     write_profile,
 )
@@ -65,13 +59,6 @@ def profile(path: Path) -> Profile:
     write_profile(fitted, path)
     assert read_profile(path) == fitted
     return fitted
-
-
-def test_a_clip_costs_something_beside_its_tokens_and_a_call_something_beside_its_clips() -> None:
-    curve = fit(ALONE)
-    assert curve.coefficients["B"] == pytest.approx(3.0, rel=1e-6)
-    assert curve.coefficients["1"] == pytest.approx(10.0, rel=1e-6)
-    assert formula_of(curve.coefficients)(B=3, S=700, T=20) == pytest.approx(alone(3, 700).ms)
 
 
 def encoded(ms: float, tokens: int, caption: int, batch: int = 1, /, **sizes: int) -> Measurement:
@@ -129,16 +116,6 @@ def test_a_clip_takes_what_was_measured_of_clips_equal_in_all_that_decides() -> 
     assert find_clip_time(fitted, "dit", clip) is None
 
 
-def test_what_ranks_that_share_a_clip_take_beyond_their_part_and_their_messages_is_undivided() -> None:
-    alone = encoded(100, 60, 61, frames=17)
-    shared = Measurement(1, 60, 61, 2, 62.0, messages=100.0, moved=1e6, sizes={"frames": 17})
-    links = LinkProfile(latency=10.0, intra=1.0)  # 1 ms for the messages, 1 ms for the bytes
-    fitted = fit_profile([("vae", "forward", [alone, shared])], machine="m", device="cpu", links=links)
-    assert fitted.links == links  # an encoder says nothing of them
-    assert find_undivided(fitted, "vae") == pytest.approx(2 * (0.6 - 0.5))
-    assert find_undivided(fitted, "text") is None
-
-
 def test_a_profile_from_before_sizes_were_kept_is_read(tmp_path: Path) -> None:
     fitted = fit_profile([("vae", "forward", PIXELS), ("dit", "forward", ALONE)], machine="m", device="cpu")
     content = msgspec.json.decode(msgspec.json.encode(fitted))
@@ -163,16 +140,6 @@ def test_plain_messages_count_only_where_those_of_cascades_are_of_one_size() -> 
     assert links(SHARED).intra == pytest.approx(BETA * 1e3 / 1e9, rel=1e-3)
     assert links([shared(1000, 9, 1e6)] * 3).intra == plain.intra
     assert links([shared(1000, 9, 1e6)] * 3).latency == pytest.approx(1e3 * (ALPHA + 1e6 / 9 * (1 / BETA - 1e-6 / 5)))
-
-
-def test_the_links_are_what_cascades_on_several_ranks_took_beyond_their_computing(tmp_path: Path) -> None:
-    loaded = profile(tmp_path / "p.json")
-    assert loaded.links is not None
-    assert loaded.links.latency == pytest.approx(ALPHA * 1e3)
-    assert loaded.links.intra == pytest.approx(BETA * 1e-6)
-    forward = loaded.stages[0].fit
-    assert forward.residuals == pytest.approx([0.0] * 9, abs=1e-6)
-    assert forward.held_out is not None
 
 
 def test_the_gradient_all_reduce_takes_the_time_that_was_measured(tmp_path: Path) -> None:
@@ -230,26 +197,3 @@ def test_clips_of_one_shape_are_costed_as_measured(tmp_path: Path) -> None:
         assert entry.fit.residuals == pytest.approx([0.0] * 3, abs=1e-6)
     assert only_length(profile(tmp_path / "p.json").stages[0]) is None
     assert exponent_of(fitted, "dit") is None
-
-
-def test_messages_of_one_size_leave_the_bandwidth_to_plain_messages() -> None:
-    runs = [*ONE_SHAPE, shared(300, 9, 3e5), shared(300, 9, 3e5), shared(300, 9, 3e5)]
-    plain = LinkProfile(latency=40.0, intra=1.5)
-    fitted = fit_profile([("dit", "forward", runs), ("dit", "backward", runs)], machine="m", device="cpu", links=plain)
-    assert fitted.links is not None
-    assert fitted.links.intra == 1.5
-    beyond = runs[3].ms - predict(fitted.stages[0].fit.coefficients, runs[3])
-    assert fitted.links.latency == pytest.approx(
-        (beyond - 3e5 / 1.5e6) / 9 * 1e3, rel=1e-6
-    )  # the rest is the messages'
-
-
-def test_a_collective_has_its_latency_from_the_small_layer_and_its_speed_from_what_the_large_one_takes_beyond() -> None:
-    """Four ranks: two steps, three quarters of the bytes leave a rank; 2 ms and 2 GB/s."""
-    runs = [Collective(GATHER, 4, 1000, 2.0 + 0.75e-3 / 2), Collective(GATHER, 4, 4_001_000, 2.0 + 0.75 * 4.001 / 2)]
-    rows = [("dit", "forward", [Measurement(1, 10, 0, 1, 1.0)])]
-    profile = fit_profile(rows, machine="m", device="cpu", collectives=runs)
-    latency, speed = fit_collective(profile, GATHER) or (0.0, 0.0)
-    assert latency == pytest.approx(1000.0, rel=1e-3)
-    assert speed == pytest.approx(2.0)
-    assert fit_collective(profile, SCATTER) is None

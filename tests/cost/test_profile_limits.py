@@ -6,10 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from arachnec.cost import profile
 from arachnec.cost.profile import read_profile, write_profile
+from arachnec.cost.sparse_profile import AttentionTime, fit_sparse
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Span
 
@@ -26,6 +28,9 @@ VALID: dict[str, Any] = {
     "synchronisation": [{"stage": "dit", "ranks": 1, "bytes": 0, "reduce_ms": 0.0, "step_ms": 0.0}],
     "collectives": [{"op": "all-gather", "ranks": 2, "bytes": 1, "ms": TINY, "overlapped": 0.0}],
 }  # fmt: skip
+SPARSE = msgspec.to_builtins(
+    fit_sparse(64, [AttentionTime(n, 0.2, 3.0, 6.0, 1.0, 2.0, 0.5) for n in (512, 1024, 4096)])
+)
 # Where a value stands, one that is too small, and what is said of it.
 LIMITS: tuple[tuple[str, float, str], ...] = (
     ("stages.0.fit.coefficients.B*S", -TINY, "less than nothing"),
@@ -68,6 +73,7 @@ def test_what_is_just_possible_is_a_profile(tmp_path: Path) -> None:
         assert read_profile(written(tmp_path, with_value(f"links.{absent}", None))).links is not None
     assert read_profile(written(tmp_path, with_value("links", None))).links is None
     assert read_profile(written(tmp_path, with_value("collectives.0.op", "reduce-scatter"))).collectives
+    assert read_profile(written(tmp_path, with_value("sparsity", [SPARSE]))).sparsity
 
 
 @pytest.mark.parametrize(("place", "value", "says"), LIMITS, ids=[place for place, _, _ in LIMITS])
@@ -93,6 +99,9 @@ def test_a_profile_may_be_as_large_as_the_limit_and_no_larger(tmp_path: Path, mo
         ("collectives.0.op", "all-to-all", "there is no collective `all-to-all`"),
         ("stages.0.fit.coefficients.S^9", 1.0, "there is no coefficient `S^9`"),
         ("stages.0.phase", 3, "Expected `str`"),
+        ("stages.0.measurements.0.seconds", 1.0, "unknown field `seconds`"),
+        ("sparsity", [SPARSE | {"head_size": 0}], "heads of 0"),
+        ("sparsity", [SPARSE | {"coefficients": {"choice": [1.0, 2.0]}}], "parts ['choice']"),
     ],
 )
 def test_what_has_another_name_is_told(tmp_path: Path, place: str, value: object, says: str) -> None:

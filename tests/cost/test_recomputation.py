@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
-from arachnec.cost.memory import Memory
 from arachnec.cost.model import CostModel
 from arachnec.cost.recomputation import share_saved
 from arachnec.cost.strategy import Attention
@@ -70,16 +67,6 @@ def test_a_cascade_recomputes_as_few_blocks_as_fit(saved: float, degree: int, fi
         room = cost.room_on(None, degree)
         fitting = [n for n in range(BLOCKS + 1) if cost.memory(clip(), degree, n) <= room + 1e-9]
         assert cost.recompute_at(clip(), degree) == min(fitting, default=None)
-
-
-@pytest.mark.parametrize("blocks", [0, 1, 4, BLOCKS])
-def test_a_cascade_that_fills_the_room_to_the_last_bit_fits(blocks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    cost = model()
-    held = cost.memory(clip(), 2, blocks)
-    monkeypatch.setattr(Memory, "room_on", lambda *_: held)
-    assert cost.recompute_at(clip(), 2) == blocks
-    monkeypatch.setattr(Memory, "room_on", lambda *_: math.nextafter(held, 0.0))
-    assert cost.recompute_at(clip(), 2) == (None if blocks == BLOCKS else blocks + 1)
 
 
 @given(

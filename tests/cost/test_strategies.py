@@ -86,12 +86,11 @@ def test_clips_lie_side_by_side_where_they_and_their_ranks_divide(
 
 @given(st.integers(1, 300), st.sampled_from([1, 4, 6, 8, 12]))
 @settings(max_examples=60, deadline=None)
-def test_wide_degrees_come_in_steps_of_eight_and_of_whole_nodes(largest: int, gpus: int) -> None:
+def test_wide_degrees_come_in_steps_of_eight_and_of_whole_nodes_at_least(largest: int, gpus: int) -> None:
     steps = wide_steps(largest, gpus)
     assert steps == tuple(sorted({*steps}))
-    for degree in range(1, largest + 1):
-        wanted = degree <= 64 or degree == largest or degree % 8 == 0 or (gpus >= 8 and degree % gpus == 0)
-        assert (degree in steps) == wanted
+    whole_nodes = range(gpus, largest + 1, gpus) if gpus >= 8 else ()
+    assert {*range(1, min(largest, 64) + 1), *range(8, largest + 1, 8), *whole_nodes, largest} <= {*steps}
     assert max(steps) == largest
 
 
@@ -165,16 +164,6 @@ def test_measured_times_are_those_of_all_ranks_however_clips_lie_on_them() -> No
 
 
 # -- grids -------------------------------------------------------------------------------------------------------------
-
-
-def test_of_grids_that_take_as_long_the_one_with_most_ulysses_is_taken() -> None:
-    silent = stage(traffic=None, heads=16)
-    pod = parse_cluster("1x8:h100-80g")
-    still = replace(pod, attrs=pod.attrs.updated(latency=Quantity(0.0, "us")))
-    cost = CostModel(Module("m", Level.COSTED, still, stages=(silent,), cascades=(cascade(),)))
-    times = {cost.time(cascade(), 8, ulysses=u, ring=8 // u) for u in (1, 2, 4, 8)}
-    assert len(times) == 1
-    assert cost.best_attention(cascade(), 8) == Attention(8, 1)
 
 
 def test_ranks_that_are_given_stand_whatever_nodes_are_asked_for() -> None:
@@ -356,23 +345,16 @@ def test_an_encoder_whose_weights_are_divided_takes_just_the_ranks_that_divide_t
             assert legal == ((ranks,) if ranks <= world else ())
 
 
-def test_groups_within_nodes_that_are_alike_have_one_row_and_others_their_own() -> None:
-    """A row is what they share: it is the same one."""
+def test_groups_within_nodes_that_are_alike_cost_alike_and_across_nodes_or_on_slower_devices_more() -> None:
     plain, clip = model(stage()).table, cascade()
     packed = plain.entry(clip, 4)
     for ranks in ((0, 1, 2, 3), (4, 5, 6, 7), (8, 11, 13, 15), (3, 2, 1, 0)):
-        assert plain.entry(clip, 4, ranks) is packed
-    across = plain.entry(clip, 4, (0, 1, 8, 9))
-    assert across is not packed and across.time > packed.time
-    assert plain.entry(clip, 4, (2, 3, 8, 9)) is not across
+        assert plain.entry(clip, 4, ranks) == packed
+    assert plain.entry(clip, 4, (0, 1, 8, 9)).time > packed.time
     mixed = model(stage(), cluster="1x4:h100-80g+2x4:a100-80g").table
-    slow = mixed.entry(clip, 4, (4, 5, 6, 7))
-    for ranks in ((8, 9, 10, 11), (11, 10, 9, 8)):
-        assert mixed.entry(clip, 4, ranks) is slow
-    fast = mixed.entry(clip, 4, (0, 1, 2, 3))
-    assert mixed.entry(clip, 4, (3, 1, 0, 2)) is fast
-    assert fast.time < slow.time
-    assert mixed.entry(clip, 2, (2, 3)) is mixed.entry(clip, 2, (0, 1))
+    slow = [mixed.entry(clip, 4, ranks).time for ranks in ((4, 5, 6, 7), (8, 9, 10, 11), (11, 10, 9, 8))]
+    assert len({*slow}) == 1
+    assert mixed.entry(clip, 4, (0, 1, 2, 3)).time == mixed.entry(clip, 4, (3, 1, 0, 2)).time < slow[0]
 
 
 def test_where_no_number_of_clips_may_lie_side_by_side_they_lie_behind_each_other() -> None:
@@ -383,19 +365,14 @@ def test_where_no_number_of_clips_may_lie_side_by_side_they_lie_behind_each_othe
     assert entry.time == model(own).time(cascade(batch=4), 4, side=1)
 
 
-def test_a_grid_is_the_cheapest_without_recomputation_however_much_is_sent() -> None:
-    """Twelve heads on eight ranks: one all-to-all leaves heads idle, a ring passes more. A forward that runs again
-    would have another one."""
-    grids = [Attention(ulysses, 8 // ulysses) for ulysses in (8, 4, 2, 1)]
-    chosen = []
-    for step in range(60):
+def test_no_grid_is_cheaper_however_much_is_sent() -> None:
+    """Twelve heads on eight ranks: one all-to-all leaves heads idle, a ring passes more."""
+    chosen = set()
+    for step in range(0, 60, 4):
         sent = formula("GiB", (1e-5 * 1.15**step, BS))
         cost = model(stage(traffic=sent, backward=formula("ms", (1e-7, BS2), (1e-3, BS))))
-        cheapest = []
-        for blocks in (0, 4):
-            times = [cost.time(cascade(), 8, ulysses=grid.ulysses, ring=grid.ring, recompute=blocks) for grid in grids]
-            cheapest.append(grids[times.index(sorted(times)[0])])
-        assert cost.best_attention(cascade(), 8) == cheapest[0]
-        assert cost.table.entry(cascade(), 8, strategy=Strategy(recompute=4)).strategy.attention == cheapest[0]
-        chosen.append(tuple(cheapest))
-    assert any(first != second for first, second in chosen)
+        best = cost.best_attention(cascade(), 8)
+        times = [cost.time(cascade(), 8, ulysses=ulysses, ring=8 // ulysses) for ulysses in (8, 4, 2, 1)]
+        assert cost.time(cascade(), 8, ulysses=best.ulysses, ring=best.ring) == min(times)
+        chosen.add(best)
+    assert len(chosen) > 1

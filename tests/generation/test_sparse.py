@@ -24,7 +24,7 @@ from arachnec.sampling.loop import Sampling
 from tests.distributed.executor_cases import cluster
 from tests.generation.cases import FIXED, REQUESTS, expected, lowered, run, sampling_of, traced_pair, written
 from tests.generation.sparse_cases import FORCED, checkpoint, predictors
-from tests.slow import quick
+from tests.slow import SLOW, quick
 
 pytest.importorskip("diffusers")
 
@@ -114,7 +114,9 @@ def one_request(tmp_path: Path, request: Request, classes: dict[int, tuple[float
     return planned_with(tmp_path, 1, SPARSE, predictors(large=held, small=held), (request,))
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", quick(list(PLANS), "branches on two ranks each, uneven shares", "a ring, which dense layers take")
+)
 def test_latents_do_not_depend_on_the_plan(tmp_path: Path, plan: str) -> None:
     """They are those of one rank, which are not the dense ones."""
     world, works = PLANS[plan]
@@ -165,7 +167,8 @@ def test_fused_blocks_attend_to_the_same_keys(tmp_path: Path) -> None:
         torch.testing.assert_close(fused[id], latents, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("family", quick(list(FAMILIES), "cogvideox"))
+@SLOW
+@pytest.mark.parametrize("family", FAMILIES)
 def test_diffusers_models_with_captions_in_the_sequence(tmp_path: Path, family: str) -> None:
     """With all keys the latents are the dense ones; with chosen keys two ranks have those of one."""
     name, size, paths = FAMILIES[family]

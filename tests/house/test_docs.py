@@ -1,4 +1,4 @@
-"""The documentation holds together: pages are reached, links resolve, names exist, and the words are the field's."""
+"""The documentation holds together: pages are reached, links resolve, and names exist."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from arachnec.cli import group
 from arachnec.passes.infra.named_pipelines import NOT_COMPARED, PIPELINES
 from tests.docs.worked_examples import blocks
 from tests.house.test_house import EXECUTOR_LAYERS, LAYERS, ROOT, modules
-from tests.house.test_words import DIALECT, may_say, words
 
 TOPS = ("arachnec", "tests", "benchmarks", "examples")
 INDEX = ROOT / "docs" / "README.md"
@@ -113,14 +112,6 @@ def test_every_command_that_a_page_types_is_there_with_its_options(page: Path) -
         typed = rest if "\\" in rest else rest.partition("  ")[0]  # behind two blanks stands what it does
         unknown = set(OPTION.findall(typed)) - known
         assert not unknown, f"{page.name} types `arachnec {name} {' '.join(unknown)}`"
-
-
-@pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_pages_use_the_words_of_the_field(page: Path) -> None:
-    text = words(prose(page))
-    for dialect, better in (DIALECT | {"circle": "cycle"}).items():
-        match = None if may_say(page, dialect) else re.search(rf"\b(?:{dialect})\b", text)
-        assert not match, f"{page.name} says {match[0]!r}: say {better}"
 
 
 def test_every_pipeline_that_is_compared_is_described_and_said_to_differ() -> None:

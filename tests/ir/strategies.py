@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias, TypeVar
 
 from hypothesis import strategies as st
 
 from arachnec.ir import kinds, nodes, tables
-from arachnec.ir.figure_rules import OF_BORDERS, OF_CLASSES, OF_ENDS, OF_LAYERS, OF_SOME_LAYERS
 from arachnec.ir.nodes import Level, Module, Phase
 from arachnec.ir.values import UNITS, Attributes, Formula, Quantity, Symbol, Term, Value
+from arachnec.ir.verify import verify
 
+Table: TypeAlias = dict[str, tables.Row]
 finite = st.floats(allow_nan=False, allow_infinity=False)
 texts = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 names = st.from_regex(r"[A-Za-z0-9_.\-]{1,6}", fullmatch=True) | texts
@@ -86,70 +89,58 @@ _SAMPLES: dict[str, st.SearchStrategy[Value]] = {
     "str": texts,
     "bool": st.booleans(),
     "int or bool": st.booleans(),
+    "@graph": st.builds(Symbol, names),
     "[int]": ranks,
-    "[str]": st.lists(texts, max_size=2).map(tuple),
-    "[[@graph, int > 0]]": st.just(()),
-    "[[int > 0, ms]]": st.just(()),
-    "[[int, GiB formula]]": st.just(()),
-    "[[str, int]]": st.just(()),
 }
 _positive_terms = st.builds(Term, st.floats(0, 1), st.just((("S", 1),)) | st.just((("B", 1), ("S", 2))) | st.just(()))
 
 
 def _sample(kind: str) -> st.SearchStrategy[Value]:
+    if kind.startswith("[["):
+        parts = [_sample(part.removesuffix(kinds.OPTIONAL)) for part in kinds.columns(kind)]
+        return st.lists(st.tuples(*parts), max_size=2).map(tuple)
+    if kind.startswith("[") and kind not in _SAMPLES:
+        return st.lists(_sample(kind[1:-1]), max_size=2).map(tuple)
     if kind.endswith(kinds.POSITIVE):
         name = kinds.plain(kind)
         if name in UNITS:
             return st.floats(1e-3, 1e6).map(lambda value: Quantity(value, name))
         return st.integers(1, 10**9) if name == "int" else st.floats(1e-3, 1e6)
-    kind = kind if kind.startswith("[[") else kinds.plain(kind)
+    kind = kinds.plain(kind)
     if kind.endswith(" formula"):
         unit = kind.removesuffix(" formula")
         return st.lists(_positive_terms, max_size=3).map(lambda terms: Formula(tuple(terms), unit))
     if kind in UNITS:
         return st.floats(0, 1e6).map(lambda value: Quantity(value, kind))
-    if kind.startswith("[[") and kind not in _SAMPLES:
-        parts = [_sample(part.strip()) for part in kind[2:-2].split(",")]
-        return st.lists(st.tuples(*parts), max_size=2).map(tuple)
-    if kind.endswith(" formula]"):
-        return st.lists(_sample(kind[1:-1]), max_size=2).map(tuple)
     return _SAMPLES[kind]
 
 
-# Of stages: what the rest of a module would have to agree with.
-UNSAID: dict[str, None] = dict.fromkeys(
-    (
-        "degrees",
-        "most_clips",
-        "graphs",
-        "cell",
-        "tensor_parallel",
-        "tensor_split",
-        "host",
-        "density",
-        "measured",
-        "learned",
-        "division",
-        "sparse_speed",
-        "query_group",
-        "key_block",
-        *(*OF_CLASSES, *OF_ENDS, *OF_LAYERS, *OF_BORDERS, *OF_SOME_LAYERS),
-    )
-)
-
-
 @st.composite
-def _by_table(draw: st.DrawFn, table: dict[str, tables.Row], level: Level, **fixed: Value | None) -> Attributes:
+def _by_table(
+    draw: st.DrawFn, table: Table, level: Level, *, optional: bool = True, **fixed: Value | None
+) -> Attributes:
     """Every attribute the level requires, some it allows; ``fixed`` ones as given, left out where None."""
     pairs: dict[str, Value | None] = {}
     for row in table.values():
         if row.name in fixed:
             pairs[row.name] = fixed[row.name] if row.since <= level else None
-        elif row.since <= level and (row.required or draw(st.booleans())):
+        elif row.since <= level and (row.required or (optional and draw(st.booleans()))):
             pairs[row.name] = draw(_sample(row.kind))
         value = pairs.get(row.name)
         assert value is None or kinds.test(row.kind)(value)
     return Attributes.of(**pairs)
+
+
+Node = TypeVar("Node", nodes.Stage, nodes.Cascade, Module)
+
+
+def _agreeing(draw: st.DrawFn, table: Table, level: Level, node: Node, module_with: Callable[[Node], Module]) -> Node:
+    """The node with a few more attributes, those with which the rest of its module agrees."""
+    rows = [row for row in table.values() if row.since <= level and row.name not in node.attrs]
+    for row in draw(st.lists(st.sampled_from(rows), max_size=4, unique=True)) if rows else ():
+        more = replace(node, attrs=node.attrs.updated(**{row.name: draw(_sample(row.kind))}))
+        node = node if verify(module_with(more)) else more
+    return node
 
 
 @st.composite
@@ -168,12 +159,8 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
     mixed = draw(st.sampled_from([None, (kind,)]))
     times = Formula((Term(1e-3, (("S", 1),)),), "ms")
     stages = (
-        nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, forward=times, **UNSAID))),
-        nodes.Stage(
-            "dit",
-            True,
-            draw(_by_table(tables.STAGE, level, forward=times, backward=times, **UNSAID)),
-        ),
+        nodes.Stage("vae", False, draw(_by_table(tables.STAGE, level, optional=False, forward=times))),
+        nodes.Stage("dit", True, draw(_by_table(tables.STAGE, level, optional=False, forward=times, backward=times))),
     )
     cascades: list[nodes.Cascade] = []
     for clip in clips if level >= Level.PARTITIONED else ():
@@ -184,18 +171,13 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
                 _by_table(
                     tables.CASCADE,
                     level,
-                    times=None,
+                    optional=False,
                     degree=degree,
                     start=Quantity(10.0 * len(cascades), "ms"),
                     end=Quantity(10.0 * len(cascades) + 9, "ms"),
                     ranks=tuple(draw(st.permutations(range(world)))[:degree]),
                     ring=ring,
                     ulysses=degree // ring,
-                    shards=None,
-                    side=None,
-                    sparse=None,
-                    heads=None,
-                    unconditional=None,
                 )
             )
             before = (cascades[-1].name,) if phase is Phase.TRAIN else ()
@@ -212,9 +194,7 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
         clips=clips,
         stages=stages,
         cascades=tuple(cascades),
-        attrs=draw(
-            _by_table(tables.MODULE, level, makespan=Quantity(1e4, "ms"), models=None, decoder=None, objective=None)
-        ),
+        attrs=draw(_by_table(tables.MODULE, level, optional=False, makespan=Quantity(1e4, "ms"))),
     )
     if level >= Level.SCHEDULED:
         module = replace(
@@ -234,4 +214,20 @@ def right_module(draw: st.DrawFn, level: Level) -> Module:
             ]
             programs.append(nodes.Program(rank, tuple(listed), draw(_by_table(tables.PROGRAM, level))))
         module = replace(module, programs=tuple(programs))
-    return module
+    return _with_more(draw, module)
+
+
+def _with_more(draw: st.DrawFn, module: Module) -> Module:
+    level = module.level
+    for field, table in (("stages", tables.STAGE), ("cascades", tables.CASCADE)):
+        for place, node in enumerate(getattr(module, field)):
+
+            def module_with(more: object, *, whole: Module = module, field: str = field, place: int = place) -> Module:
+                return replace(whole, **{field: changed(getattr(whole, field), place, more)})
+
+            module = module_with(_agreeing(draw, table, level, node, module_with))
+    return _agreeing(draw, tables.MODULE, level, module, lambda more: more)
+
+
+def changed(items: tuple[object, ...], place: int, item: object) -> tuple[object, ...]:
+    return (*items[:place], item, *items[place + 1 :])

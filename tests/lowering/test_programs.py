@@ -10,15 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce, Stage, Step, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Stage, quantity
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.ir.verify import verify
 from arachnec.lowering.gathers import updated_parameters
-from arachnec.lowering.order import CyclicInputs, InputNotReady, SavedElsewhere, global_order
-from arachnec.lowering.programs import _placed, _with_ends, instructions_of, lower
+from arachnec.lowering.order import CyclicInputs, InputNotReady, SavedElsewhere
+from arachnec.lowering.programs import instructions_of, lower
 from arachnec.passes.check import find_problems
 from arachnec.passes.lower import Lower
-from arachnec.verification.gradient import ClipNotTrained
 from tests.passes.plans import DIT, cluster, equal_clips, linear, module_of, placed_modules, timed
 
 
@@ -267,35 +266,3 @@ def test_a_new_round_is_called_by_the_first_model_of_its_requests() -> None:
         (p.rank, [s.attrs["round"] for s in p.instructions if s.op == "replan"]) for p in lower(module).programs
     ):
         assert rounds == [1, 2]
-
-
-@pytest.mark.parametrize("alone", [False, True])
-def test_what_stands_behind_a_last_backward_is_known_before_reduces_start_inside_it(alone: bool) -> None:
-    """Rank 0 has its one backward first, and the sum of the other stage's gradients behind it: its own sum may not
-    start before that. Also where another rank holds one of the stages ``alone``."""
-    layers = (("blocks.0", 1000), ("blocks.1", 1000))
-    stages = tuple(replace(DIT, name=name, attrs=DIT.attrs.updated(layers=layers)) for name in ("one", "two"))
-    when = {"a": ("one", 0, 0.0), "b": ("two", 1, 10.0), "c": ("one", 1, 20.0)}
-    cascades = []
-    for n, (name, (stage, rank, start)) in enumerate(when.items()):
-        forward = timed(f"f{n}", Phase.FORWARD, n, 1000, (), (start, start + 3.0), (rank,))
-        backward = timed(name, Phase.BACKWARD, n, 1000, (f"f{n}",), (start + 3.0, start + 10.0), (rank,))
-        cascades += [replace(forward, stage=stage), replace(backward, stage=stage)]
-    reductions = tuple(Reduce(stage.name, (), Attributes.of(buckets=(1, 1))) for stage in stages)
-    steps = tuple(Step(stage.name) for stage in stages)
-    module = replace(
-        module_of(cluster(gpus=3), equal_clips(3), cascades), stages=stages, reductions=reductions, steps=steps
-    )
-    assert module.cluster is not None
-    order = global_order(module.cascades)
-    resident = {"one": frozenset({0, 1, 2}), "two": frozenset({0, 1} if alone else {0, 1, 2})}
-    lists, _ = _with_ends(module, module.cluster, order, _placed(module, module.cluster, order, [], None), resident)
-    assert [f"{step.op} {step.target}" for step in lists[0]] == [
-        "forward f0", "backward a", "reduce two", "reduce two", "reduce one", "reduce one",
-    ]  # fmt: skip
-    early = {rank: [step.target for step in items if "early" in step.attrs] for rank, items in lists.items()}
-    assert early[0] == [] and set(early[1]) == {"one"}
-    (problem,) = find_problems(lower(module))
-    assert isinstance(problem, ClipNotTrained), (
-        "each clip goes through one of the stages alone, and else nothing is wrong"
-    )

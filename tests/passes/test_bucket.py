@@ -130,8 +130,6 @@ def test_a_plan_is_reversed_in_time_where_that_ends_with_longer_backwards() -> N
     ]
     module = with_layers(module_of(cluster(gpus=2), clips, cascades))
     bucketed, kept = Bucket().run(module), Bucket(reverse=False).run(module)
-    assert [cascade.start for cascade in bucketed.cascades] == [1.0, 0.0]
-    assert [cascade.start for cascade in kept.cascades] == [0.0, 300.0]
     assert simulate(lower(bucketed)).iteration_ms < simulate(lower(kept)).iteration_ms
 
 

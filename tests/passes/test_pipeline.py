@@ -15,7 +15,7 @@ from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.infra import errors as pipeline_errors
-from arachnec.passes.infra.base import Duration, Pass, Scope, pass_name
+from arachnec.passes.infra.base import Duration, Pass, Scope
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
 from arachnec.passes.infra.named_pipelines import NAMED, PIPELINES
@@ -215,13 +215,6 @@ def test_a_wrong_module_from_a_pass_of_the_compiler_is_a_bug(monkeypatch: pytest
     monkeypatch.setattr(Keep, "__module__", "arachnec.passes.infra.base")
     with pytest.raises(BrokenPass):
         parse("keep{harm=true}").run(MODULE)
-
-
-@pytest.mark.parametrize("name", [*builtin()])
-def test_pass_class_file_and_name_derive_from_each_other(name: str) -> None:
-    kind = builtin().get(name)
-    assert kind.__module__ == f"arachnec.passes.{name.replace('-', '_')}"
-    assert pass_name(kind.__name__) == kind.name == name
 
 
 @pytest.mark.parametrize("name", NAMED)

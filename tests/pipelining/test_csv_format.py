@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.span import Span
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import Action, PipelineSchedule
@@ -137,30 +137,6 @@ def test_a_good_one_is_good() -> None:
 @pytest.mark.parametrize("expected", [{"stages": 3}, {"micro_batches": 4}])
 def test_a_schedule_for_others_is_refused(expected: dict[str, int]) -> None:
     assert [type(diagnostic) for diagnostic in refusal(GOOD, **expected)] == [errors.ScheduleForOthers]
-
-
-def test_a_deadlock_shows_who_waits_for_whom() -> None:
-    text = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
-    assert render(refusal(text)[0], text) == (
-        "error: the schedule deadlocks: rank 0 waits at `0B0` for `1B0`, rank 1 waits at `1F1` for `0F1`\n"
-        "  --> bad.csv:1:5\n"
-        "   |\n"
-        " 1 | 0F0,0B0,0F1,0B1\n"
-        "   |     ^^^ never runs\n"
-        "  help: move `0F1` before `0B0` on rank 0"
-    )
-
-
-def test_a_missing_action_shows_its_row() -> None:
-    text = "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n"
-    assert render(refusal(text)[0], text) == (
-        "error: stage 0 has no backward of micro-batch 1\n"
-        "  --> bad.csv:1:1\n"
-        "   |\n"
-        " 1 | 0F0,0F1,0B0\n"
-        "   | ^^^ the row of rank 0 lacks it\n"
-        "  help: add `0B1` to the row of rank 0"
-    )
 
 
 @given(st.data())

@@ -7,15 +7,13 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import csv_format, profile_file
 from arachnec.pipelining.errors import ScheduleTooLarge
 from arachnec.pipelining.evaluate import StageTimes
 from arachnec.pipelining.one_f_one_b import one_f_one_b
-from arachnec.pipelining.order_bound import _shares, lower_bound
+from arachnec.pipelining.order_bound import lower_bound
 from arachnec.pipelining.pipeline_model import (
     LayerCosts,
     PipelineInstance,
@@ -113,23 +111,6 @@ def test_a_memory_that_is_just_full_is_no_bottleneck() -> None:
 
 
 # -- bytes held --------------------------------------------------------------------------------------------------------
-
-
-@given(st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=4))
-def test_sizes_that_fit_together_count_one_at_most(sizes: list[float], others: list[float]) -> None:
-    """So that bytes times seconds in these measures need room as bytes do."""
-    limit = sum(sizes) * (1 + 1e-9)
-    for share in _shares(limit, [(size, 1.0) for size in (*sizes, *others)]):
-        assert sum(map(share, sizes)) <= 1 + 1e-6
-
-
-def test_what_is_more_than_half_counts_in_full_and_a_part_by_what_else_fits_beside_it() -> None:
-    def most(size: float) -> float:
-        return max(share(size) for share in _shares(10.0, [(size, 1.0)]))
-
-    assert [most(size) for size in (6.0, 5.0, 4.0, 2.0)] == [1, 0.5, 0.5, 0.2]
-    beside = [share for share in _shares(10.0, [(2.0, 1.0)]) if share(9.0) == 1]
-    assert max(share(2.0) for share in beside) == 0.2, "9 leaves no room for it"
 
 
 @pytest.mark.parametrize(("saved", "bound"), [(6.0, 3 * 8), (5.0, 12), (4.0, 9.6)])

@@ -1,15 +1,18 @@
 """Ranks for schedules: valid, whole, and near."""
 
 import importlib.util
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
+from arachnec.cluster.topology import nic_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
@@ -188,22 +191,32 @@ def _with(module: Module, cascade: Cascade) -> Module:
     return replace(module, cascades=tuple(cascade if c.name == cascade.name else c for c in module.cascades))
 
 
-def test_ranks_stay_in_a_node_near_the_inputs_and_leave_whole_nodes_whole() -> None:
-    cluster = parse_cluster("2x8:h100-80g")
-    assert pick_ranks(cluster, range(16), 8, set()) == tuple(range(8))
-    assert pick_ranks(cluster, range(5, 16), 3, set()) == (5, 6, 7)
-    assert pick_ranks(cluster, range(16), 2, {11}) == (10, 11)
-    assert pick_ranks(cluster, [0, 3, 9, 12], 1, {12}) == (12,)
-    assert pick_ranks(cluster, [4, 5, 8, 10, 12, 13], 4, set()) == (8, 10, 12, 13)
+@given(st.sampled_from(["2x8:h100-80g", "3x4:l20", "6:cpu"]), st.randoms(use_true_random=False))
+def test_ranks_are_on_as_few_nodes_as_they_can_be_and_near_the_inputs_where_that_costs_none(
+    name: str, rng: Random
+) -> None:
+    cluster = parse_cluster(name)
+    free = sorted(rng.sample(range(cluster.world), rng.randint(1, cluster.world)))
+    degree, near = rng.randint(1, len(free)), rng.choice(free)
+    ranks = pick_ranks(cluster, free, degree, {near})
+    assert len({*ranks}) == degree and {*ranks} <= {*free}
+    by_node = Counter(rank // cluster.gpus for rank in free)
+    fewest = next(n for n in range(1, 9) if sum(count for _, count in by_node.most_common(n)) >= degree)
+    assert len({rank // cluster.gpus for rank in ranks}) == fewest
+    here = [rank for rank in free if rank // cluster.gpus == near // cluster.gpus]
+    if degree == 1 or (fewest == 1 and len(here) == cluster.gpus and cluster.gpus % degree == 0):
+        assert near in ranks
+
+
+def test_more_ranks_than_are_free_are_refused() -> None:
     with pytest.raises(ValueError, match="3 ranks free"):
-        pick_ranks(cluster, range(3), 4, set())
+        pick_ranks(parse_cluster("2x8:h100-80g"), range(3), 4, set())
 
 
 def test_between_nodes_devices_on_nics_of_one_letter_are_taken_together() -> None:
     cluster = parse_cluster("2x8:h100-80g")
-    free = [4, 5, 6, 7, *range(8, 16)]
-    assert set(pick_ranks(cluster, free, 10, set())) == {*range(8, 16), 4, 5}
-    assert set(pick_ranks(cluster, [0, 1, 2, 10, 11, 14], 5, {2})) == {0, 1, 2, 10, 11}
+    nics = [nic_of(cluster, rank) for rank in pick_ranks(cluster, [4, 5, 6, 7, *range(8, 16)], 10, set())[:2]]
+    assert nics[0] == nics[1]
 
 
 def test_imbalance_is_the_mean_share_of_the_longest_that_ranks_wait() -> None:
@@ -222,8 +235,9 @@ def test_without_topology_a_cascade_is_spread_over_the_ranks_that_are_free(tmp_p
         for cascade, start in zip(asked.cascades, (0.0, 0.0, 1e5), strict=True)
     ]
     cost = CostModel(asked)
-    assert [cascade.ranks for cascade in placements(scheduled, cost, topology=False)] == [(0, 2), (1, 3), (0, 2)]
-    assert [cascade.ranks for cascade in placements(scheduled, cost)] == [(0, 1), (2, 3), (0, 1)]
+    for topology, racks in ((False, 2), (True, 1)):
+        placed = placements(scheduled, cost, topology=topology)
+        assert [len({rank // 2 for rank in cascade.ranks}) for cascade in placed] == [racks] * 3
 
 
 def test_groups_that_come_after_narrow_ones_still_stay_in_a_node() -> None:
@@ -235,8 +249,6 @@ def test_groups_that_come_after_narrow_ones_still_stay_in_a_node() -> None:
     starts = (0.0, 0.0, 0.0, 0.0, takes[0], takes[1])
     times = {name: (start, start + ms) for name, start, ms in zip(names, starts, takes, strict=True)}
     scheduled = with_times(costed, degrees, times)
-    torn = placements(scheduled.cascades, CostModel(scheduled))
-    assert [cascade.ranks for cascade in torn[4:]] == [(0, 2), (1, 3)]
     placed = Place().run(scheduled)
     assert validate_schedule(placed) == []
     assert [cascade.ranks[1] - cascade.ranks[0] for cascade in placed.cascades[4:]] == [1, 1]

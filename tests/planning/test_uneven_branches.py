@@ -63,9 +63,6 @@ def test_a_fast_rank_and_two_slow_ones_have_a_branch_each() -> None:
     module = traced(((1, 2.0), (2, 2.0)))
     plan = Pipeline.parse("segment,annotate,schedule-sampling{steps=20},place,lower,check").run(module)
     large = {cascade.name: cascade for cascade in plan.cascades if cascade.stage == "large"}
-    assert all(cascade.sides == (1, 2) and cascade.ranks == (0, 1, 2) for cascade in large.values())
-    steps = [step for program in plan.programs for step in program.instructions if step.target in large]
-    assert len([step for step in steps if step.attrs.get("unconditional")]) == 3 * len(large) > 0
     batched = CostModel(plan).table.entry(next(iter(large.values())), 3, (0, 1, 2), Strategy(side=1))
     assert all(cascade.end - cascade.start < batched.time for cascade in large.values())
 
@@ -87,23 +84,25 @@ TOGETHER = (6, 7, *range(8, 16))
 
 
 @pytest.mark.parametrize("ranks", [APART, APART[::-1], TOGETHER, TOGETHER[::-1], (*APART[3:], 14, 15)])
-def test_the_second_branch_has_the_cheapest_grid_of_the_last_ranks(ranks: tuple[int, ...]) -> None:
-    """Of all products of Ulysses and ring for one branch, the one with most Ulysses where they take as long."""
+def test_no_way_to_divide_the_ranks_among_the_branches_is_faster(ranks: tuple[int, ...]) -> None:
+    """Of all numbers of ranks and all products of Ulysses and ring for the second branch."""
     module = costed(((1, 2.0),))[1]
     assert module.cluster is not None
     pod = module.cluster.attrs.updated(nodes=2, gpus=8, inter=Quantity(20.0, "GB/s"))
     stages = tuple(replace(stage, attrs=stage.attrs.updated(heads=12)) for stage in module.stages)
     cost = CostModel(replace(module, cluster=replace(module.cluster, attrs=pod), stages=stages))
     guided = next(cascade for cascade in module.cascades if cascade.stage == "large")
-    alone, grids = guided.with_attrs(branches=None), {}
-    for count in (count for count in range(1, len(ranks)) if 2 * count != len(ranks)):
-        splits = [Attention(u, count // u) for u in range(count, 0, -1) if count % u == 0]
-        times = [
-            cost.time(alone, count, ranks=ranks[-count:], ulysses=split.ulysses, ring=split.ring) for split in splits
-        ]
-        grids[count] = splits[times.index(min(times))]
-    ways = cost.table.ways(guided, len(ranks), ranks)
-    assert [way.unconditional for way in ways if way.unconditional is not None] == list(grids.values())
+    every = [
+        Strategy(side=2, unconditional=Attention(ulysses, count // ulysses))
+        for count in range(1, len(ranks))
+        for ulysses in range(1, count + 1)
+        if count % ulysses == 0
+    ]
+    tried, least = (
+        min(cost.table.entry(guided, len(ranks), ranks, way).time for way in ways)
+        for ways in (cost.table.ways(guided, len(ranks), ranks), every)
+    )
+    assert tried <= least * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("slow", [0, 1, 2, 3])

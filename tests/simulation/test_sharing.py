@@ -264,19 +264,6 @@ def flow_over(capacities: dict[str, float], links: frozenset[str], pause: float 
     return Activity(Work(fixed=pause, loads=(load,)), links, 0.0)
 
 
-def test_a_link_is_shared_anew_by_what_its_users_come_to_while_they_are_paced() -> None:
-    """By hand: link b (2) gives two flows 1 each, a (3) what is left of it, 2, to its other flow, c (8) the rest, 5."""
-    capacities = {"a": 3.0, "b": 2.0, "c": 8.0}
-    flows = [flow_over(capacities, frozenset(links)) for links in ("abc", "c", "ac", "b", "bc")]
-    network = Network()
-    for flow in flows:
-        network.start(flow)
-        network.settle(0.0)
-    network.finish(flows[-1])
-    network.settle(0.0)
-    assert [100.0 / flow.takes for flow in flows[:-1]] == pytest.approx([1.0, 5.0, 2.0, 1.0], rel=0.005)
-
-
 Comings = list[tuple[frozenset[str], float, int]]  # over which links, its pause in ms, and the number of one that ends
 
 
@@ -348,17 +335,6 @@ def test_what_ends_as_it_starts_leaves_nothing_on_its_links() -> None:
     network.start(flow)
     network.settle(0.0)
     assert flow.takes == pytest.approx(flow.work.alone)
-
-
-def test_nothing_is_paced_anew_where_nothing_has_started_or_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a simulation whose paces keep moving would foresee more and more ends, each of which moves them again."""
-    monkeypatch.setattr("arachnec.simulation.network.SWEEPS", 1)
-    capacities = {"a": 1.0, "b": 1.3}
-    network = Network()
-    for links in ("a", "b", "ab", "ab"):
-        network.start(flow_over(capacities, frozenset(links), pause=50.0))
-    assert len(network.settle(0.0)) == 4
-    assert network.settle(1.0) == []
 
 
 def test_a_formula_of_no_traffic_leaves_the_plan_as_it_is() -> None:

@@ -13,10 +13,7 @@ from arachnec.solver.budget import Clock
 from arachnec.solver.large_neighbourhood import LargeNeighbourhood
 from arachnec.solver.problem import Choice, Effort, Job, Problem, violations
 from arachnec.solver.search import solve
-from arachnec.solver.z3_assignment import Assignment, Conflict, schedule_by_sets
-from arachnec.solver.z3_packing import find_packing
-from arachnec.solver.z3_question import Answer
-from arachnec.solver.z3_schedule import find_schedule
+from arachnec.solver.z3_proof import Answer, Question
 from tests.slow import slow
 
 FRAMES = (17, 33, 49, 65, 81, 97, 121)
@@ -79,63 +76,12 @@ def test_the_large_neighbourhood_search_keeps_every_job_once_and_is_never_longer
         assert violations(problem, schedule) == []
 
 
-@settings(max_examples=60, deadline=None)
-@given(problems(most_jobs=4, most_ticks=6, chained=False), st.integers(1, 20))
-def test_sets_of_gpus_and_start_times_give_the_same_answer(problem: Problem, horizon: int) -> None:
-    effort = Effort(steps=20000 * MS)
-    by_sets, schedule = schedule_by_sets(problem, horizon, seed=0, effort=effort)
-    assert by_sets is find_schedule(problem, horizon, seed=0, effort=effort)[0]
-    if schedule is not None:
-        assert violations(problem, schedule) == []
-        assert schedule.makespan(problem) <= horizon
-
-
-@st.composite
-def crossing(draw: st.DrawFn) -> tuple[Problem, int]:
-    """Equal jobs that share GPUs in many ways, and a horizon near the bound: often sets without start times."""
-    gpus = draw(st.integers(3, 6))
-    kinds: list[Job] = []
-    for _ in range(draw(st.integers(1, 3))):
-        degrees = sorted(draw(st.sets(st.integers(2, gpus - 1), min_size=1, max_size=2)))
-        ticks = sorted(draw(st.sets(st.integers(1, 6), min_size=1, max_size=len(degrees))), reverse=True)
-        kinds.append(Job(tuple(map(Choice, degrees, ticks))))
-    jobs = draw(st.lists(st.sampled_from(kinds), min_size=3, max_size=5))
-    problem = Problem(tuple(jobs), gpus)
-    return problem, lower_bound(problem) + draw(st.integers(0, 3))
-
-
-@given(crossing())
-def test_conflicts_of_earlier_questions_change_no_answer(case: tuple[Problem, int]) -> None:
-    problem, last = case
-    effort, conflicts = Effort(steps=20000 * MS), list[Conflict]()
-    for horizon in (last - 1, last, last - 2, last + 1, last):
-        answer, schedule = schedule_by_sets(problem, horizon, seed=0, effort=effort, conflicts=conflicts)
-        assert answer is find_schedule(problem, horizon, seed=0, effort=effort)[0]
-        if schedule is not None:
-            assert violations(problem, schedule) == []
-            assert schedule.makespan(problem) <= horizon
-
-
-def test_jobs_that_all_meet_are_a_conflict_up_to_its_horizon() -> None:
-    problem = Problem(tuple(Job((Choice(2, 4),)) for _ in range(4)), 3)
-    conflicts: list[Conflict] = []
-    asked = schedule_by_sets(problem, 12, seed=0, effort=Effort(steps=20000 * MS), conflicts=conflicts)
-    assert asked == (Answer.IMPOSSIBLE, None)
-    assert conflicts and all(conflict.horizon == 12 for conflict in conflicts)
-    assert (
-        schedule_by_sets(problem, 16, seed=0, effort=Effort(steps=20000 * MS), conflicts=conflicts)[0]
-        is Answer.POSSIBLE
-    )
-
-
 def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> None:
     jobs = [Choice(2, 4), Choice(2, 5), Choice(1, 8), Choice(1, 6), Choice(1, 5)]
     problem = Problem(tuple(Job((choice,)) for choice in jobs), 4)
     options = options_of(problem)
     assert options is not None
-    effort = Effort(steps=20000 * MS)
-    answer, _ = find_packing(range(5), options, problem.heads, [0] * 4, 10, 4, seed=0, effort=effort)
-    assert answer is Answer.IMPOSSIBLE
+    assert max(best_packing(problem, options, 10).load) > 10
     solution = solve(problem, Clock(0.0, 0.0, steps=20_000.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert (solution.schedule.makespan(problem), solution.proved) == (10, True)
@@ -147,9 +93,8 @@ def test_two_clips_for_each_of_eight_gpus_are_proved_optimal(clips: int, seed: i
     solution = solve(problem, Clock(0.0, 0.0, steps=300_000.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert solution.proved and solution.bound == solution.schedule.makespan(problem)
-    assert (
-        schedule_by_sets(problem, solution.bound - 1, seed=3, effort=Effort(steps=300000 * MS))[0] is Answer.IMPOSSIBLE
-    )
+    refused = Question(problem, 3).answer(solution.bound - 1, Effort(steps=300_000 * MS))
+    assert refused == (Answer.IMPOSSIBLE, None)
 
 
 @pytest.mark.parametrize(
@@ -165,19 +110,12 @@ def test_without_a_budget_a_video_mix_is_planned_close_to_the_bound(
     assert solution.schedule.makespan(problem) <= (1 + gap) * solution.area_bound
 
 
-def test_z3_packs_what_best_fit_does_not() -> None:
+def test_what_best_fit_does_not_pack_is_found_and_proved() -> None:
     lengths = (7, 5, 5, 4, 4, 3, 2, 2)  # 16 in each of two bins: 7 5 4 and 5 4 3 2 2
     problem = Problem(tuple(Job((Choice(1, ticks),)) for ticks in lengths), 2)
-    options = options_of(problem)
-    assert options is not None
-    answer, placed = find_packing(
-        range(8), options, problem.heads, [0, 0], 16, 2, seed=0, effort=Effort(steps=9000 * MS)
-    )
-    assert answer is Answer.POSSIBLE and placed is not None
-    for gpu in (0, 1):
-        assert sum(block.option.ticks for block in placed if block.first == gpu) == 16
-    answer, _ = find_packing(range(8), options, problem.heads, [0, 1], 16, 2, seed=0, effort=Effort(steps=9000 * MS))
-    assert answer is Answer.IMPOSSIBLE
+    solution = solve(problem, Clock(0.0, 0.0, steps=20_000.0), seed=0)
+    assert (solution.schedule.makespan(problem), solution.proved) == (16, True)
+    assert Question(problem, 0).answer(15, Effort(steps=9000 * MS))[0] is Answer.IMPOSSIBLE
 
 
 @pytest.mark.parametrize("unit", [1, 10**12 + 7])
@@ -186,13 +124,3 @@ def test_times_of_any_size_are_proved_alike(unit: int) -> None:
     solution = solve(problem, Clock(0.0, 0.0, steps=300_000.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert (solution.schedule.makespan(problem), solution.proved) == (18 * unit, True)
-
-
-def test_a_question_that_was_stopped_has_no_answer() -> None:
-    problem = Problem(tuple(Job((Choice(1, 7), Choice(2, 4))) for _ in range(9)), 4)
-    inquiry = Assignment(problem, 0, [])
-    late = inquiry.question.late
-    inquiry.question.late = lambda: inquiry.question.stop() or late()  # type: ignore[method-assign]
-    assert inquiry.answer(100, Effort(steps=10**6)) == (Answer.UNKNOWN, None)
-    inquiry.question.late = late  # type: ignore[method-assign]
-    assert inquiry.answer(100, Effort(steps=10**6))[0] is Answer.POSSIBLE, "whoever stopped it before"

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from arachnec.solver.budget import Clock
-from arachnec.solver.portfolio import FLOOR, Improvement, Incumbent, Objective, Record, run
+from arachnec.solver.portfolio import Improvement, Incumbent, Objective, Record, run
 from arachnec.solver.problem import Choice, Job, Problem, Schedule, violations
 from arachnec.solver.search import solve
 
@@ -52,26 +52,10 @@ def test_an_improver_whose_smallest_slice_does_not_fit_is_not_called() -> None:
     assert sum(small.slices) == pytest.approx(1000.0, rel=0.01)
 
 
-def test_who_gains_gets_most_and_who_does_not_gets_longer_slices_more_seldom() -> None:
+def test_who_gains_gets_most() -> None:
     idle, able = Scripted("idle", 5.0), Scripted("able", 5.0, gain=100)
     called(idle, able)
-    assert sum(able.slices) > 0.8 * 1000
-    assert idle.slices == sorted(idle.slices)
-    assert len(idle.slices) >= 1
-
-
-def test_the_last_share_of_the_effort_is_the_provers_whatever_the_others_gain() -> None:
-    prover, able = Scripted("prover", 10.0, proves=True, hope=1e-9), Scripted("able", 5.0, gain=100)
-    called(able, prover)
-    assert prover.slices == [pytest.approx(FLOOR * 1000, abs=5)]
-    assert sum(able.slices) == pytest.approx((1 - FLOOR) * 1000, abs=5)
-
-
-def test_a_prover_whose_question_does_not_fit_leaves_its_share_to_the_others() -> None:
-    prover, able = Scripted("prover", FLOOR * 1000 + 10, proves=True, hope=1e-9), Scripted("able", 5.0, gain=100)
-    called(able, prover)
-    assert not prover.slices
-    assert sum(able.slices) == pytest.approx(1000, abs=5)
+    assert sum(able.slices) > sum(idle.slices)
 
 
 def test_nobody_is_called_once_the_gap_is_closed() -> None:

@@ -1,10 +1,8 @@
 """The scheduler against known optima, brute force, and its own independent checker."""
 
 import itertools
-from functools import partial
 
 import pytest
-import z3
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -14,8 +12,7 @@ from arachnec.solver.budget import Clock
 from arachnec.solver.list_schedule import list_schedule, list_schedules, orders
 from arachnec.solver.problem import Choice, Effort, Job, Problem, Schedule, violations
 from arachnec.solver.search import solve
-from arachnec.solver.z3_question import Answer, Question, true
-from arachnec.solver.z3_schedule import StartTimes, find_schedule
+from arachnec.solver.z3_proof import Answer, Question
 
 # Durations in 10 ms at degree 1, 2, 4, 8 of VAE and DiT (degree 2, 4, 8 where there are three).
 FOUR_TASKS = (
@@ -48,11 +45,11 @@ def test_the_four_tasks_are_solved_and_proved(gpus: int, optimum: int, area: int
 @pytest.mark.parametrize(("gpus", "optimum"), [(8, 9107), (16, 4996)])
 def test_z3_alone_draws_the_line_at_the_optimum(gpus: int, optimum: int) -> None:
     problem = four_tasks(gpus)
-    answer, schedule = find_schedule(problem, optimum, seed=1, effort=Effort(steps=20000 * MS))
+    answer, schedule = Question(problem, 1).answer(optimum, Effort(steps=20000 * MS))
     assert answer is Answer.POSSIBLE and schedule is not None
     assert violations(problem, schedule) == []
     assert schedule.makespan(problem) <= optimum
-    assert find_schedule(problem, optimum - 1, seed=1, effort=Effort(steps=20000 * MS))[0] is Answer.IMPOSSIBLE
+    assert Question(problem, 1).answer(optimum - 1, Effort(steps=20000 * MS))[0] is Answer.IMPOSSIBLE
 
 
 @st.composite
@@ -142,51 +139,6 @@ def test_a_budget_of_zero_gives_a_valid_schedule() -> None:
     solution = solve(problem, Clock(0.0, 0.0, steps=0.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert solution.schedule.makespan(problem) < 1.3 * solution.bound
-
-
-def test_a_question_stopped_while_its_model_is_read_has_no_answer() -> None:
-    question = Question()
-    solver = question.begin(Effort(), 0)
-    boolean = z3.Bool("boolean", solver.ctx)
-
-    def read() -> tuple[Answer, bool | None]:
-        solver.add(boolean)
-        assert question.check(solver) is Answer.POSSIBLE
-        model = solver.model()
-        question.stop()
-        return Answer.POSSIBLE, true(model, boolean)
-
-    assert question.answered(read) == (Answer.UNKNOWN, None)
-
-
-def test_an_interrupt_that_comes_late_cancels_one_answer_and_no_later_one() -> None:
-    problem = four_tasks(8)
-    best = solve(problem, Clock(0.0, 0.0, steps=60), seed=0).schedule.makespan(problem)
-    inquiry = StartTimes(problem, 0)
-    assert inquiry.question.answered(lambda: inquiry.answer(2 * best, Effort()))[0] is Answer.POSSIBLE
-    inquiry.question.stop()
-    for horizon in (3 * best, 2 * best, 3 * best):
-        answer, schedule = inquiry.question.answered(partial(inquiry.answer, horizon, Effort()))
-        assert answer is Answer.POSSIBLE or (answer is Answer.UNKNOWN and horizon == 3 * best)
-        assert schedule is None or schedule.makespan(problem) <= horizon
-
-
-def test_what_an_interrupt_spoils_is_no_answer_and_what_nothing_interrupted_is_an_error() -> None:
-    question = Question()
-    question.begin(Effort(), 0)
-
-    def spoilt() -> tuple[Answer, None]:
-        raise z3.Z3Exception("Value cannot be converted into a Z3 Boolean value")
-
-    question.stop()
-    question.allow(Effort())  # the next answer begins while the interrupt is on its way
-    assert question.answered(spoilt) == (Answer.UNKNOWN, None)
-    with pytest.raises(z3.Z3Exception, match="Boolean"):
-        question.answered(spoilt)
-    question.stop()
-    question.begin(Effort(), 0)
-    with pytest.raises(z3.Z3Exception, match="Boolean"):
-        question.answered(spoilt)
 
 
 def test_equal_seeds_and_steps_give_equal_schedules() -> None:

@@ -16,7 +16,6 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import HARDWARE_QUEUES, HOST_HANDOFFS, STREAMS
-from arachnec.analysis.memory import high_water
 from arachnec.analysis.uses import Values
 from arachnec.cluster.host_memory import usable_host_memory
 from arachnec.cost.model import CostModel
@@ -33,7 +32,6 @@ from arachnec.verification.device_limits import TooManyPending, TooManyStreams, 
 from arachnec.verification.event_order import Event, find_cycle
 from arachnec.verification.heads import GroupsComputedTwice, GroupsNotComputed, check_heads
 from arachnec.verification.host_memory import TOLERANCE_GIB, HostOutOfMemory, check_host_memory, host_peak
-from arachnec.verification.memory import OutOfMemory
 from benchmarks.trust.random_programs import random_program
 from tests.passes.plans import DIT, cluster, equal_clips, linear, module_of, timed
 
@@ -135,17 +133,6 @@ def test_only_stages_that_run_and_have_no_formula_of_their_memory_are_believed()
     for name in ("saved", "workspace"):
         known = replace(dit, attrs=dit.attrs.updated(**{name: linear(0.02, "GiB")}))
         assert memory_claims.only_claimed(replace(module, stages=(known, other))) == ()
-
-
-def test_a_device_may_be_full_to_the_last_byte() -> None:
-    module = golden("valid")
-    assert module.cluster is not None
-    values = Values(module)
-    most = max(high_water(values, program, HOST_HANDOFFS).total for program in module.programs)
-    for gib, full in ((most, False), (most - 1e-8, True)):
-        attrs = module.cluster.attrs.updated(memory=Quantity(gib, "GiB"))
-        problems = find_problems(replace(module, cluster=replace(module.cluster, attrs=attrs)))
-        assert [type(problem) for problem in problems] == [OutOfMemory] * full
 
 
 def test_a_host_may_be_full_to_what_is_usable() -> None:

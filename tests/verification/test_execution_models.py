@@ -31,7 +31,7 @@ from arachnec.ir.values import Attributes
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import Check, find_problems
 from arachnec.verification.deadlock import Deadlock, PrefetchDeadlock
-from arachnec.verification.device_limits import TooManyPending, TooManyStreams, _pending
+from arachnec.verification.device_limits import TooManyPending, TooManyStreams
 from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
 
 IN_PLACE = ExecutionModel("device", "in-place")
@@ -198,24 +198,3 @@ def test_kernels_that_wait_for_other_ranks_leave_one_hardware_queue() -> None:
     problems = find_problems(broadcast(HARDWARE_QUEUES), IN_PLACE)
     assert {type(problem) for problem in problems} == {TooManyPending}
     assert not find_problems(broadcast(HARDWARE_QUEUES), HOST_HANDOFFS)
-
-
-@pytest.mark.parametrize("op", ["gather", "reduce"])
-@pytest.mark.parametrize(("waiting", "alone"), [(0, 40), (HARDWARE_QUEUES - 1, 1), (HARDWARE_QUEUES - 1, 0)])
-def test_a_collective_of_one_rank_leaves_nothing_to_wait_for(op: str, waiting: int, alone: int) -> None:
-    """The kernels that spin are those of different groups of several ranks."""
-    pairs = [Instruction(op, f"s{n}", (0, n + 1)) for n in range(waiting)]
-    own = [Instruction(op, f"o{n}", (0,)) for n in range(alone)]
-    program = Program(0, (*own, *pairs))
-
-    def pending(program: Program) -> list[int]:
-        values = Values(replace(circle_of(2), programs=(program,)))
-        return [one.count for one in _pending(values, HOST_HANDOFFS, program, ((),) * len(program.instructions))]
-
-    assert pending(program) == []
-    one_more = Instruction(op, "more", (0, HARDWARE_QUEUES + 1))
-    assert pending(replace(program, instructions=(*program.instructions, one_more))) == (
-        [HARDWARE_QUEUES] if waiting == HARDWARE_QUEUES - 1 else []
-    )
-    again = Instruction(op, "more", (0, 1))  # over the communicator of the first pair
-    assert not waiting or pending(replace(program, instructions=(*program.instructions, again))) == []

@@ -1,7 +1,7 @@
 """Diffusers' JoyImage: dual blocks over a video's tokens and text."""
 
 from diffusers import JoyImageEditTransformer3DModel
-from parts import fixed, latent_shape, loss, noised  # noqa: F401
+from parts import called, loss  # noqa: F401
 
 
 def build():
@@ -11,11 +11,4 @@ def build():
     )  # fmt: skip
 
 
-def sample(clip, generator):
-    x, t, target = noised(clip, generator, latent_shape(clip))
-    return {
-        "hidden_states": x,
-        "timestep": 1000 * t,
-        "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
-        "return_dict": False,
-    }, target
+sample = called

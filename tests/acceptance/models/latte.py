@@ -1,7 +1,7 @@
 """Diffusers' Latte: spatial and temporal blocks in turn."""
 
 from diffusers import LatteTransformer3DModel
-from parts import fixed, latent_shape, loss, noised  # noqa: F401
+from parts import called, loss  # noqa: F401
 
 
 def build():
@@ -14,11 +14,4 @@ def build():
 
 
 def sample(clip, generator):
-    x, t, target = noised(clip, generator, latent_shape(clip))
-    return {
-        "hidden_states": x,
-        "timestep": 1000 * t,
-        "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
-        "enable_temporal_attentions": True,
-        "return_dict": False,
-    }, target
+    return called(clip, generator, enable_temporal_attentions=True)

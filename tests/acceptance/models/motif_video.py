@@ -2,7 +2,7 @@
 
 import torch
 from diffusers import MotifVideoTransformer3DModel
-from parts import fixed, latent_shape, loss, noised  # noqa: F401
+from parts import called, loss  # noqa: F401
 
 
 def build():
@@ -13,11 +13,4 @@ def build():
 
 
 def sample(clip, generator):
-    x, t, target = noised(clip, generator, latent_shape(clip))
-    return {
-        "hidden_states": x,
-        "timestep": 1000 * t,
-        "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
-        "encoder_attention_mask": torch.ones(1, clip.text_tokens),
-        "return_dict": False,
-    }, target
+    return called(clip, generator, encoder_attention_mask=torch.ones(1, clip.text_tokens))

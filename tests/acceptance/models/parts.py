@@ -39,6 +39,19 @@ def sample(clip, generator):
     return {"latents": x, "text": text_of(clip), "t": t}, target
 
 
+def called(clip, generator, **more):
+    """What most of Diffusers' video transformers are called with, and the target."""
+    x, t, target = noised(clip, generator, latent_shape(clip))
+    text = fixed((1, clip.text_tokens, 16), f"text/{clip.id}")
+    return {
+        "hidden_states": x,
+        "timestep": 1000 * t,
+        "encoder_hidden_states": text,
+        "return_dict": False,
+        **more,
+    }, target
+
+
 def loss(prediction, target):
     return F.mse_loss(prediction, target)
 

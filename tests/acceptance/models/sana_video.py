@@ -1,7 +1,7 @@
 """Diffusers' SANA-Video: linear attention and a convolution over space and time in every block."""
 
 from diffusers import SanaVideoTransformer3DModel
-from parts import fixed, latent_shape, loss, noised  # noqa: F401
+from parts import called, loss  # noqa: F401
 
 
 def build():
@@ -12,11 +12,4 @@ def build():
     )  # fmt: skip
 
 
-def sample(clip, generator):
-    x, t, target = noised(clip, generator, latent_shape(clip))
-    return {
-        "hidden_states": x,
-        "encoder_hidden_states": fixed((1, clip.text_tokens, 16), f"text/{clip.id}"),
-        "timestep": 1000 * t,
-        "return_dict": False,
-    }, target
+sample = called

@@ -153,7 +153,7 @@ def captured_case(name: str) -> Captured:
     return case, model, captured, [fuse_graph(block_graph(block)) for block in captured.blocks]
 
 
-@pytest.fixture(scope="module", params=quick(TESTED, "wan-3-heads", "hunyuan-video", "plain", "joined"))
+@pytest.fixture(scope="module", params=quick(TESTED, "wan-3-heads", "joined"))
 def case(request: pytest.FixtureRequest) -> Captured:
     return captured_case(request.param)
 

@@ -13,7 +13,7 @@ CLIP = Size(3, 4, 6)
 FUSED = ("wan-3-heads", "cogvideox-rotary", "hunyuan-video", "ltx-video", "plain", "convolved", "joined")
 
 
-@pytest.mark.parametrize("name", quick(FUSED, "wan-3-heads", "hunyuan-video", "plain", "joined"))
+@pytest.mark.parametrize("name", quick(FUSED, "hunyuan-video", "plain"))
 def test_loss_and_every_gradient_equal_those_of_one_process_without_fusion(name: str) -> None:
     total = MODELS[name].tokens(CLIP)
     steps = (

@@ -91,8 +91,8 @@ FIRST = ordered(((0, 1), LOW), ((2,), HIGH), ((3,), FOUR), ((4,), HIGH), recompu
         slow(4, 4, WHOLE_WORLD, DOUBLE, LAYERS, id="all-ranks"),
         pytest.param(4, 2, UNEVEN, DOUBLE, LAYERS, id="uneven-numbers-of-cascades"),
         slow(4, 2, BOTH, DOUBLE, LAYERS, id="one-cell-and-two"),
-        pytest.param(4, 2, BESIDE, DOUBLE, LAYERS, id="clips-side-by-side"),
-        pytest.param(4, 2, TWO_BY_TWO, DOUBLE, LAYERS, id="two-clips-on-two-ranks-each"),
+        slow(4, 2, BESIDE, DOUBLE, LAYERS, id="clips-side-by-side"),
+        slow(4, 2, TWO_BY_TWO, DOUBLE, LAYERS, id="two-clips-on-two-ranks-each"),
         pytest.param(4, 4, TWO_BY_TWO, DOUBLE, LAYERS, id="side-by-side-in-a-cell"),
         slow(4, 2, AGAIN, DOUBLE, LAYERS, id="recomputing"),
         pytest.param(4, 2, FIRST, DOUBLE, LAYERS, id="recomputing-one-block-of-two"),
@@ -127,7 +127,7 @@ def test_a_step_over_nccls_semantics_has_the_gradients_of_a_plain_loop(tmp_path:
 @pytest.mark.parametrize(
     ("dtype", "dealt_out"),
     [
-        pytest.param("fp32", False, id="fp32-optimizer-in-each-cell"),
+        slow("fp32", False, id="fp32-optimizer-in-each-cell"),
         slow("fp32", True, id="fp32-optimizer-over-cells"),
         slow("bf16", False, id="bf16-optimizer-in-each-cell"),
         pytest.param("bf16", True, id="bf16-optimizer-over-cells"),

@@ -38,6 +38,7 @@ from tests.distributed.executor_cases import (
     traced,
     train_on,
 )
+from tests.slow import quick, slow
 
 PARAMETERS = 2707
 LAYERS = (("blocks.0", 1284), ("blocks.1", 1284))
@@ -105,17 +106,17 @@ ADAPTER_LAYERS = (("blocks.0", 12), ("blocks.1", 156))
 @pytest.mark.parametrize(
     ("ranks", "works", "what", "cell", "more", "layers", "trained"),
     [
-        pytest.param(1, ALONE, "optimizer", 1, DOUBLE, LAYERS, PARAMETERS, id="optimizer"),
-        pytest.param(1, ALONE, "parameters", 1, DOUBLE, LAYERS, PARAMETERS, id="one-rank"),
+        slow(1, ALONE, "optimizer", 1, DOUBLE, LAYERS, PARAMETERS, id="optimizer"),
+        slow(1, ALONE, "parameters", 1, DOUBLE, LAYERS, PARAMETERS, id="one-rank"),
         pytest.param(2, ONE_CELL, "parameters", 1, DOUBLE, LAYERS, PARAMETERS, id="two-ranks-share-clips"),
         pytest.param(2, APART, "inputs", 1, DOUBLE, LAYERS, PARAMETERS, id="two-ranks-apart-and-together"),
-        pytest.param(4, BOTH, "parameters", 2, DOUBLE, LAYERS, PARAMETERS, id="cells"),
-        pytest.param(4, UNEVEN, "parameters", 2, DOUBLE, LAYERS, PARAMETERS, id="uneven-numbers-of-cascades"),
+        slow(4, BOTH, "parameters", 2, DOUBLE, LAYERS, PARAMETERS, id="cells"),
+        slow(4, UNEVEN, "parameters", 2, DOUBLE, LAYERS, PARAMETERS, id="uneven-numbers-of-cascades"),
         pytest.param(4, AGAIN, "inputs", 2, DOUBLE, LAYERS, PARAMETERS, id="cells-and-inputs"),
-        pytest.param(4, FIRST, "inputs", 2, DOUBLE, LAYERS, PARAMETERS, id="inputs-of-one-block-of-two"),
-        pytest.param(1, ALONE_AGAIN, "inputs", 1, DOUBLE, LAYERS, PARAMETERS, id="inputs-of-all-blocks"),
+        slow(4, FIRST, "inputs", 2, DOUBLE, LAYERS, PARAMETERS, id="inputs-of-one-block-of-two"),
+        slow(1, ALONE_AGAIN, "inputs", 1, DOUBLE, LAYERS, PARAMETERS, id="inputs-of-all-blocks"),
         pytest.param(1, ALONE_FIRST, "inputs", 1, DOUBLE, LAYERS, PARAMETERS, id="inputs-of-the-first-block"),
-        pytest.param(1, ALONE_FIRST, "inputs", 1, ADAPTERS, ADAPTER_LAYERS, 168, id="most-are-frozen"),
+        slow(1, ALONE_FIRST, "inputs", 1, ADAPTERS, ADAPTER_LAYERS, 168, id="most-are-frozen"),
         pytest.param(2, APART, "parameters", 1, ADAPTERS, ADAPTER_LAYERS, 168, id="most-are-frozen-on-two-ranks"),
         pytest.param(1, ALONE, "parameters", 1, TIED, TIED_LAYERS, PARAMETERS - 144, id="layers-share-a-weight"),
     ],
@@ -142,7 +143,7 @@ def test_gradients_are_those_of_a_plain_loop_and_the_planned_bytes_cross(
         assert abs(bytes_crossed - bytes_planned) <= 0.01 * bytes_planned
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("dtype", quick(["fp32", "bf16"], "bf16"))
 def test_steps_clip_and_average_as_a_model_on_its_devices(tmp_path: Path, dtype: str) -> None:
     training = Training(lr=1e-2, ema=0.9, dtype=dtype, clip_norm=0.5)  # type: ignore[arg-type]
     curves = []
@@ -158,7 +159,10 @@ def test_steps_clip_and_average_as_a_model_on_its_devices(tmp_path: Path, dtype:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [((4, BOTH, "parameters", 2), (1, ALONE, "optimizer", 1)), ((1, ALONE, "parameters", 1), (2, ONE_CELL, None, 1))],
+    [
+        ((4, BOTH, "parameters", 2), (1, ALONE, "optimizer", 1)),
+        slow((1, ALONE, "parameters", 1), (2, ONE_CELL, None, 1)),
+    ],
 )
 def test_a_checkpoint_resumes_with_other_things_in_the_host(
     tmp_path: Path, before: tuple[int, list[Work], str, int], after: tuple[int, list[Work], str | None, int]

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from arachnec.analysis.uses import overlapped_reduces
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.nodes import Instruction, Level, Module, Program
+from arachnec.ir.nodes import Instruction, Level, Module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.lowering.programs import lower
@@ -33,6 +33,7 @@ from tests.distributed.executor_cases import (
     train_on,
 )
 from tests.distributed.harness import run_ranks
+from tests.slow import slow
 
 LAYERS = (("blocks.0", 1000), ("blocks.1", 1000))
 CLIPS = [clip(i, 1 + i % 3) for i in range(6)]
@@ -72,7 +73,7 @@ def run_plan(
     return file, losses(folder / "run.json")
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [2, slow(3), 4])
 @pytest.mark.parametrize("buckets", [(1, 1), (1, 1, 0)])
 def test_gradients_in_buckets_are_those_of_a_plain_loop(tmp_path: Path, world: int, buckets: tuple[int, ...]) -> None:
     module = bucketed(lowered(traced(world, [CLIPS]), UNEVEN[world]), buckets)
@@ -87,8 +88,8 @@ def test_gradients_in_buckets_are_those_of_a_plain_loop(tmp_path: Path, world: i
 def test_training_in_buckets_goes_the_way_of_training_without(tmp_path: Path) -> None:
     whole = lowered(traced(4, [CLIPS]), UNEVEN[4])
     training = Training(clip_norm=0.01)
-    _, expected = run_plan(tmp_path / "whole", whole, 4, steps=4, training=training)
-    _, losses = run_plan(tmp_path / "cut", bucketed(whole, (1, 1, 0)), 4, steps=4, training=training)
+    _, expected = run_plan(tmp_path / "whole", whole, 4, steps=2, training=training)
+    _, losses = run_plan(tmp_path / "cut", bucketed(whole, (1, 1, 0)), 4, steps=2, training=training)
     assert losses == pytest.approx(expected, rel=1e-6)
 
 
@@ -190,17 +191,3 @@ def _order() -> None:
     with synchronisation.inside_backward(reduces):
         hidden.sum().backward()
     assert started == [(1, False), (0, True)]
-
-
-def test_only_backwards_that_are_the_last_of_all_their_ranks_hold_all_reduces() -> None:
-    module = bucketed(lowered(traced(4, [CLIPS]), UNEVEN[4]), (1, 1, 0))
-    inside = {program.rank: _inside(program) for program in module.programs}
-    assert inside == {0: {"c4": 2}, 1: {"c3": 2}, 2: {"c5": 2}, 3: {"c5": 2}}
-    longer = [*UNEVEN[4][:5], Work((5,), (1, 2), 4)]  # rank 3 ends in a cascade that rank 2 goes on after
-    module = bucketed(lowered(traced(4, [CLIPS]), longer), (1, 1, 0))
-    assert not _inside(module.programs[3])
-    assert not find_problems(module)
-
-
-def _inside(program: Program) -> dict[str, int]:
-    return {program.instructions[index].target: len(reduces) for index, reduces in overlapped_reduces(program).items()}

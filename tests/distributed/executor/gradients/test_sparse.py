@@ -45,6 +45,7 @@ from tests.distributed.executor_cases import MODEL, QUICK, Work, clip, losses, l
 from tests.distributed.harness import run_ranks
 from tests.distributed.ncclish import Settings
 from tests.distributed.rank_device import ON_GPU
+from tests.slow import SLOW
 
 CLIPS = (clip("long", 60), clip("short", 25), clip("dense", 2))
 LAYERS = (("blocks.0", 1236), ("blocks.1", 1236))
@@ -298,6 +299,7 @@ def train_counting_repeats(folder: Path, options: RunOptions, margin: float) -> 
     return len(repeats)
 
 
+@SLOW
 def test_between_machines_chosen_keys_change_no_loss_and_without_room_a_step_is_done_again(tmp_path: Path) -> None:
     """Step 0 measures and makes the layers sparse, those up to 6 get only the keys that they chose. In step 7 layer 1
     learns, with all keys, and layer 0 does not."""
@@ -315,6 +317,7 @@ def test_between_machines_chosen_keys_change_no_loss_and_without_room_a_step_is_
         assert [a == b for a, b in pairwise(told["sparse_layers"][1]["history"])] == [True] * 6 + [False]
 
 
+@SLOW
 @pytest.mark.skipif(ON_GPU, reason="gloo and the emulator of NCCL run on the processor")
 def test_over_nccl_s_semantics_a_run_turns_sparse_as_over_gloo(tmp_path: Path) -> None:
     """No sum of the predictors meets one of the model's out of order, and none connects a group in use."""

@@ -22,7 +22,7 @@ from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
 from arachnec.models.given_module import with_own_optimizer
 from arachnec.optimizers.own_schedule import own_schedule
-from tests.distributed.executor_cases import MODEL, QUICK, assert_same_gradients, captured_once, plain_loop
+from tests.distributed.executor_cases import MODEL, QUICK, captured_once
 from tests.distributed.harness import run_ranks
 
 ROOT = Path(__file__).parents[4]
@@ -39,10 +39,6 @@ def own_loop() -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_the_example_is_short() -> None:
-    assert len((ROOT / "examples" / "own_loop.py").read_text().splitlines()) < 60
 
 
 def test_the_examples_losses_are_those_of_a_plain_loop_and_a_resumed_run_goes_on(tmp_path: Path) -> None:
@@ -282,28 +278,6 @@ def test_a_count_that_is_none_is_refused_before_ranks_meet(
     monkeypatch.setattr(sys, "excepthook", lambda *_: None)
     with pytest.raises(UserError, match=f"Engine's `{name}` is {value}"):
         Engine("model.py", [], **{name: value})
-
-
-def test_the_gradients_of_a_step_are_those_of_a_plain_loop(tmp_path: Path) -> None:
-    (tmp_path / "model.py").write_text(MODEL)
-    saved = tmp_path / "g.safetensors"
-    run_ranks(2, _gradients, tmp_path / "model.py", saved)
-    clips = [VideoClip(name, SIZES[name], 16, 16, 0) for name in BATCHES[1]]
-    loss, gradients = plain_loop(tmp_path, clips, seed=3, step=1)
-    assert loss > 0
-    assert_same_gradients(saved, gradients)
-
-
-def _gradients(file: Path, saved: Path) -> None:
-    from arachnec.backends.torch_distributed.engine import Engine
-
-    def still(parameters: list[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.SGD(parameters, lr=0.0)
-
-    batches = ([_item(name) for name in batch] for batch in BATCHES)
-    with captured_once():
-        for _ in Engine(file, batches, optimizer=still, seed=3, steps=2, save_gradients=saved):
-            pass
 
 
 def test_what_a_dataset_does_wrong_is_one_message_and_what_was_trained_is_kept(tmp_path: Path) -> None:

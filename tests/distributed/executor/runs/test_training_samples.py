@@ -96,9 +96,7 @@ STAGED = {  # name: ranks, the passes' stages, schedule, cell, and what lies in 
 }
 
 
-@pytest.mark.parametrize(
-    "case", quick(list(STAGED), "there and back on two ranks", "two stages in cells of two", "layers in host memory")
-)
+@pytest.mark.parametrize("case", quick(list(STAGED), "there and back on two ranks", "layers in host memory"))
 def test_a_rank_of_every_stage_samples_with_the_others(case: str, tmp_path: Path) -> None:
     ranks, stages, schedule, cell, host = STAGED[case]
 

@@ -111,7 +111,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any
 @pytest.mark.parametrize(
     ("world", "stages", "schedule"),
     [
-        (2, "p=2", "schedule=1f1b"),
+        slow(2, "p=2", "schedule=1f1b"),
         slow(2, "p=4", "schedule=zb-v"),
         slow(4, "cuts=[1]", "schedule=1f1b,degree=1"),
         (4, "p=2", "schedule=zb-h1,degree=2,recompute=true"),

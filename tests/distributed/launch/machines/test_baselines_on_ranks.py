@@ -25,6 +25,7 @@ from tests.distributed.executor_cases import (
     train_on,
 )
 from tests.distributed.pipeline_cases import figures
+from tests.slow import quick
 
 RANKS = 3
 CLIPS = (
@@ -83,7 +84,9 @@ def trained(place: Path, name: str) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("name", PASSES)
+@pytest.mark.parametrize(
+    "name", quick(list(PASSES), "default", "fused", "fsdp-hybrid", "flexsp", "megatron-dynamic-cp", "dapple", "adaptis")
+)
 def test_every_named_pipeline_trains_as_one_process_does(name: str, tmp_path: Path) -> None:
     folder = trained(tmp_path, name)
     program = read_executable(folder).program

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.distributed.executor_cases import RUNS, Work, clip, executable
+from tests.slow import SLOW
 from tests.warm_python import warm_python
 
 CLIPS = (clip("a", 3), clip("b", 5))
@@ -39,6 +40,7 @@ def sample(clip, generator, inner=sample, calls=[]):
 pytestmark = pytest.mark.root
 
 
+@SLOW
 def test_a_link_between_two_hosts_of_a_clip_is_cut(fabric: ModuleType, tmp_path: Path) -> None:
     with training(fabric, tmp_path) as (machines, ranks):
         fabric.cut(machines, 1, 2)

@@ -5,8 +5,6 @@ Nothing here depends on how long anything takes; ``benchmarks/four_hosts.py`` me
 
 import importlib
 import os
-import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,7 +12,6 @@ from types import ModuleType
 import pytest
 
 from tests.distributed.executor_cases import RUNS
-from tests.slow import SLOW
 from tests.warm_python import warm_python
 
 ROOT = Path(__file__).parents[4]
@@ -55,29 +52,3 @@ def test_placement_that_knows_the_racks_sends_less_between_them_and_changes_no_l
     for place, rows in (("aware", aware), ("blind", blind)):
         crossed = rows[1]["rack 0"] + rows[1]["rack 1"]  # headers, acknowledgements and barriers come on top
         assert program[place] < crossed < 1.15 * program[place] + 200_000
-
-
-@SLOW
-def test_the_hosts_go_when_a_rank_fails_and_when_the_process_is_told_to_end(fabric: ModuleType) -> None:
-    with (
-        pytest.raises(fabric.RankFailed, match="exit code 3"),
-        fabric.hosts(fabric.Fabric()) as machines,
-    ):
-        assert fabric.NAMESPACES.joinpath(f"{machines.name}-3").exists()
-        machines.run([sys.executable, "-c", "raise SystemExit(3)"])
-    assert left(fabric, os.getpid()) == []
-
-    program = "from hosts.fabric import *\nwith hosts(Fabric()):\n    print('ready', flush=True)\n    time.sleep(60)"
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        with subprocess.Popen(
-            [sys.executable, "-c", program], cwd=BENCHMARKS, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        ) as process:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-            assert len(left(fabric, process.pid)) == 5
-            process.send_signal(signum)
-        assert left(fabric, process.pid) == []
-
-
-def left(fabric: ModuleType, pid: int) -> list[str]:
-    return sorted(path.name for path in fabric.NAMESPACES.glob(f"{fabric.PREFIX}-{pid}*"))
