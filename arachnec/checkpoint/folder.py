@@ -15,10 +15,10 @@ from pathlib import Path
 import msgspec
 
 from arachnec.checkpoint.files import FileRecord, sha256, synced
+from arachnec.ir.limits import LARGEST_DATA
 
 COMMIT = "commit.json"
 FORMAT = 2
-LARGEST_COMMIT = 64 * 2**20  # bytes
 _STEP = re.compile(r"step-(\d{8,12})")
 
 
@@ -75,7 +75,7 @@ def read_commit(path: Path) -> Commit | None:
     """What the checkpoint in ``path`` says of itself; None where it is not whole."""
     file = path / COMMIT
     try:
-        if not file.is_file() or file.stat().st_size > LARGEST_COMMIT:  # a pipe would be waited for
+        if not file.is_file() or file.stat().st_size > LARGEST_DATA:  # a pipe would be waited for
             return None
         commit = msgspec.json.decode(file.read_bytes(), type=Commit)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -24,13 +24,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, PCIE4, DeviceSpecs, find_device_specs
-from arachnec.ir.bounds import LARGEST, SMALLEST
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
-from arachnec.ir.nodes import MOST_GPUS, Cluster, Span
+from arachnec.ir.limits import LARGEST, LARGEST_SETTINGS, MOST_GPUS, SMALLEST
+from arachnec.ir.nodes import Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.solver.budget import usable_cores
 
-LARGEST_FILE = 2**20  # bytes
 AUTO = "auto"  # this machine, as `arachnec cluster detect` describes it
 
 
@@ -130,8 +129,8 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
             f"`{text_or_path}` is neither a cluster file nor a short form",
             help="write NODESxGPUS:DEVICE, as in `2x8:h100-80g` or `4:cpu`, the path of a TOML file, or `auto`",
         )
-    if path.stat().st_size > LARGEST_FILE:
-        raise bad_toml_error(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB")
+    if path.stat().st_size > LARGEST_SETTINGS:
+        raise bad_toml_error(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_SETTINGS >> 20} MiB")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:

@@ -10,7 +10,8 @@ import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.parser import LARGEST_TEXT, parse_module
+from arachnec.ir.limits import LARGEST_MODULE
+from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.syntax_errors import text_too_large_error
 from arachnec.passes.infra.instruments import pipeline_of
@@ -26,9 +27,9 @@ def read_text(path: Path) -> str:
         raise unreadable_file_error(str(path), "it is no file")
     try:
         with nullcontext(sys.stdin.buffer) if str(path) == "-" else path.open("rb") as file:
-            data = file.read(LARGEST_TEXT + 1)
-        if len(data) > LARGEST_TEXT:
-            raise text_too_large_error(str(path), LARGEST_TEXT >> 20)
+            data = file.read(LARGEST_MODULE + 1)
+        if len(data) > LARGEST_MODULE:
+            raise text_too_large_error(str(path), LARGEST_MODULE >> 20)
         return data.decode("utf-8").replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"

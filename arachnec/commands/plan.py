@@ -11,6 +11,7 @@ from typing import Any
 import click
 
 from arachnec.commands.cluster_option import cluster_option
+from arachnec.ir.limits import TABLE_ROWS
 
 DEFAULT_PASSES = "schedule-z3{budget=10s},place"
 
@@ -47,19 +48,19 @@ def command(table: Path, cluster: str, passes: str, as_json: bool) -> None:
 
 
 def _print(report: dict[str, Any]) -> None:
-    from arachnec.commands.tables import MOST_ROWS, ms, plain_table, ranges, terminal
+    from arachnec.commands.tables import ms, plain_table, ranges, terminal
 
     rows = sorted(report["cascades"], key=lambda row: (row["start_ms"], row["name"]))
     shown = plain_table(f"{len(rows)} cascades")
     for column in ("task", "stage", "degree", "start", "end", "ranks"):
         shown.add_column(column, justify="right" if column in {"degree", "start", "end"} else "left")
-    for row in rows[:MOST_ROWS]:
+    for row in rows[:TABLE_ROWS]:
         cells = (row["name"], row["stage"], str(row["degree"]), ms(row["start_ms"]), ms(row["end_ms"]))
         shown.add_row(*cells, ranges(row["ranks"]))
     console = terminal()
     console.print(shown)
-    if len(rows) > MOST_ROWS:
-        console.print(f"  ... and {len(rows) - MOST_ROWS} more; `--json` has them all")
+    if len(rows) > TABLE_ROWS:
+        console.print(f"  ... and {len(rows) - TABLE_ROWS} more; `--json` has them all")
     proved = ", proved optimal" if report["proved_optimal"] else ""
     console.print(
         f"makespan {ms(report['makespan_ms'])}, lower bound {ms(report['bound_ms'])}, gap {report['gap']:.2%}{proved}\n"

@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.table import Table
 
 from arachnec.cluster.topology import named
-from arachnec.commands.tables import MOST_ROWS, attention_word, bold, ms, plain_table, ranges, terminal
+from arachnec.commands.tables import attention_word, bold, ms, plain_table, ranges, terminal
 from arachnec.ir.diagnostic import counted
+from arachnec.ir.limits import TABLE_ROWS
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import branches_of, forecast_of, models_of, outcomes_of
 from arachnec.views.executable_page import PAGE
@@ -51,7 +52,7 @@ def print_request_plan(module: Module, report: Mapping[str, Any], tracing_ms: fl
 
 
 def print_segments(
-    console: Console, module: Module, rows: Sequence[Mapping[str, Any]], everything: str, most: int | None = MOST_ROWS
+    console: Console, module: Module, rows: Sequence[Mapping[str, Any]], everything: str, most: int | None = TABLE_ROWS
 ) -> None:
     """What is sampled where, and its segments: of many the longest, in the order of ``rows``, which are the cascades of
     a report. ``everything`` says where the others are."""

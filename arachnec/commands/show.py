@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from arachnec.ir.limits import TABLE_ROWS
+
 if TYPE_CHECKING:
     from arachnec.ir.nodes import Module
     from arachnec.views.timeline import Timeline
@@ -32,7 +34,7 @@ def command(program: Path, everything: bool, html: Path | None, svg: Path | None
     import json
 
     from arachnec.commands.request_tables import print_segments
-    from arachnec.commands.tables import MOST_ROWS, print_cascades, terminal
+    from arachnec.commands.tables import print_cascades, terminal
     from arachnec.ir.sampling import is_sampling
     from arachnec.report import plan_report
     from arachnec.views.chrome_trace import chrome_trace
@@ -46,7 +48,7 @@ def command(program: Path, everything: bool, html: Path | None, svg: Path | None
     timelines = [planned(module), *measured]
     console = terminal()
     rows = plan_report(module, 0.0)["cascades"]
-    most, rest = None if everything else MOST_ROWS, "`--all` prints them all"
+    most, rest = None if everything else TABLE_ROWS, "`--all` prints them all"
     if is_sampling(module):
         print_segments(console, module, rows, rest, most)
     else:

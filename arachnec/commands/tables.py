@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from arachnec.ir.limits import TABLE_ROWS
 from arachnec.ir.nodes import Cascade, Module, Phase
 from arachnec.ir.stage_sizes import gib
 from arachnec.views.executable_page import PAGE
@@ -23,7 +24,6 @@ from arachnec.views.planned_and_measured import cost_sources
 if TYPE_CHECKING:
     from arachnec.driver import Compiled
 
-MOST_ROWS = 40
 NAMES = 24  # characters of a cascade's clips
 COLUMNS = ("cascade", "stage", "phase", "clips", "tokens", "degree", "attention", "ranks", "start", "end")
 NUMBERS = {"tokens", "start", "end", "degree"}
@@ -76,7 +76,7 @@ def print_cascades(
     module: Module,
     rows: Sequence[Mapping[str, Any]],
     everything: str,
-    most: int | None = MOST_ROWS,
+    most: int | None = TABLE_ROWS,
     measured: Mapping[str, float] | None = None,
 ) -> None:
     """The longest cascades of a report, ``most`` of them, or all; ``everything`` says where the others are.

@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from arachnec.cost.sparse_profile import SparseProfile, sparse_problem
-from arachnec.ir.bounds import LARGEST, SMALLEST
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.limits import LARGEST, LARGEST_PROFILE, MOST_MS, SMALLEST
 from arachnec.ir.nodes import Span
 from arachnec.ir.values import Formula, Term
 
@@ -33,8 +33,6 @@ GATHER, SCATTER = "all-gather", "reduce-scatter"  # of a layer's parameters and 
 HANDOFF = "handoff"  # each of two ranks hands a part to the other
 # what compute takes longer beside one: on CPU ranks of one machine the same cores do both
 OVERLAPPED = {op: f"overlapped-{op}" for op in (GATHER, SCATTER, HANDOFF)}
-MOST_MS, MOST_TOKENS = 1e9, 1e3  # what a thousand tokens may take: beyond that a number is a slip
-LARGEST_FILE = 16 * 2**20  # bytes
 LEAST_LATENCY, MOST_GBS = 0.1, 1e4  # us and GB/s, where nothing of it was to be seen
 ONE_SIZE = 0.05  # messages whose sizes differ by less, relatively, are taken for one size
 
@@ -155,8 +153,8 @@ def read_profile(path: str | Path) -> Profile:
             help=f"make a profile with `arachnec profile`, or name one of {', '.join(sorted(DEVICE_SPECS))}",
         )
     span = Span(str(path), 1, 1, 1, 2)
-    if file.stat().st_size > LARGEST_FILE:
-        raise bad_profile_error(span, str(path), f"larger than {LARGEST_FILE >> 20} MiB")
+    if file.stat().st_size > LARGEST_PROFILE:
+        raise bad_profile_error(span, str(path), f"larger than {LARGEST_PROFILE >> 20} MiB")
     try:
         profile = msgspec.json.decode(file.read_bytes(), type=Profile)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -177,7 +175,7 @@ def _problems(profile: Profile) -> Iterator[str]:
         for name, value in entry.fit.coefficients.items():
             if name not in _POWERS:
                 yield f"{where}: there is no coefficient `{name}`, only {', '.join(_POWERS)}"
-            if value > MOST_MS / MOST_TOKENS ** sum(power for symbol, power in _POWERS.get(name, ()) if symbol != "B"):
+            if value > MOST_MS / 1e3 ** sum(power for symbol, power in _POWERS.get(name, ()) if symbol != "B"):
                 yield f"{where}: the coefficient of {name} is {value:g}, of clips that never end"
             if value < 0:
                 yield f"{where}: the coefficient of {name} is {value}, less than nothing"
@@ -186,15 +184,10 @@ def _problems(profile: Profile) -> Iterator[str]:
                 yield f"{where}: a measurement has sizes below nothing"
             if run.ms <= 0:
                 yield f"{where}: a measurement took {run.ms} ms"
-    links = profile.links
-    for name in ("intra", "inter", "all_reduce", "host", "host_link") if links is not None else ():
-        speed = getattr(links, name, None)
-        if speed is not None and speed < SMALLEST:
-            yield f"`{name}` of its links is {speed} GB/s"
-    for name in ("latency", "inter_latency") if links is not None else ():
-        wait = getattr(links, name)
-        if wait is not None and wait < 0:
-            yield f"`{name}` of its links is {wait} us"
+    for name, value in msgspec.structs.asdict(profile.links).items() if profile.links is not None else ():
+        least, unit = (0.0, "us") if name.endswith("latency") else (SMALLEST, "GB/s")
+        if value is not None and value < least:
+            yield f"`{name}` of its links is {value} {unit}"
     for end in profile.synchronisation:
         if end.ranks < 1 or min(end.bytes, end.reduce_ms, end.step_ms) < 0:
             yield f"the synchronisation of `{end.stage}` has sizes or times below nothing"

@@ -16,7 +16,7 @@ from typing import BinaryIO
 MP4 = ((b"mdia", 0), (b"minf", 0), (b"stbl", 0), (b"stsd", 8), (None, 78), (b"clap", 0))  # and bytes of a box's fields
 SEGMENT, TRACKS, TRACK, VIDEO = 0x18538067, 0x1654AE6B, 0xAE, 0xE0  # Matroska's elements
 SIDES = {0x54CC: "left", 0x54BB: "top", 0x54DD: "right", 0x54AA: "bottom"}
-MOST = 10_000  # boxes of one level
+BOXES = 10_000  # of one level: more are not looked at
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def _clean_aperture(file: BinaryIO, stream: int, height: int, width: int) -> Cro
 
 def _boxes(file: BinaryIO, start: int, end: int) -> Iterator[tuple[bytes, int, int]]:
     """Of the boxes between two places: name, and the place of the body and of its end."""
-    for _ in range(MOST):
+    for _ in range(BOXES):
         if start + 8 > end:
             return
         file.seek(start)
@@ -106,7 +106,7 @@ def _pixel_crop(file: BinaryIO, stream: int, height: int, width: int) -> Crop | 
 
 def _elements(file: BinaryIO, start: int, end: int) -> Iterator[tuple[int, int, int]]:
     """Of the elements between two places: number, and the place of the body and of its end."""
-    for _ in range(MOST):
+    for _ in range(BOXES):
         if start + 2 > end:
             return
         file.seek(start)

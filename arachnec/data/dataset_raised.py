@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.limits import LONGEST_EXCEPTION
 from arachnec.ir.nodes import Span
 from arachnec.ir.users_code import is_users, line_of, users_line
 
 # torch's loader raises a worker's exception again, with the worker's traceback as its text
 OF_A_WORKER = "Original Traceback (most recent call last):"
 FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in ', re.MULTILINE)
-LONGEST = 400  # letters of an exception
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ def dataset_raised(error: BaseException, clips: int) -> DatasetRaised:
         frames = [(frame.filename, frame.lineno or 1) for frame in traceback.extract_tb(error.__traceback__)]
         span = users_line(error)
     from_shards = any("webdataset" in Path(file).parts for file, _ in frames)
-    return DatasetRaised(span, named[:LONGEST], counted(clips, "clip"), _remedy(named, from_shards))
+    return DatasetRaised(span, named[:LONGEST_EXCEPTION], counted(clips, "clip"), _remedy(named, from_shards))
 
 
 def _remedy(named: str, from_shards: bool) -> str:

@@ -24,9 +24,8 @@ from arachnec.data.row_values import (
 from arachnec.data.rows import Row, read_rows
 from arachnec.data.video import VideoHeader, frames_taken, read_header
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.limits import MOST_COPIES, MOST_IN_BATCH
 
-MOST_COPIES = 2**20  # that all rows' `clips` may ask for: a short file must not fill the memory
-MOST_IN_BATCH = 2**14  # clips that are planned at once, in some 10 s
 ALL: Final = "all"  # clips make one global batch
 Batch: TypeAlias = int | Literal["all"] | None  # clips in a global batch; None where nothing says how many
 CLIP = "clip"  # what a row stands for, in messages

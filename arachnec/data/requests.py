@@ -21,12 +21,12 @@ from arachnec.data.row_values import (
 )
 from arachnec.data.rows import Row, read_rows
 from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.limits import LONGEST_ID
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 STEPS, GUIDANCE = 50, 1.0  # of a row that does not say
-LONGEST_ID = 200  # bytes: a file's name has 255, and endings
 REQUEST = "request"  # what a row stands for, in messages
 NAMES_FILES = "a request's files are named by its id"
 REQUEST_KEYS = RowKeys(

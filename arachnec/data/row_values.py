@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from arachnec.data.clip import caption_tokens
 from arachnec.data.rows import Row
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.limits import HIGHEST_RATE, LATEST_START, LOWEST_RATE, MOST_COUNTED, MOST_SAMPLING_STEPS
 from arachnec.ir.span import Span
 
 LEAST = dict.fromkeys(("frames", "height", "width", "clips", "stride", "steps"), 1)
 LEAST |= dict.fromkeys(("text_tokens", "start", "seed"), 0)
-# larger numbers are typing mistakes
-MOST = dict.fromkeys(LEAST, 2**20) | {"start": 2**31, "steps": 10_000, "seed": 2**63 - 1}
-
-LOWEST_RATE, HIGHEST_RATE = 0.001, 1000  # frames a second
+MOST = dict.fromkeys(LEAST, MOST_COUNTED) | {"start": LATEST_START, "steps": MOST_SAMPLING_STEPS, "seed": 2**63 - 1}
 
 
 def missing_key_error(span: Span | None, what: str, key: str, remedy: str) -> UserError:

@@ -16,13 +16,10 @@ from typing import Any, TextIO
 
 from arachnec.data.columns import CLIP_KEYS, FILES, RESOLUTION, VALUES, RowKeys
 from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.limits import LARGEST_MANIFEST, LONGEST_ROW, MOST_LINES, MOST_ROWS
 from arachnec.ir.nodes import Span
 
-LARGEST_FILE = 2**28  # bytes
-MOST_ROWS = 2**18
 FIRST = 1000  # rows, one of which must have a column that the user names
-MOST_LINES = 2**21  # blank ones, and those of quoted texts, too
-LONGEST_ROW = 2**22  # characters
 ARRAY = "a .json file is one array of objects, or one object a line"
 ENDLESS = "a number or a nesting without end"
 _ARRAY = re.compile(r"\s*\[\s*(\{|\]|$)")  # where it begins: a row that is an array of numbers is a mistake
@@ -170,8 +167,8 @@ class _Lines:
 @contextlib.contextmanager
 def _lines(path: Path) -> Iterator[_Lines]:
     try:
-        if path.stat().st_size > LARGEST_FILE:
-            raise manifest_too_large_error(str(path), LARGEST_FILE >> 20, "MiB")
+        if path.stat().st_size > LARGEST_MANIFEST:
+            raise manifest_too_large_error(str(path), LARGEST_MANIFEST >> 20, "MiB")
         with path.open(encoding="utf-8-sig") as file:
             yield _Lines(path, file)
     except OSError as error:
@@ -388,8 +385,8 @@ def _demand_listable(path: Path, metadata: Any) -> None:
     """Raises ``UserError`` where a list of all rows would be too large: a short file may unpack to a long one."""
     if metadata.num_rows > MOST_ROWS:
         raise manifest_too_large_error(str(path), MOST_ROWS, "rows")
-    if sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)) > LARGEST_FILE:
-        raise manifest_too_large_error(str(path), LARGEST_FILE >> 20, "MiB when it is unpacked")
+    if sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups)) > LARGEST_MANIFEST:
+        raise manifest_too_large_error(str(path), LARGEST_MANIFEST >> 20, "MiB when it is unpacked")
 
 
 def parquet_row(path: Path, number: int, values: Mapping[str, Any]) -> Row:

@@ -27,7 +27,7 @@ FULL = 2  # AVColorRange
 UNSPECIFIED = 2  # AVColorTransferCharacteristic
 UNKNOWN_KINDS = range(28, 40)  # of AVFrameSideDataType
 SKEW = 0.02  # of a display matrix: about a degree
-WIDEST = 16  # how far from square pixels may be
+ABSURD = 16  # so far from square no pixel is
 
 
 class NotShown(Exception):
@@ -148,7 +148,7 @@ class ShownPictures:
     def _pixel_aspect(self) -> Fraction:
         """Width of a pixel over its height, of the stored picture; 1 where it is not stated or absurd."""
         stated = self._stream.sample_aspect_ratio
-        return Fraction(stated) if stated and Fraction(1, WIDEST) <= stated <= WIDEST else Fraction(1)
+        return Fraction(stated) if stated and Fraction(1, ABSURD) <= stated <= ABSURD else Fraction(1)
 
 
 def _side_data(frame: Any) -> dict[str, bytes]:

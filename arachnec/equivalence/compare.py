@@ -19,12 +19,11 @@ from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
 from arachnec.equivalence.small_program import CannotExecute, Small, small
 from arachnec.equivalence.stand_in import stand_in
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.limits import MOST_CHECKED_RANKS, MOST_NAMES
 from arachnec.ir.nodes import Module
 
 TOLERANCE = 1e-6  # norms are made in fp32
-MOST_RANKS = 32  # processes on this machine
 SECONDS = 60.0
-MOST_TOLD = 3
 OUTSIDE = "what lies outside the layers"
 
 
@@ -80,8 +79,8 @@ def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         reason = "this process has used a GPU, and ranks that are forked from it could not compute"
         raise UserError(CannotExecute(module.span, module.name, reason))
-    if world > MOST_RANKS:
-        reason = f"it has {world} ranks, and this machine is to execute at most {MOST_RANKS}"
+    if world > MOST_CHECKED_RANKS:
+        reason = f"it has {world} ranks, and this machine is to execute at most {MOST_CHECKED_RANKS}"
         raise UserError(CannotExecute(module.span, module.name, reason))
     demand_supported(module, module.programs)
     reduced = small(module)
@@ -99,7 +98,7 @@ def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
     if wrong:
         first = min(difference.after for difference in wrong)  # what comes later may follow from it
         by_size = sorted((d for d in wrong if d.after == first), key=lambda d: d.size)
-        told = list({d.where: d for d in by_size}.values())[-MOST_TOLD:]  # the worst of each place
+        told = list({d.where: d for d in by_size}.values())[-MOST_NAMES:]  # the worst of each place
         raise UserError(*(NotEquivalent(module.span, module.name, d.text, d.where) for d in reversed(told)))
     worst = max(difference.size for difference in differences)
     by_stage: dict[str, float] = {}

@@ -39,19 +39,17 @@ from arachnec.data.long_manifest import LongManifest
 from arachnec.executable.part_files import demand_readable, json_part, not_executable_error, read_part, text_of
 from arachnec.executable.training_options import Training, verified
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
+from arachnec.ir.limits import MOST_CLIPS, MOST_MODEL_FILES, MOST_PASS_FILES
 from arachnec.ir.nodes import Clip, Graph, Level, Module, integer
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import check_module
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.models.neighbours import MOST
 from arachnec.version import __version__
 
 FORMAT = 1
-MOST_LOADED = 32  # files that add passes
 PROGRAM, TRACED, MODEL_IR, HEADER = "program.cascade", "traced.cascade", "model.cascade", "executable.json"
 MODEL, CLIPS = "model.py", "clips.jsonl"
-MOST_CLIPS = 2**19  # more than a module's text holds
 VALIDATION = "validation.jsonl"  # where there is a validation manifest; fingerprinted, too
 REPORT = "report.json"  # for people; nothing is proved by it
 FINGERPRINTED = (MODEL, CLIPS, TRACED, MODEL_IR)  # the program may be edited: it is proved again
@@ -90,7 +88,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     format: int
     pipeline: str
-    iterations: int
+    iterations: Annotated[int, msgspec.Meta(ge=1)]
     training: Training
     fingerprint: dict[str, str]
     versions: dict[str, str]
@@ -393,8 +391,6 @@ def read_header(folder: Path) -> Header:
     header = json_part(folder, HEADER, data, Header)
     if header.format != FORMAT:
         raise not_executable_error(str(folder), f"its format is {header.format}, this arachnec reads {FORMAT}")
-    if header.iterations < 1:
-        raise not_executable_error(str(folder), f"it has {header.iterations} iterations")
     demand_inside(folder, MODEL, header.pipeline, header.load, header.modules)
     verified(header.training)
     return header
@@ -405,10 +401,10 @@ def demand_inside(folder: Path, main: str, pipeline: str, load: Sequence[str], m
     functions."""
     if any(Path(name).name != name for name in load):
         raise not_executable_error(str(folder), "it loads passes from outside of its folder")
-    if any(not _is_inside(name, main) for name in modules) or len(modules) > MOST:
+    if any(not _is_inside(name, main) for name in modules) or len(modules) > MOST_MODEL_FILES:
         raise not_executable_error(str(folder), f"its {main} imports from outside of its folder")
-    if len(load) > MOST_LOADED:
-        raise not_executable_error(str(folder), f"it loads more than {MOST_LOADED} files of passes")
+    if len(load) > MOST_PASS_FILES:
+        raise not_executable_error(str(folder), f"it loads more than {MOST_PASS_FILES} files of passes")
     for option in FILE_OPTION.finditer(pipeline):
         if Path(profile := unquoted(option["value"])).name != profile:
             raise not_executable_error(str(folder), "it reads a file from outside of its folder")

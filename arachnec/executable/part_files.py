@@ -9,10 +9,9 @@ from typing import TypeVar
 import msgspec
 
 from arachnec.ir.diagnostic import UserError, user_error, writing
+from arachnec.ir.limits import LARGEST_PART, LARGEST_PROGRAM
 from arachnec.ir.syntax_errors import text_too_large_error
 
-LIMIT_BYTES = 256 * 2**20
-LARGEST_TEXT = 64 * 2**20  # bytes of a module: some 650,000 instructions
 MODULE = ".cascade"
 Read = TypeVar("Read")
 
@@ -29,10 +28,10 @@ def read_part(folder: Path, name: str) -> bytes:
     if not path.is_file():
         raise not_executable_error(str(folder), f"it has no {name}")
     size = path.stat().st_size
-    if name.endswith(MODULE) and size > LARGEST_TEXT:
-        raise text_too_large_error(str(path), LARGEST_TEXT >> 20)
-    if size > LIMIT_BYTES:
-        raise not_executable_error(str(folder), f"{name} is larger than {LIMIT_BYTES // 2**20} MiB")
+    if name.endswith(MODULE) and size > LARGEST_PROGRAM:
+        raise text_too_large_error(str(path), LARGEST_PROGRAM >> 20)
+    if size > LARGEST_PART:
+        raise not_executable_error(str(folder), f"{name} is larger than {LARGEST_PART // 2**20} MiB")
     with writing(path):
         return path.read_bytes()
 
@@ -61,5 +60,5 @@ def text_of(folder: Path, name: str, data: bytes) -> str:
 def demand_readable(folder: Path, texts: Mapping[str, str]) -> None:
     """Raises ``UserError`` for a module that nothing would read back."""
     for name, text in texts.items():
-        if name.endswith(MODULE) and len(text) * 4 > LARGEST_TEXT and len(text.encode()) > LARGEST_TEXT:
-            raise text_too_large_error(str(folder / name), LARGEST_TEXT >> 20)
+        if name.endswith(MODULE) and len(text) * 4 > LARGEST_PROGRAM and len(text.encode()) > LARGEST_PROGRAM:
+            raise text_too_large_error(str(folder / name), LARGEST_PROGRAM >> 20)

@@ -27,9 +27,9 @@ from arachnec.executable.training_options import (
     verified,
 )
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.limits import LARGEST_SETTINGS
 from arachnec.ir.nodes import Span
 
-LARGEST_FILE = 2**20  # bytes
 NAMED = ("optimizer", "schedule")  # tables that say a class of torch
 KINDS = {
     "float": "a number",
@@ -111,8 +111,8 @@ def read_train_file(path: Path) -> Given:
             f"there is no training file `{path}`",
             help="give the path of a TOML file; docs/training_options.md lists its keys",
         )
-    if path.stat().st_size > LARGEST_FILE:
-        raise bad_train_file_error(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_FILE >> 20} MiB")
+    if path.stat().st_size > LARGEST_SETTINGS:
+        raise bad_train_file_error(Span(str(path), 1, 1, 1, 2), f"larger than {LARGEST_SETTINGS >> 20} MiB")
     text = path.read_text(encoding="utf-8", errors="replace")
     try:
         return Given(tomllib.loads(text), Lines(str(path), text))

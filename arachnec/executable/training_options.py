@@ -12,9 +12,9 @@ from typing import Any, Literal
 import msgspec
 
 from arachnec.data.columns import Columns
-from arachnec.data.manifest import MOST_IN_BATCH
 from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.limits import MOST_BATCHES, MOST_IN_BATCH
 from arachnec.ir.nodes import Span
 
 
@@ -88,7 +88,6 @@ class Mix(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [source.data for source in self.manifests]
 
 
-MOST_BATCHES = 4096  # of an update: all their plans are held at once
 BATCHES = f"give a number of global batches, from 1 to {MOST_BATCHES}"
 OWN_OPTIMIZER = TorchClass("AdamW", {"betas": [0.9, 0.95], "weight_decay": 0.01})
 

@@ -10,7 +10,7 @@ import msgspec
 from arachnec.sampling.loop import Sampling
 
 SWITCHES = "switches.jsonl"
-MOST, NEWEST = 10_000, 4 * 2**20  # of the newest lines, and bytes, that are read
+LINES, NEWEST = 10_000, 4 * 2**20  # of the newest lines, and bytes, that are read
 
 
 class Seen(msgspec.Struct, frozen=True):
@@ -34,7 +34,7 @@ def read_seen(folder: Path) -> tuple[Seen, ...]:
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - NEWEST))
         lines = file.read(NEWEST).splitlines()
-    for line in lines[-MOST:]:
+    for line in lines[-LINES:]:
         try:
             seen.append(msgspec.json.decode(line, type=Seen))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -10,12 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
 from arachnec.ir.kinds import ANY, POSITIVE, columns, plain
+from arachnec.ir.limits import HIGHEST_POWER, LARGEST, SMALLEST
 from arachnec.ir.printer import number
 from arachnec.ir.values import Formula, Quantity, Value
 
-LARGEST = 10**15  # more is a slip of the hand
-SMALLEST = 1e-9  # of what is above zero
-HIGHEST_POWER = 8  # of a term of a formula, all its variables together
 Wrong: TypeAlias = tuple[str, str]
 """What was found, and what is expected."""
 

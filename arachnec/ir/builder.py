@@ -11,6 +11,7 @@ from lark import Token, Transformer
 
 from arachnec.ir import syntax_errors
 from arachnec.ir.diagnostic import user_error
+from arachnec.ir.limits import LONGEST_INTEGER
 from arachnec.ir.nodes import (
     NO_ATTRIBUTES,
     Cascade,
@@ -31,7 +32,6 @@ from arachnec.ir.nodes import (
 )
 from arachnec.ir.span import Span
 from arachnec.ir.tokens import (
-    LONGEST_INTEGER,
     PARSED,
     integer_of,
     integers_of,

@@ -24,14 +24,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from arachnec.ir.limits import LARGEST_SHOWN, LONGEST_ERRORS, LONGEST_FIELD, LONGEST_TEXT, MOST_ERRORS, WIDEST_LINE
 from arachnec.ir.span import Span
 
-WIDEST = 240  # characters of a row that are shown
-LONGEST_FIELD = 600  # characters of a field that are shown: more is no name that anybody gave
-LONGEST_TEXT = 4 * LONGEST_FIELD
-LARGEST_SHOWN = 10**30
-PIECE, LONGEST_LINE = 2**20, 2**20  # characters of a file that are read at once to show a line
-MOST_SHOWN, LONGEST_SHOWN = 20, 10_000  # errors, and characters of them, that are shown at once
+PIECE, ROW = 2**20, 2**20  # characters of a file that are read at once to show a line
 
 
 class _Texts:
@@ -73,7 +69,7 @@ class UserError(Exception):
     """What a command raises for bad input: it is printed, the exit code is 2, and there is no traceback."""
 
     def __init__(self, *diagnostics: Diagnostic) -> None:
-        super().__init__("\n".join(d.message for d in diagnostics[:MOST_SHOWN]))
+        super().__init__("\n".join(d.message for d in diagnostics[:MOST_ERRORS]))
         self.diagnostics = diagnostics
 
 
@@ -152,13 +148,13 @@ def render(diagnostic: Diagnostic, source: str | None = None) -> str:
 
 
 def render_all(diagnostics: Sequence[Diagnostic]) -> str:
-    """The messages of a command: at most ``MOST_SHOWN`` of them and ``LONGEST_SHOWN`` characters."""
+    """The messages of a command: at most ``MOST_ERRORS`` of them and ``LONGEST_ERRORS`` characters."""
     texts: list[str] = []
     length = 0
-    for diagnostic in diagnostics[:MOST_SHOWN]:
+    for diagnostic in diagnostics[:MOST_ERRORS]:
         text = render(diagnostic)
         length += len(text)
-        if texts and length > LONGEST_SHOWN:
+        if texts and length > LONGEST_ERRORS:
             break
         texts.append(text)
     left = len(diagnostics) - len(texts)
@@ -177,9 +173,10 @@ def _excerpt(span: Span, source: str | None, label: str) -> list[str]:
         return []
     if row is None:
         return [f"   = {label}"]
-    end = min(span.end_column if span.end_line == span.line else len(row) + 1, span.column + WIDEST)
-    before = max(0, span.column - 1 - WIDEST // 2) if len(row) > WIDEST else 0  # left out at the row's beginning
-    row = row[before : before + WIDEST]
+    end = min(span.end_column if span.end_line == span.line else len(row) + 1, span.column + WIDEST_LINE)
+    # left out at the row's beginning
+    before = max(0, span.column - 1 - WIDEST_LINE // 2) if len(row) > WIDEST_LINE else 0
+    row = row[before : before + WIDEST_LINE]
     row = "".join(letter if letter.isprintable() or letter == "\t" else "?" for letter in row)
     carets = "^" * max(1, min(end - span.column, len(row) - (span.column - 1 - before)))
     gutter = str(span.line)
@@ -187,7 +184,7 @@ def _excerpt(span: Span, source: str | None, label: str) -> list[str]:
     return [
         f" {pad} |",
         f" {gutter} | {row}",
-        f" {pad} | {' ' * min(span.column - 1 - before, WIDEST)}{carets} {label}".rstrip(),
+        f" {pad} | {' ' * min(span.column - 1 - before, WIDEST_LINE)}{carets} {label}".rstrip(),
     ]
 
 
@@ -216,6 +213,6 @@ def _line_of_file(path: Path, line: int) -> str | None:
         while text := file.read(PIECE):
             ends = text.count("\n")
             if before + ends >= line:
-                return _line_of(text + file.readline(LONGEST_LINE), line - before + 1)
+                return _line_of(text + file.readline(ROW), line - before + 1)
             before += ends
     return None

@@ -9,21 +9,9 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
 from arachnec.ir.diagnostic import Diagnostic, Mistake, close_to
+from arachnec.ir.limits import MOST_GPUS
 from arachnec.ir.module_index import ModuleIndex, label
-from arachnec.ir.nodes import (
-    MOST_GPUS,
-    Cascade,
-    Clip,
-    Cluster,
-    Graph,
-    Level,
-    Module,
-    Program,
-    Reduce,
-    Stage,
-    Step,
-    integer,
-)
+from arachnec.ir.nodes import Cascade, Clip, Cluster, Graph, Level, Module, Program, Reduce, Stage, Step, integer
 from arachnec.ir.printer import percent, symbol
 from arachnec.ir.span import Span
 from arachnec.ir.values import Symbol

@@ -13,8 +13,6 @@ from typing import cast
 from arachnec.ir.span import Span as Span
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
-MOST_GPUS = 2**13  # of a cluster: more than any published run of a video model, and what is planned in a minute
-
 
 class Level(IntEnum):
     """How far a module has been lowered. Each level keeps what the earlier ones hold."""

@@ -22,8 +22,6 @@ from arachnec.ir.syntax_diagnosis import diagnose
 from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
 from arachnec.ir.tokens import PARSED
 
-LARGEST_TEXT = 16 * 2**20  # bytes of a file that is no part of an executable: ten seconds and half a GiB
-
 
 def parse_module(text: str, file: str = "<string>") -> Module:
     """The module that ``text`` says. ``file`` is the name that spans and messages show.

@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 
+from arachnec.ir.limits import LONGEST_RANGE
 from arachnec.ir.nodes import (
     STAGE_OPS,
     Cascade,
@@ -32,7 +33,6 @@ from arachnec.ir.tables import INSTRUCTION
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
 WIDTH = 120
-LONGEST_RANGE = 1 << 16  # so that a short text cannot fill the memory
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9_.\-]+")
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-]*")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -11,6 +11,7 @@ from typing import TypeAlias
 
 from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.latency import OBJECTIVES
+from arachnec.ir.limits import MOST_SAMPLING_STEPS
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers
 from arachnec.ir.printer import value_text
@@ -27,7 +28,6 @@ from arachnec.ir.sampling_errors import switch_unsaid_error, unlike_request_erro
 from arachnec.ir.span import Span
 
 Problems: TypeAlias = Iterator[Diagnostic]
-MOST_STEPS = 10_000  # every outcome of a switch is looked at
 
 
 def models_are_one_or_two(index: ModuleIndex) -> Problems:
@@ -76,8 +76,8 @@ def _windows(index: ModuleIndex, segments: list[Cascade]) -> Problems:
             continue
         steps = integer(clip.attrs.get("steps", 0))
         window = integers(clip.attrs.get("window", (steps, steps)))
-        if not 1 <= steps <= MOST_STEPS:
-            reason = f"and a request takes 1 to {MOST_STEPS}"
+        if not 1 <= steps <= MOST_SAMPLING_STEPS:
+            reason = f"and a request takes 1 to {MOST_SAMPLING_STEPS}"
             yield wrong_window_error(_at(clip, "steps"), number, "steps", str(steps), reason)
         elif len(window) != 2 or not 0 <= window[0] <= window[1] <= steps:
             shown = value_text(clip.attrs.get("window", window))

@@ -16,11 +16,9 @@ from lark import Token
 
 from arachnec.ir import syntax_errors
 from arachnec.ir.diagnostic import user_error
+from arachnec.ir.limits import LONGEST_INTEGER, LONGEST_RANGE
 from arachnec.ir.nodes import TensorType
-from arachnec.ir.printer import LONGEST_RANGE
 from arachnec.ir.span import Span
-
-LONGEST_INTEGER = 4000  # digits: Python refuses to read more
 
 PARSED: ContextVar[tuple[str, str]] = ContextVar("name and text of the file being parsed")
 

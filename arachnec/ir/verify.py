@@ -12,6 +12,7 @@ from typing import TypeAlias
 from arachnec.ir import kinds, tables
 from arachnec.ir.bounds import out_of_bounds
 from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
+from arachnec.ir.limits import MOST_MISTAKES
 from arachnec.ir.module_index import index_of, label
 from arachnec.ir.name_rules import NAME_RULES
 from arachnec.ir.nodes import (
@@ -34,21 +35,19 @@ from arachnec.ir.values import Formula, Quantity, Value
 Attributed: TypeAlias = Module | Cluster | Clip | Stage | Fused | Cascade | Reduce | Step | Program | Instruction
 Tables: TypeAlias = tuple[Mapping[str, tables.Row], tuple[tables.Row, ...]]
 
-MOST = 1000  # mistakes that are looked for: a text may hold a million, and a near name for each takes its time
-
 
 def verify(module: Module) -> tuple[Diagnostic, ...]:
-    """Every mistake up to ``MOST``, in the order of the text; empty where the module is right.
+    """Every mistake up to ``MOST_MISTAKES``, in the order of the text; empty where the module is right.
 
     Names are checked only when every attribute is right, and plans only when every name is: one mistake gives one
     message.
     """
-    if problems := tuple(islice(_attributes(module), MOST)):
+    if problems := tuple(islice(_attributes(module), MOST_MISTAKES)):
         return problems
     index = index_of(module)
-    if problems := tuple(islice((problem for rule in NAME_RULES for problem in rule(index)), MOST)):
+    if problems := tuple(islice((problem for rule in NAME_RULES for problem in rule(index)), MOST_MISTAKES)):
         return problems
-    return tuple(islice((problem for rule in PLAN_RULES for problem in rule(index)), MOST))
+    return tuple(islice((problem for rule in PLAN_RULES for problem in rule(index)), MOST_MISTAKES))
 
 
 def check_module(module: Module) -> None:

@@ -12,12 +12,12 @@ from arachnec.checkpoint.class_states import UNMEASURED
 from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
 
 HISTORY = "predictor/history/"  # of a checkpoint's tensors, those that an earlier version did not keep
-MOST = 128  # steps whose sparsities are kept
+STEPS_KEPT = 128  # steps whose sparsities are kept
 
 
 @dataclass
 class SparsityHistory:
-    """Sparsities by layer, class of length and head after steps. Where there are more than ``MOST`` every second is
+    """Sparsities by layer, class of length and head after steps. Of more than ``STEPS_KEPT`` every second is
     forgotten."""
 
     steps: list[int] = field(default_factory=list)
@@ -37,19 +37,19 @@ class SparsityHistory:
         return cls(steps, [*rows], every)
 
     def numbers(self) -> Tensor:
-        """[MOST + 1] int64: ``every``, the steps, and -1 where there are fewer."""
-        return torch.tensor([self.every, *self.steps, *[-1] * (MOST - len(self.steps))])
+        """[STEPS_KEPT + 1] int64: ``every``, the steps, and -1 where there are fewer."""
+        return torch.tensor([self.every, *self.steps, *[-1] * (STEPS_KEPT - len(self.steps))])
 
     def of_layer(self, number: int, heads: int) -> Tensor:
-        """[MOST, heads] fp32: a layer's sparsities after these steps, for clips of all lengths."""
-        table = torch.zeros(MOST, heads)
+        """[STEPS_KEPT, heads] fp32: a layer's sparsities after these steps, for clips of all lengths."""
+        table = torch.zeros(STEPS_KEPT, heads)
         for place, row in enumerate(self.rows):
             table[place] = torch.tensor(row[number].heads)
         return table
 
     def of_classes(self, number: int, heads: int) -> Tensor:
-        """[MOST, classes, heads] fp32: the same by class of length."""
-        table = torch.full((MOST, len(LENGTH_CLASSES), heads), UNMEASURED)
+        """[STEPS_KEPT, classes, heads] fp32: the same by class of length."""
+        table = torch.full((STEPS_KEPT, len(LENGTH_CLASSES), heads), UNMEASURED)
         for place, row in enumerate(self.rows):
             for length, own in row[number].classes:
                 table[place, LENGTH_CLASSES.index(length)] = torch.tensor(own)
@@ -60,7 +60,7 @@ class SparsityHistory:
             return
         self.steps.append(step)
         self.rows.append(row)
-        while len(self.steps) > MOST:
+        while len(self.steps) > STEPS_KEPT:
             self.every *= 2
             kept = [place for place, known in enumerate(self.steps) if known % self.every == 0]
             self.steps, self.rows = [self.steps[p] for p in kept], [self.rows[p] for p in kept]

@@ -9,10 +9,9 @@ from dataclasses import replace
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.limits import MOST_NAMES
 from arachnec.ir.users_code import OURS, users_frames
 from arachnec.models.file import ModelFileRaised, raised_by_user, ran_out_of_memory
-
-MOST = 3  # clips of a message
 
 
 @contextmanager
@@ -44,8 +43,8 @@ def naming(clips: Sequence[VideoClip], encoder: str | None = None) -> Iterator[N
 
 def shown_clips(clips: Sequence[VideoClip]) -> str:
     """By id, with their paths, a few of many."""
-    shown = [f"{clip.id}{'' if clip.path is None else f' ({clip.path})'}" for clip in clips[:MOST]]
-    more = "" if len(clips) <= MOST else f" and {len(clips) - MOST} more"
+    shown = [f"{clip.id}{'' if clip.path is None else f' ({clip.path})'}" for clip in clips[:MOST_NAMES]]
+    more = "" if len(clips) <= MOST_NAMES else f" and {len(clips) - MOST_NAMES} more"
     return f"clip{'s' if len(clips) > 1 else ''} {', '.join(shown)}{more}"
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.limits import MOST_WEIGHTS
 from arachnec.models.adapters import made_of_weights, original_names, plain_model
 from arachnec.models.file import load_model_file
 from arachnec.models.weight_files import FLOATS, StoredTensor, WeightFiles, weight_files
@@ -28,7 +29,6 @@ CONFIG = "config.json"
 INDEX = "model_index.json"
 PIPELINE = "pipeline_folder"  # of an encoder: whose configuration it was made from
 JSON_KINDS: Mapping[type, str] = {list: "list", str: "text", int: "number", float: "number", type(None): "null"}
-MOST_NAMED = 8  # names, or patterns of them, in a list of a message
 
 
 def other_weights_error(
@@ -303,8 +303,8 @@ def _listed(what: str, entries: list[str]) -> str:
     """A line of the message; nothing of no entries."""
     if not entries:
         return ""
-    more = len(entries) - MOST_NAMED
-    return f"\n  {what}: {', '.join(entries[:MOST_NAMED])}" + (f", and {more} more" if more > 0 else "")
+    more = len(entries) - MOST_WEIGHTS
+    return f"\n  {what}: {', '.join(entries[:MOST_WEIGHTS])}" + (f", and {more} more" if more > 0 else "")
 
 
 def _shape(shape: Iterable[int]) -> str:

@@ -16,9 +16,8 @@ from pathlib import Path
 from types import CodeType, ModuleType
 
 from arachnec.ir.diagnostic import user_error
+from arachnec.ir.limits import MOST_MODEL_FILES
 from arachnec.ir.span import Span
-
-MOST = 256
 
 
 class Source(SourceFileLoader):
@@ -48,10 +47,10 @@ def neighbours(path: Path) -> tuple[str, ...]:
                 if relative not in files and part != path:
                     files[relative] = None
                     waiting.append((part, _package_of(relative)))
-        if len(files) > MOST:
+        if len(files) > MOST_MODEL_FILES:
             raise user_error(
                 f"the model file imports {len(files)} modules from its own folder",
-                help=f"install them as a package: an executable carries at most {MOST}",
+                help=f"install them as a package: an executable carries at most {MOST_MODEL_FILES}",
                 span=Span(str(path), 1, 1, 1, 1),
             )
     return tuple(sorted(files))

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from arachnec.checkpoint.files import save_tensors
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.limits import LARGEST_DATA
 from arachnec.models.weights_there import demand_weights_there, no_weights_error
 
 SUFFIX, INDEX = ".safetensors", ".safetensors.index.json"
 PREFERRED = ("diffusion_pytorch_model", "model")  # of several in a folder, what Diffusers and transformers load
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
-LARGEST_INDEX = 64 * 2**20  # bytes
 SHARD_BYTES = 5 * 10**9  # of a file that is written
 SAMPLED = 4096  # elements of a tensor that its fingerprint reads
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -205,8 +205,8 @@ def _shards(names: Sequence[str], sizes: Mapping[str, int], limit: int) -> list[
 def _sharded(folder: Path, name: str) -> WeightFiles:
     path = folder / name
     try:
-        if path.stat().st_size > LARGEST_INDEX:
-            raise unreadable_weights_error(str(path), f"it is larger than {LARGEST_INDEX // 2**20} MiB")
+        if path.stat().st_size > LARGEST_DATA:
+            raise unreadable_weights_error(str(path), f"it is larger than {LARGEST_DATA // 2**20} MiB")
         index = msgspec.json.decode(path.read_bytes(), type=_Index)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise unreadable_weights_error(str(path), _first_line(error)) from None

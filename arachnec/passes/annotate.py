@@ -122,12 +122,9 @@ def demand_precision(module: Module, profile: Profile) -> None:
             )
 
 
-MOST_DATE = 32  # characters
-
-
 def profile_source(path: Path, profile: Profile) -> str:
     """``profile profile.json of 2026-03-01 12:30``: the file's name, and when it was measured where it says so."""
-    when = profile.measured_at[:MOST_DATE]
+    when = profile.measured_at[:32]
     return f"profile {path.name}" + (f" of {when}" if when else "")
 
 

@@ -11,14 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.limits import LARGEST_DATA, MOST_CELLS, MOST_SCHEDULE_RANKS
 from arachnec.ir.span import Span
 from arachnec.pipelining.action import FORWARD, Action, Order, PipelineSchedule, parse_action
 from arachnec.pipelining.errors import NoText, ScheduleTooLarge, UnknownAction
 from arachnec.pipelining.schedule_rules import require_valid
 
-MOST_RANKS = 4096
-MOST_CELLS = 2**21
-LARGEST_FILE = 2**26  # bytes
 _DERIVED = re.compile(r"[0-9]{1,9}(?:(?:SEND|RECV)_[FB][0-9]{1,9}|UNSHARD|RESHARD|REDUCE_GRAD)")
 _OVERLAP = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 
@@ -35,8 +33,8 @@ def read_csv(path: Path, stages: int | None = None, micro_batches: int | None = 
             f"there is no file of orders {path}",
             help="give the path of a CSV as torch.distributed.pipelining writes it, a row for every rank",
         )
-    if path.stat().st_size > LARGEST_FILE:
-        raise UserError(ScheduleTooLarge(None, "bytes", path.stat().st_size, LARGEST_FILE))
+    if path.stat().st_size > LARGEST_DATA:
+        raise UserError(ScheduleTooLarge(None, "bytes", path.stat().st_size, LARGEST_DATA))
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -84,8 +82,8 @@ def from_csv(text: str, file: str, stages: int | None = None, micro_batches: int
 
 
 def _require_size(rows: list[str]) -> None:
-    if len(rows) > MOST_RANKS:
-        raise UserError(ScheduleTooLarge(None, "rows", len(rows), MOST_RANKS))
+    if len(rows) > MOST_SCHEDULE_RANKS:
+        raise UserError(ScheduleTooLarge(None, "rows", len(rows), MOST_SCHEDULE_RANKS))
     cells = sum(row.count(",") + 1 for row in rows)
     if cells > MOST_CELLS:
         raise UserError(ScheduleTooLarge(None, "cells", cells, MOST_CELLS))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.limits import LARGEST
 
 
 @dataclass(frozen=True)

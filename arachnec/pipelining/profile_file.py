@@ -16,8 +16,8 @@ from pathlib import Path
 
 import networkx as nx
 
-from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.limits import LARGEST, LARGEST_PROFILE, LONGEST_LINE, MOST_EDGES, MOST_LAYERS
 from arachnec.ir.span import Span
 from arachnec.pipelining.errors import NoText
 from arachnec.pipelining.profile_errors import (
@@ -30,10 +30,6 @@ from arachnec.pipelining.profile_errors import (
     UnknownNode,
 )
 
-MOST_LAYERS = 2048
-MOST_EDGES = 1 << 16
-LONGEST_LINE = 1 << 12
-LARGEST_FILE = 1 << 24  # bytes
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NODE = re.compile(r"(node\w{1,40}) -- (.*?) -- (\w+=.*)")
 _EDGE = re.compile(r"\s+(node\w{1,40}) -- (node\w{1,40})\s*")
@@ -70,7 +66,7 @@ def read_profile_file(path: Path) -> LayerProfile:
             f"there is no profile {path}",
             help="give the path of a file with a line for every layer, in DAPPLE's format",
         )
-    if path.stat().st_size > LARGEST_FILE:
+    if path.stat().st_size > LARGEST_PROFILE:
         raise UserError(TooManyLayers(None, MOST_LAYERS, MOST_EDGES))
     try:
         return read_profile(path.read_text(encoding="utf-8-sig"), str(path))

@@ -17,15 +17,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal, TypeVar
 
-from arachnec.ir.bounds import LARGEST
+import msgspec
+
 from arachnec.ir.diagnostic import UserError, close_to, user_error
+from arachnec.ir.limits import LARGEST, LARGEST_DATA
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Span, Stage
 from arachnec.ir.stage_sizes import times_of
 from arachnec.ir.values import Attributes, Quantity
 
-LARGEST_FILE = 64 * 2**20  # bytes
 UNITS = {"ms": 1.0, "s": 1e3}
 EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
 
@@ -47,8 +48,8 @@ def read_table(path: str | Path, cluster: Cluster) -> Table:
     file = Path(path)
     if not file.is_file():
         raise user_error(f"there is no file `{path}`", help=f"give a JSON file such as {EXAMPLE}")
-    if file.stat().st_size > LARGEST_FILE:
-        raise not_json_error(None, f"it is larger than {LARGEST_FILE >> 20} MiB")
+    if file.stat().st_size > LARGEST_DATA:
+        raise not_json_error(None, f"it is larger than {LARGEST_DATA >> 20} MiB")
     try:
         text = file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -91,27 +92,52 @@ def _second(file: str, text: str, key: str) -> Span:
     return Span(file, 1, 1, 1, 2)
 
 
+# Text that says something, and has no half of a surrogate pair, as JSON's escapes can.
+_TEXT = r"\A[^\ud800-\udfff]+\Z"
+_Text = Annotated[str, msgspec.Meta(pattern=_TEXT)]
+_Read = TypeVar("_Read", bound=msgspec.Struct)
+
+
+class _File(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    unit: Literal["ms", "s"] | None = None
+    tasks: list[Any]
+
+
+class _Task(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    name: _Text | msgspec.UnsetType = msgspec.UNSET
+    stages: Annotated[list[Any], msgspec.Meta(min_length=1)]
+
+
+class _Stage(msgspec.Struct, forbid_unknown_fields=True):
+    stage: _Text
+    ms: Any = msgspec.UNSET
+    s: Any = msgspec.UNSET
+
+
+EXPECTED = {
+    "unit": "ms or s",
+    "tasks": "a list of tasks",
+    "name": "text that UTF-8 can hold",
+    "stages": "a list of at least one stage",
+    "stage": "the stage's name",
+}
+
+
 @dataclass(frozen=True)
 class _Reader:
     file: str
     text: str
 
     def table(self, value: Any, cluster: Cluster) -> Table:
-        top = self._object(value, "the table", ("unit", "tasks"))
-        unit = top.get("unit")
-        if unit is not None and (not isinstance(unit, str) or unit not in UNITS):
-            raise self._bad("`unit`", unit, "ms or s", "unit")
-        tasks = top.get("tasks")
-        if not isinstance(tasks, list):
-            raise self._bad("`tasks`", tasks, "a list of tasks", "tasks")
-        if not tasks:
+        top = self._read(_File, value, "the table", "")
+        if not top.tasks:
             raise user_error("the table has no tasks", help=f"a table looks like {EXAMPLE}", span=self._span("tasks"))
         cascades: list[Cascade] = []
         names: dict[str, str] = {}
         last: set[str] = set()
         order: dict[str, None] = {}
-        for number, entry in enumerate(tasks):
-            chain = self._task(entry, number, unit, names)
+        for number, entry in enumerate(top.tasks):
+            chain = self._task(entry, number, top.unit, names)
             cascades += chain
             last.add(chain[-1].stage)
             order |= dict.fromkeys(cascade.stage for cascade in chain)
@@ -122,29 +148,21 @@ class _Reader:
         return Table(Module("plan", Level.COSTED, cluster, stages=stages, cascades=tuple(cascades)), names)
 
     def _task(self, value: Any, number: int, unit: str | None, names: dict[str, str]) -> list[Cascade]:
-        where = f"task {number}"
-        task = self._object(value, where, ("name", "stages"))
-        name = task.get("name", str(number))
-        if not isinstance(name, str) or not is_text(name):
-            raise self._bad(f"`name` of {where}", name, "text that UTF-8 can hold", "name")
-        where = f"task `{name}`"
-        stages = task.get("stages")
-        if not isinstance(stages, list) or not stages:
-            raise self._bad(f"`stages` of {where}", stages, "a list of at least one stage", name)
+        name = value.get("name", str(number)) if isinstance(value, dict) else ""
+        named = isinstance(name, str) and re.search(_TEXT, name)
+        where, near = (f"task `{name}`", name) if named else (f"task {number}", "")
+        task = self._read(_Task, value, f"task {number}", f" of {where}", near)
         cascades: list[Cascade] = []
-        for index, entry in enumerate(stages):
-            stage = self._object(entry, f"a stage of {where}", ("stage", "ms", "s"), name)
-            kind = stage.get("stage")
-            if not isinstance(kind, str) or not is_text(kind):
-                raise self._bad(f"`stage` of {where}", kind, "the stage's name", name)
-            times = self._times(stage, f"stage `{kind}` of {where}", unit, name)
-            label = _unique(f"{name}.{kind}", names)
+        for index, entry in enumerate(task.stages):
+            stage = self._read(_Stage, entry, f"a stage of {where}", f" of {where}", name)
+            times = self._times(stage, f"stage `{stage.stage}` of {where}", unit, name)
+            label = _unique(f"{name}.{stage.stage}", names)
             names[label] = name
             cascades.append(
                 Cascade(
                     name=label,
-                    phase=Phase.TRAIN if index == len(stages) - 1 else Phase.ENCODE,
-                    stage=kind,
+                    phase=Phase.TRAIN if index == len(task.stages) - 1 else Phase.ENCODE,
+                    stage=stage.stage,
                     clips=(),
                     batch=1,
                     tokens=0,
@@ -155,18 +173,16 @@ class _Reader:
             )
         return cascades
 
-    def _times(
-        self, stage: Mapping[str, Any], where: str, unit: str | None, near: str
-    ) -> tuple[tuple[int, Quantity], ...]:
-        units = [key for key in ("ms", "s") if key in stage]
-        if len(units) != 1:
-            raise self._bad(f"{where}", "without times" if not units else "given twice", f"one `{unit or 'ms'}`", near)
-        if unit == "ms" and units != ["ms"]:
+    def _times(self, stage: _Stage, where: str, unit: str | None, near: str) -> tuple[tuple[int, Quantity], ...]:
+        given = {key: times for key, times in (("ms", stage.ms), ("s", stage.s)) if times is not msgspec.UNSET}
+        if len(given) != 1:
+            raise self._bad(f"{where}", "without times" if not given else "given twice", f"one `{unit or 'ms'}`", near)
+        ((key, times),) = given.items()
+        if unit == "ms" and key == "s":
             raise self._bad(f"`unit` beside the `s` of {where}", unit, "s, or `ms` in its place", near)
-        scale = UNITS[unit or units[0]]
-        times = stage[units[0]]
+        scale = UNITS[unit or key]
         if not isinstance(times, dict) or not times:
-            raise self._bad(f"`{units[0]}` of {where}", times, "an object from degree to time", near)
+            raise self._bad(f"`{key}` of {where}", times, "an object from degree to time", near)
         pairs = []
         for degree, time in times.items():
             if not re.fullmatch(r"[1-9][0-9]{0,8}", degree):
@@ -177,19 +193,25 @@ class _Reader:
             pairs.append((int(degree), Quantity(float(time) * scale, "ms")))
         return tuple(sorted(pairs, key=lambda pair: pair[0]))
 
-    def _object(self, value: Any, where: str, known: tuple[str, ...], near: str = "") -> dict[str, Any]:
+    def _read(self, kind: type[_Read], value: Any, where: str, of: str, near: str = "") -> _Read:
+        """An object of the table, without what is in it; ``of`` follows the name of a wrong key."""
         if not isinstance(value, dict):
             raise self._bad(where, value, "an object", near)
-        for key in value:
-            if key not in known:
-                suggestion = close_to(key, known, 0.0)[0]
-                raise user_error(
-                    f"unknown key `{key}` in {where}",
-                    label="no such key",
-                    help=f"did you mean `{suggestion}`? Known are {', '.join(known)}",
-                    span=self._span(key),
-                )
-        return value
+        try:
+            return msgspec.convert(value, kind)
+        except UnicodeEncodeError as error:  # half of a surrogate pair, in the place of a list or in a key
+            key = next((key for key in value if value[key] == error.object), error.object)
+        except msgspec.ValidationError as error:
+            said = str(error)
+            key = said.partition(" field `")[2][:-1] if said.startswith("Object ") else said.rpartition("$.")[2][:-1]
+        if key in (known := kind.__struct_fields__):
+            raise self._bad(f"`{key}`{of}", value.get(key), EXPECTED[key], near or key)
+        raise user_error(
+            f"unknown key `{key}` in {where}",
+            label="no such key",
+            help=f"did you mean `{close_to(key, known, 0.0)[0]}`? Known are {', '.join(known)}",
+            span=self._span(key),
+        )
 
     def _bad(self, where: str, value: Any, expected: str, near: str) -> UserError:
         shown = "missing" if value is None else json.dumps(value) if not isinstance(value, str) else value
@@ -208,14 +230,6 @@ class _Reader:
             if word and column >= 0:
                 return Span(self.file, number, column + 1, number, column + len(word) + 3)
         return Span(self.file, 1, 1, 1, 2)
-
-
-def is_text(value: str) -> bool:
-    """Whether it says something, and has no half of a surrogate pair, as JSON's escapes can."""
-    try:
-        return bool(value.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def _unique(name: str, taken: Mapping[str, str]) -> str:

@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.ir.diagnostic import Mistake, UserError
-
-LIMIT_BYTES = 256 * 2**20
+from arachnec.ir.limits import LARGEST_PART
 
 
 def agree(digests: Mapping[str, str]) -> None:
@@ -39,7 +38,7 @@ def share_text(text: str | None, group: dist.ProcessGroup | None = None) -> str:
     data = (text or "").encode()
     size = torch.tensor([len(data)], dtype=torch.int64)
     dist.broadcast(size, 0, group=group)
-    if not 0 <= int(size) <= LIMIT_BYTES:
+    if not 0 <= int(size) <= LARGEST_PART:
         raise ValueError(f"a plan of {int(size)} bytes")
     if not int(size):
         return ""

@@ -15,7 +15,7 @@ from arachnec.solver.malleable import Chain, Piece
 
 PRICES = (0.0, 1.0, 2.0, 4.0, 8.0)  # of a GPU tick, in ticks of the chain's own end times all GPUs
 VISIT = 8  # operations that a stretch of taken time takes to be looked at
-MOST = 8  # chains that leave at once
+CHAINS = 8  # chains that leave at once
 Measure: TypeAlias = Callable[[Sequence[int]], tuple[float, float]]  # of the ends of all chains, what is to be least
 
 
@@ -66,7 +66,7 @@ def _leaving(chains: Sequence[Chain], ends: Sequence[int], rng: random.Random) -
     first = max(pair, key=lambda n: ends[n] - chains[n].release)
     moment = rng.randint(chains[first].release, max(ends[first], chains[first].release))
     alive = [n for n, chain in enumerate(chains) if n != first and chain.release <= moment <= ends[n]]
-    return [first, *rng.sample(alive, min(len(alive), rng.randrange(MOST)))]
+    return [first, *rng.sample(alive, min(len(alive), rng.randrange(CHAINS)))]
 
 
 def _order(chains: Sequence[Chain], leaving: Sequence[int], rng: random.Random) -> list[int]:

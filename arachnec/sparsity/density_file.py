@@ -20,8 +20,8 @@ import msgspec
 
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
+from arachnec.ir.limits import LARGEST_DATA
 
-LARGEST_FILE = 64 * 2**20  # bytes
 EXAMPLE = '{"model": "CLASS", "layers": [{"layer": 0, "heads": [0.05, 0.31]}]}'
 
 
@@ -79,8 +79,8 @@ def read_densities(path: str | Path) -> Densities:
 
     if not file.is_file():
         raise refusal("there is no such file")
-    if file.stat().st_size > LARGEST_FILE:
-        raise refusal(f"it is larger than {LARGEST_FILE >> 20} MiB")
+    if file.stat().st_size > LARGEST_DATA:
+        raise refusal(f"it is larger than {LARGEST_DATA >> 20} MiB")
     try:
         told = msgspec.json.decode(file.read_bytes(), type=_File)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from arachnec.data.clip import VideoClip
 from arachnec.tracing.sample import ModelSource, arguments_of, clip_of, meta_encoders
 
-MOST = 2**14  # text tokens; where as many change nothing, captions do not reach the model as tokens
+PROBED = 2**14  # text tokens; where as many change nothing, captions do not reach the model as tokens
 
 
 def padded_text(source: ModelSource, clips: Sequence[VideoClip]) -> int | None:
@@ -31,6 +31,6 @@ def padded_text(source: ModelSource, clips: Sequence[VideoClip]) -> int | None:
 
     longest = max(clip.text_tokens for clip in clips)
     own = sizes(longest)
-    if own is None or sizes(1) != own or sizes(MOST) == own:
+    if own is None or sizes(1) != own or sizes(PROBED) == own:
         return None
-    return longest + bisect_left(range(longest + 1, MOST), True, key=lambda text: sizes(text) != own)
+    return longest + bisect_left(range(longest + 1, PROBED), True, key=lambda text: sizes(text) != own)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
+from arachnec.ir.limits import MOST_DRAWN_RANKS
 from arachnec.ir.nodes import Module
 from arachnec.views.colours import TEXTURES, stage_numbers, svg_style, svg_textures
 from arachnec.views.timeline import DRAWN, Timeline
@@ -14,8 +15,7 @@ from arachnec.views.timeline_svg import WIDTH, boxes, legend, op_entries, openin
 MARGIN, LABEL, BAR, GAP = 24, 150, 20, 8
 VALUES = 150  # px right of the longest bar, for its figures
 COLUMNS, BETWEEN, PANEL, PANEL_TITLE = 2, 40, 96, 34
-MOST_ROWS = 48  # of one Gantt: beyond, every second rank is drawn, or every third, ...
-LONGEST = 1.6  # times the shortest, at which Gantts are cut off
+CUT_OFF = 1.6  # times the shortest, at which Gantts are cut off
 INK, FAINT, BOUND = "text", "quiet", "limit"
 
 
@@ -42,7 +42,7 @@ def draw_comparison(title: str, plans: Sequence[Plan]) -> str:
     marks += [("lower bound", BOUND)] if any(plan.bound for plan in ordered) else []
     head, top = legend(marks, MARGIN, 36, WIDTH - MARGIN)
     bars, below = _bars(ordered, top + 8)
-    end = min(max(plan.iteration for plan in ordered), LONGEST * ordered[0].iteration)
+    end = min(max(plan.iteration for plan in ordered), CUT_OFF * ordered[0].iteration)
     elements = [
         svg_textures([op for op in DRAWN if op in TEXTURES]),
         _text(MARGIN, 26, title, size=15, weight="bold"),
@@ -91,7 +91,7 @@ def _bars(plans: Sequence[Plan], top: float) -> tuple[list[str], float]:
 def _gantt(plan: Plan, colours: Mapping[str, str], left: float, top: float, width: float, end: float) -> list[str]:
     """One plan, every rank a row; what lies after ``end`` is cut off."""
     ranks = list(plan.timeline.lanes)
-    step = -(-len(ranks) // MOST_ROWS)
+    step = -(-len(ranks) // MOST_DRAWN_RANKS)
     rows = {rank: row for row, rank in enumerate(ranks[::step])}
     shown = replace(plan.timeline, intervals=tuple(i for i in plan.timeline.intervals if i.rank in rows))
     tall, scale, base = PANEL / max(1, len(rows)), width / end, top + PANEL_TITLE

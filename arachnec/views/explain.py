@@ -15,6 +15,7 @@ from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
 from arachnec.ir.latency import objective_ms, objective_of
+from arachnec.ir.limits import MOST_CASCADES, MOST_LINKS
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.ir.sampling import is_sampling
 from arachnec.ir.stage_sizes import times_of
@@ -26,8 +27,6 @@ from arachnec.views.format import clip_names, ms, names_of, ranges, size_of
 from arachnec.views.host_memory import host_sentences
 from arachnec.views.timeline import COMPUTE, Timeline, planned
 
-MOST_LINKS = 16
-MOST_CASCADES = 6  # of which a sentence is said each
 NOTHING = 5e-4  # relative: what is less is not worth a word
 
 

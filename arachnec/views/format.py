@@ -10,10 +10,9 @@ from rich.text import Text
 
 from arachnec.cluster.topology import named
 from arachnec.ir.diagnostic import counted
+from arachnec.ir.limits import MOST_NAMES
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
 from arachnec.ir.stage_sizes import formula_in
-
-MOST_NAMES = 3  # clips of a cascade that are named
 
 
 def ms(value: float) -> str:

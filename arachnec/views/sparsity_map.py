@@ -11,7 +11,7 @@ from arachnec.views.timeline_svg import opening
 
 WIDTH, LEFT, TOP, LEGEND = 720, 150, 34, 30
 LINE = 11  # between two names
-LARGEST = 160  # rows; of more heads a row is the mean of a layer's, for each class
+ROWS = 160  # of more heads a row is the mean of a layer's, for each class
 
 
 def sparsity_map(layers: Sequence[LayerSummary]) -> str:
@@ -53,7 +53,7 @@ def _histories(layer: LayerSummary) -> list[tuple[str, Sequence[Sequence[float]]
 def _rows(histories: Mapping[str, Sequence[Sequence[float]]]) -> list[tuple[str, list[float]]]:
     """Name and sparsity by step, by head."""
     heads = [(name, [*map(list, zip(*history, strict=True))]) for name, history in histories.items()]
-    if sum(len(own) for _, own in heads) <= LARGEST:
+    if sum(len(own) for _, own in heads) <= ROWS:
         return [(name, row) for name, own in heads for row in own]
     return [(name, [sum(step) / len(step) for step in history]) for name, history in histories.items()]
 

@@ -6,22 +6,22 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from arachnec.analysis.uses import COMPUTE as COMPUTE
 from arachnec.analysis.uses import READS_GRADIENTS, moved_by
 from arachnec.ir.diagnostic import UserError, user_error, writing
-from arachnec.ir.nodes import MOST_GPUS, Instruction, Module, quantity
+from arachnec.ir.limits import LARGEST_DATA, LONGEST_MS, MOST_GIB, MOST_GPUS
+from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.simulation.events import Interval as Interval
 from arachnec.simulation.events import Transfer as Transfer
 
 AFTER = ("reduce", *READS_GRADIENTS)  # the cascades
 DRAWN = (*COMPUTE, *AFTER)
-LARGEST_MEASURED = 64 * 2**20  # bytes
 SHORTEST_MS = 1e-9
-MOST_GIB = 1e6  # of one rank
-LONGEST_MS = 1e12  # of a step: thirty years
 
 
 def bad_measured_error(path: str, reason: str) -> UserError:
@@ -156,10 +156,10 @@ def read_measured(path: Path) -> Timeline:
         step: int | None
         intervals: tuple[Interval, ...]
         iteration: int = 0
-        peak_gib: tuple[float, ...] = ()
+        peak_gib: Annotated[tuple[Annotated[float, Meta(ge=0, le=MOST_GIB)], ...], Meta(max_length=MOST_GPUS)] = ()
 
-    if path.stat().st_size > LARGEST_MEASURED:
-        raise bad_measured_error(str(path), f"it is larger than {LARGEST_MEASURED >> 20} MiB")
+    if path.stat().st_size > LARGEST_DATA:
+        raise bad_measured_error(str(path), f"it is larger than {LARGEST_DATA >> 20} MiB")
     try:
         with writing(path):
             content = msgspec.json.decode(path.read_bytes(), type=Measured)
@@ -171,8 +171,6 @@ def read_measured(path: Path) -> Timeline:
         if not -LONGEST_MS <= interval.start <= interval.end <= LONGEST_MS:
             reason = f"interval {number} lasts from {interval.start:g} to {interval.end:g} ms"
             raise bad_measured_error(str(path), reason)
-    if len(content.peak_gib) > MOST_GPUS or not all(0 <= peak <= MOST_GIB for peak in content.peak_gib):
-        raise bad_measured_error(str(path), f"`peak_gib` is not the memory of ranks, 0 to {MOST_GIB:g} GiB")
     of = f" of iteration {content.iteration}" if content.iteration else ""
     step = "" if content.step is None else f", step {content.step}{of}"
     return Timeline(f"measured{step}", content.intervals, peak_gib=dict(enumerate(content.peak_gib)))

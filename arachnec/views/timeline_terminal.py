@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from rich.text import Text
 
+from arachnec.ir.limits import MOST_TERMINAL_RANKS
 from arachnec.ir.nodes import Module
 from arachnec.views.colours import PALETTE, stage_numbers
 from arachnec.views.format import clip_names, names_of, printable
@@ -13,7 +14,6 @@ from arachnec.views.timeline import DRAWN, Interval, Timeline, imbalance, scale_
 from arachnec.views.timeline_svg import stage_loads, time_text
 
 WIDTH = 100
-MOST_ROWS = 32
 IDLE = "·"
 # What an operation is drawn with: the first for the first stage that has it, the next for the next stage.
 FILL = {
@@ -32,11 +32,11 @@ GREY = "#8a8f98"
 def gantt(module: Module, timeline: Timeline, *, end: float | None = None, width: int = WIDTH) -> Text:
     """The timeline in ``width`` columns; ``end`` in ms puts several charts on one scale.
 
-    More than ``MOST_ROWS`` ranks share rows; a cell shows what its ranks do most of its time.
+    More than ``MOST_TERMINAL_RANKS`` ranks share rows; a cell shows what its ranks do most of its time.
     """
     ranks = sorted(timeline.lanes)
     shown_end = scale_end(timeline.end if end is None else end)
-    per_row = -(-len(ranks) // MOST_ROWS) if ranks else 1
+    per_row = -(-len(ranks) // MOST_TERMINAL_RANKS) if ranks else 1
     groups = [ranks[i : i + per_row] for i in range(0, len(ranks), per_row)]
     names = [f"{g[0]}-{g[-1]}" if len(g) > 1 else f"{g[0]}" for g in groups]
     margin = max([len("rank"), *map(len, names)]) + 1

@@ -99,8 +99,8 @@ def questions(plan: Module) -> Iterator[Question]:
 def with_budget(pipeline: Pipeline, budget_ms: float) -> Pipeline:
     """The same passes, each with this budget that has one and does not count steps instead.
 
-    Whoever asks may not have written them: more than ``MOST_STEPS`` are searched for the budget, and a search without
-    one is never larger than by default.
+    Whoever asks may not have written them: more than ``MOST_STEPS`` are searched for the budget, and a search
+    without one is never larger than by default.
     """
     return Pipeline(tuple(_limited(step, budget_ms) for step in pipeline.passes))
 

@@ -15,9 +15,10 @@ from arachnec.cluster.device_specs import DEVICE_SPECS
 from arachnec.commands.compare import told_of_sparse
 from arachnec.commands.tables import comparison_bars, comparison_table
 from arachnec.driver import compare
+from arachnec.ir.limits import MOST_DRAWN_RANKS
 from arachnec.ir.nodes import Phase
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.views.comparison_svg import MOST_ROWS, Plan, draw_comparison
+from arachnec.views.comparison_svg import Plan, draw_comparison
 from arachnec.views.timeline import Interval, Timeline
 from tests.commands.small_model import MODEL
 
@@ -111,7 +112,7 @@ def test_a_thousand_ranks_draw_as_few_rows_as_can_be_seen(files: tuple[Path, Pat
     name = only.module.cascades[0].name
     lanes = tuple(Interval(rank, "forward", name, float(rank % 7), 10.0 + rank % 7) for rank in range(1000))
     text = draw_comparison("many", [Plan("many", only.module, Timeline("", lanes), 17.0, 17.0, 9.0)])
-    assert text.count("<title>forward") <= MOST_ROWS
+    assert text.count("<title>forward") <= MOST_DRAWN_RANKS
     with pytest.raises(ValueError, match="no plan"):
         draw_comparison("none", [])
 

@@ -17,10 +17,11 @@ from arachnec.cli import run
 from arachnec.data.requests import Request
 from arachnec.executable.folder import HEADER, MEASURED, read_header
 from arachnec.executable.sampling_folder import Settings, write_sampling_executable
-from arachnec.ir.diagnostic import LONGEST_SHOWN, UserError
+from arachnec.ir.diagnostic import UserError
+from arachnec.ir.limits import LONGEST_ERRORS, LONGEST_MS
 from arachnec.ir.parser import parse_file
 from arachnec.models.sampler_file import load_sampler_file
-from arachnec.views.timeline import LONGEST_MS, read_measured, scale_end
+from arachnec.views.timeline import read_measured, scale_end
 from benchmarks.trust.hostile_folders import damage, refit, tell_code
 from tests.commands.test_requests import GOLDEN, SAMPLER
 from tests.distributed.executor_cases import Work, clip, executable
@@ -65,7 +66,7 @@ def looked_at(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         given = [option if option.startswith("--") else str(folder.parent / option) for option in options]
         code, said = run((word, str(folder), *given)), capsys.readouterr().err
         assert code == 0 or (code == 2 and said.startswith("error: ")), (word, code, said)
-        assert len(said) < 2 * LONGEST_SHOWN
+        assert len(said) < 2 * LONGEST_ERRORS
         assert not (folder.parent / "ran").exists(), word
 
 

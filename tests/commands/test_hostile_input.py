@@ -27,8 +27,9 @@ from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.train_file import training_of
 from arachnec.executable.training_options import Training
 from arachnec.generation.switches_seen import read_seen
-from arachnec.ir.diagnostic import LONGEST_SHOWN, Diagnostic, UserError, render_all
-from arachnec.ir.nodes import MOST_GPUS, Module
+from arachnec.ir.diagnostic import Diagnostic, UserError, render_all
+from arachnec.ir.limits import LONGEST_ERRORS, MOST_GPUS
+from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import check_module
@@ -177,7 +178,7 @@ def test_damaged_input_ends_with_errors_of_our_own(
         READERS[name](path)
     except UserError as error:
         said = render_all(error.diagnostics)
-        assert len(said) < 2 * LONGEST_SHOWN
+        assert len(said) < 2 * LONGEST_ERRORS
         assert all(letter.isprintable() or letter in "\n\t" for letter in said)
 
 
@@ -198,7 +199,7 @@ def test_damaged_files_that_are_no_text_end_with_errors_of_our_own(name: str, tm
             try:
                 read(path)
             except UserError as error:
-                assert len(render_all(error.diagnostics)) < 2 * LONGEST_SHOWN
+                assert len(render_all(error.diagnostics)) < 2 * LONGEST_ERRORS
 
 
 @pytest.mark.parametrize("name", READERS)
@@ -248,7 +249,7 @@ def test_what_would_fill_the_memory_or_mislead_is_refused(case: str, tmp_path: P
     (tmp_path / name).write_text(text)
     with pytest.raises(UserError) as raised:
         READERS[name](tmp_path / name)
-    assert len(render_all(raised.value.diagnostics)) < LONGEST_SHOWN
+    assert len(render_all(raised.value.diagnostics)) < LONGEST_ERRORS
 
 
 def test_a_device_that_never_ends_is_no_program(capsys: pytest.CaptureFixture[str]) -> None:
@@ -260,7 +261,7 @@ def test_many_errors_are_few_and_short() -> None:
     class Wide(Diagnostic):
         title = "x" * 5000
 
-    assert len(render_all([Wide(None)] * 50)) < 1.1 * LONGEST_SHOWN
+    assert len(render_all([Wide(None)] * 50)) < 1.1 * LONGEST_ERRORS
     assert "... and 49 more" in render_all([Wide(None)] * 50)
     assert "... and 30 more" in render_all([type("Short", (Diagnostic,), {"title": "x"})(None)] * 50)
 
@@ -305,7 +306,7 @@ def test_a_program_with_one_hostile_attribute_ends_with_errors_of_our_own(share:
     except UserError as error:
         said = render_all(error.diagnostics)
         assert said.startswith("error: ")
-        assert len(said) < 2 * LONGEST_SHOWN
+        assert len(said) < 2 * LONGEST_ERRORS
 
 
 @pytest.mark.parametrize("command", ["show", "simulate", "explain"])

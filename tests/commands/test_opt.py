@@ -107,7 +107,7 @@ def test_a_users_mistake_is_one_message_and_exit_code_2(
 def test_a_text_that_is_too_large_is_refused_before_it_is_read_whole(
     command: list[str], load: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(opt, "LARGEST_TEXT", len(PLACED.read_bytes()) - 1)
+    monkeypatch.setattr(opt, "LARGEST_MODULE", len(PLACED.read_bytes()) - 1)
     assert run([*command, str(PLACED)]) == 2
     said = capsys.readouterr().err
     assert "is larger than 0 MiB, and no module is read that is" in said

@@ -86,9 +86,9 @@ def test_what_is_less_than_that_is_none(tmp_path: Path, place: str, value: float
 def test_a_profile_may_be_as_large_as_the_limit_and_no_larger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(tmp_path, VALID)
     size = file.stat().st_size
-    monkeypatch.setattr(profile, "LARGEST_FILE", size)
+    monkeypatch.setattr(profile, "LARGEST_PROFILE", size)
     assert read_profile(file).machine == "m"
-    monkeypatch.setattr(profile, "LARGEST_FILE", size - 1)
+    monkeypatch.setattr(profile, "LARGEST_PROFILE", size - 1)
     with pytest.raises(UserError, match="larger than 0 MiB"):
         read_profile(file)
 
@@ -119,7 +119,7 @@ def test_a_file_that_is_no_profile_is_pointed_at_by_its_first_character(
     if content == "nothing":
         file.write_text("")
     if content == "too much":
-        monkeypatch.setattr(profile, "LARGEST_FILE", 1)
+        monkeypatch.setattr(profile, "LARGEST_PROFILE", 1)
     with pytest.raises(UserError) as refused:
         read_profile(file)
     (problem,) = refused.value.diagnostics

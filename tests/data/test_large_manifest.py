@@ -61,7 +61,7 @@ def test_a_file_is_refused_by_its_size_before_it_is_read(
     write: Callable[[Path, int], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write(tmp_path, 2)
-    monkeypatch.setattr(rows, "LARGEST_FILE", path.stat().st_size)
+    monkeypatch.setattr(rows, "LARGEST_MANIFEST", path.stat().st_size)
     assert len(read_manifest(path).clips) == 2
     path.write_bytes(path.read_bytes() + b"\xff")
     assert "is too large to list" in message(path)
@@ -71,7 +71,7 @@ def test_a_short_parquet_file_that_unpacks_to_a_long_one_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = parquet(tmp_path, 2)
-    monkeypatch.setattr(rows, "LARGEST_FILE", 10)
+    monkeypatch.setattr(rows, "LARGEST_MANIFEST", 10)
     assert "MiB when it is unpacked" in message(path)
 
 

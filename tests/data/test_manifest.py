@@ -7,9 +7,10 @@ import pytest
 import torch
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.manifest import MOST_IN_BATCH, BatchTooLarge, demand_plannable, read_manifest
+from arachnec.data.manifest import BatchTooLarge, demand_plannable, read_manifest
 from arachnec.data.video_file import write_video
 from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.limits import MOST_IN_BATCH
 
 ROW = '{"frames": 5, "height": 64, "width": 96, "text_tokens": 7}'
 

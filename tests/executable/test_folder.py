@@ -68,10 +68,10 @@ def test_a_module_that_is_too_large_is_refused_before_it_is_read_and_before_it_i
     name: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (folder / name).write_bytes((folder / name).read_bytes().ljust(20_000, b"\xff"))
-    monkeypatch.setattr(part_files, "LARGEST_TEXT", 20_000 - 1)
+    monkeypatch.setattr(part_files, "LARGEST_PROGRAM", 20_000 - 1)
     with pytest.raises(UserError, match=rf"{name} is larger than 0 MiB, and no module is read that is"):
         read_executable(folder)
-    monkeypatch.setattr(part_files, "LARGEST_TEXT", 100)
+    monkeypatch.setattr(part_files, "LARGEST_PROGRAM", 100)
     with pytest.raises(UserError, match=r"program\.cascade is larger than 0 MiB"):
         executable(tmp_path / "large", [CLIPS], WORKS, 2)
     assert not (tmp_path / "large" / HEADER).exists()

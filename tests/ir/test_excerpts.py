@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from arachnec.ir import diagnostic
-from arachnec.ir.diagnostic import WIDEST, Diagnostic, render
+from arachnec.ir.diagnostic import Diagnostic, render
+from arachnec.ir.limits import WIDEST_LINE
 from arachnec.ir.span import Span
 
 
@@ -41,7 +42,7 @@ def test_a_line_is_that_of_the_text_whatever_is_read_at_once(
 def test_a_long_line_is_cut_around_its_place_and_its_letters_are_printable(tmp_path: Path) -> None:
     text = "a" * 3000 + "\x1b\ufffd" + "b" * 3000
     _, row, carets = render(Wrong(Span("text", 1, 3001, 1, 3003)), text).splitlines()[2:]
-    assert len(row) == WIDEST + len(" 1 | ")
+    assert len(row) == WIDEST_LINE + len(" 1 | ")
     assert row[carets.index("^") :].startswith("?\ufffdb")
     assert carets.endswith("^^ here")
 
@@ -49,4 +50,4 @@ def test_a_long_line_is_cut_around_its_place_and_its_letters_are_printable(tmp_p
 def test_a_place_far_behind_what_is_read_of_a_line_is_told_in_few_letters(tmp_path: Path) -> None:
     path = tmp_path / "text"
     path.write_text("a" * (3 * 2**20))
-    assert len(render(Wrong(Span(str(path), 1, 2**40, 1, 2**40 + 1)))) < 4 * WIDEST
+    assert len(render(Wrong(Span(str(path), 1, 2**40, 1, 2**40 + 1)))) < 4 * WIDEST_LINE

@@ -13,10 +13,11 @@ from hypothesis import strategies as st
 
 from arachnec.ir import kinds, tables
 from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.limits import MOST_MISTAKES
 from arachnec.ir.nodes import STAGE_OPS, Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.ir.verify import MOST, check_module, verify
+from arachnec.ir.verify import check_module, verify
 from tests.ir.strategies import any_module, right_module
 
 ROOT = Path(__file__).parents[2]
@@ -119,5 +120,5 @@ def test_check_module_raises_all_that_verify_finds() -> None:
 
 def test_of_many_mistakes_the_first_are_found() -> None:
     """A near name for each would take longer than reading them all."""
-    wrong = ", ".join(f"x{number} = 1" for number in range(2 * MOST))
-    assert len(verify(parse_module(f'module @m attributes {{ level = "traced", {wrong} }} {{}}'))) == MOST
+    wrong = ", ".join(f"x{number} = 1" for number in range(2 * MOST_MISTAKES))
+    assert len(verify(parse_module(f'module @m attributes {{ level = "traced", {wrong} }} {{}}'))) == MOST_MISTAKES

@@ -28,33 +28,33 @@ NODE = "node1 -- Conv -- forward_compute_time=1.0, backward_compute_time=2.0, ac
 
 
 @pytest.mark.parametrize(
-    ("module", "text", "refusal"),
+    ("module", "limit", "text", "refusal"),
     [
-        (csv_format, csv_format.to_csv(one_f_one_b(2, 4)), ScheduleTooLarge),
-        (profile_file, NODE, profile_file.TooManyLayers),
+        (csv_format, "LARGEST_DATA", csv_format.to_csv(one_f_one_b(2, 4)), ScheduleTooLarge),
+        (profile_file, "LARGEST_PROFILE", NODE, profile_file.TooManyLayers),
     ],
 )
 def test_a_file_may_be_as_large_as_the_limit_and_no_larger(
-    module: ModuleType, text: str, refusal: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, limit: str, text: str, refusal: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_text(text)
     read = module.read_csv if module is csv_format else module.read_profile_file
-    monkeypatch.setattr(module, "LARGEST_FILE", len(text))
+    monkeypatch.setattr(module, limit, len(text))
     read(file)
-    monkeypatch.setattr(module, "LARGEST_FILE", len(text) - 1)
+    monkeypatch.setattr(module, limit, len(text) - 1)
     with pytest.raises(UserError) as refused:
         read(file)
     assert isinstance(refused.value.diagnostics[0], refusal)
 
 
-@pytest.mark.parametrize("limit", ["MOST_CELLS", "MOST_RANKS"])
+@pytest.mark.parametrize("limit", ["MOST_CELLS", "MOST_SCHEDULE_RANKS"])
 def test_a_schedule_may_have_as_many_rows_and_cells_as_the_limits_and_no_more(
     limit: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     text = csv_format.to_csv(one_f_one_b(2, 4))
     rows = text.splitlines()
-    size = len(rows) if limit == "MOST_RANKS" else sum(len(row.split(",")) for row in rows)
+    size = len(rows) if limit == "MOST_SCHEDULE_RANKS" else sum(len(row.split(",")) for row in rows)
     monkeypatch.setattr(csv_format, limit, size)
     assert csv_format.from_csv(text, "x.csv").micro_batches == 4
     monkeypatch.setattr(csv_format, limit, size - 1)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from arachnec.ir.bounds import LARGEST
 from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.limits import LARGEST, LONGEST_LINE
 from arachnec.ir.span import Span
 from arachnec.pipelining import profile_file
 from arachnec.pipelining.profile_errors import BadProfileLine, BadProfileNumber, RepeatedNode, TooManyLayers
-from arachnec.pipelining.profile_file import LONGEST_LINE, read_profile
+from arachnec.pipelining.profile_file import read_profile
 
 NODE = "node1 -- Conv -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=4.0\n"
 

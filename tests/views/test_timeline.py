@@ -14,6 +14,7 @@ from rich.console import Console
 
 from arachnec.backends.simulator import simulate
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.limits import MOST_TERMINAL_RANKS
 from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.parser import parse_module
 from arachnec.lowering.programs import lower
@@ -21,7 +22,7 @@ from arachnec.views.executable_page import executable_page
 from arachnec.views.format import title_of
 from arachnec.views.timeline import Interval, Timeline, planned, read_measured
 from arachnec.views.timeline_svg import draw, ticks
-from arachnec.views.timeline_terminal import MOST_ROWS, gantt
+from arachnec.views.timeline_terminal import gantt
 from tests.passes.plans import cluster, equal_clips, module_of, placed_modules, timed
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -89,7 +90,7 @@ def test_the_terminal_chart_fits_its_width_and_a_screen(ranks: int) -> None:
     lowered = wide(ranks)
     lines = in_terminal(lowered, planned(lowered))
     assert max(map(len, lines)) <= 100
-    assert len(lines) <= MOST_ROWS + 3
+    assert len(lines) <= MOST_TERMINAL_RANKS + 3
 
 
 def test_the_title_says_model_clips_and_cluster() -> None:

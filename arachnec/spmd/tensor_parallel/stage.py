@@ -19,7 +19,6 @@ from arachnec.spmd.tensor_parallel.weights import WeightCuts, cuts_of, encode_wi
 from arachnec.tracing.formulas import GIB
 
 META = torch.device("meta")
-MOST = 200  # characters of a reason
 
 
 def with_width(
@@ -69,7 +68,7 @@ def _reads_captions(encoder: nn.Module, clip: VideoClip) -> bool:
 def _reason(refused: Exception) -> str:
     if isinstance(refused, NotDivisible):
         return refused.reason
-    return f"with a part of its weights it raised {' '.join(f'{type(refused).__name__}: {refused}'.split())}"[:MOST]
+    return f"with a part of its weights it raised {' '.join(f'{type(refused).__name__}: {refused}'.split())}"[:200]
 
 
 def _part_of(encoder: nn.Module, cuts: WeightCuts, loaded: torch.Tensor, tokens: int) -> Part:

@@ -14,7 +14,6 @@ import torch.distributed as dist
 from arachnec.runtime.agreement import gather_text
 
 JOB = "job.json"
-LARGEST = 4096  # bytes
 
 
 class Job(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,6 +48,6 @@ def end_of_job(
 
 def _read(file: Path) -> Job | None:
     try:
-        return msgspec.json.decode(file.read_bytes()[:LARGEST], type=Job)
+        return msgspec.json.decode(file.read_bytes()[:4096], type=Job)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None

@@ -21,7 +21,7 @@ from arachnec.executable.training_options import Logging, Training
 from arachnec.ir.diagnostic import user_error, writing
 
 Told = Callable[[int, Mapping[str, float]], None]
-LONGEST_LINE = 2**16  # bytes
+TAIL = 2**16  # bytes: more than a line has
 NO_METRICS = ("step", "iteration", "event")
 
 
@@ -97,7 +97,7 @@ class StepLog:
 def _end_with_a_line(path: Path) -> None:
     """Take off what a full disk or a lost host left of a last line: the next one would be joined to it."""
     with path.open("r+b") as file:
-        start = max(0, file.seek(0, os.SEEK_END) - LONGEST_LINE)
+        start = max(0, file.seek(0, os.SEEK_END) - TAIL)
         file.seek(start)
         end = file.read().rfind(b"\n")
         if end >= 0 or not start:  # else it is no log of lines

@@ -34,7 +34,7 @@ from arachnec.kernels.sparse.predictor import Projections
 from arachnec.model_state import sparse_predictors
 from arachnec.model_state.key_list_files import read_lists, share_that_differs
 from arachnec.model_state.sparse_predictors import SparsePredictors
-from arachnec.model_state.sparsity_history import HISTORY, MOST
+from arachnec.model_state.sparsity_history import HISTORY, STEPS_KEPT
 from arachnec.models.file import load_model_file
 from arachnec.sparsity.learning_steps import FIRST
 from arachnec.spmd.chosen_fetch import Room
@@ -347,7 +347,7 @@ def test_a_checkpoint_keeps_the_history_and_the_spread_and_one_without_them_is_t
     """Of more steps than are kept those that are left, which go on as before."""
     _, program = planned(2)
     before, after = (SparsePredictors.of(program, Known(), 0) for _ in range(2))
-    for step in range(MOST + 3):
+    for step in range(STEPS_KEPT + 3):
         classes = ((64, (0.5, step / 512, 0.25)),) if step > 2 else ()
         before.history.add(step, dict.fromkeys(before.layers, ByLength((step / 512, 0.0, 0.5), classes)))
     before.spread = dict.fromkeys(before.layers, (0.25, 0.5, 1.0))
