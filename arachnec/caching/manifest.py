@@ -28,7 +28,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.local_ranks import RankCrashed, launch
-from arachnec.launch.timeouts import Timeouts
+from arachnec.launch.phases import Timeouts
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.passes.infra.pipeline import Pipeline

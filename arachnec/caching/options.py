@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import click
 
-from arachnec.launch.timeouts import Timeouts
+from arachnec.launch.phases import Timeouts
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 PATH = click.Path(path_type=Path)

@@ -7,8 +7,9 @@ from pathlib import Path
 import click
 
 from arachnec.caching.options import limit_options, timeouts_of
-from arachnec.launch.ranks import exit_with, joined_rank
-from arachnec.launch.timeouts import START_S
+from arachnec.launch.ending import exit_with
+from arachnec.launch.phases import START_S
+from arachnec.launch.ranks import joined_rank
 
 FOLDER = click.Path(path_type=Path)
 

@@ -28,8 +28,7 @@ from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.launch.phases import Enter, unwatched
-from arachnec.launch.timeouts import GROUP_TIMEOUT, Timeouts
+from arachnec.launch.phases import GROUP_TIMEOUT, Enter, Timeouts, unwatched
 from arachnec.models.encoders import running_encoders
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.clock import Clock

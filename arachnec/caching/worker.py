@@ -18,8 +18,9 @@ import click
 
 from arachnec.caching.options import CacheOptions, cache_options
 from arachnec.ir.diagnostic import user_error
-from arachnec.launch.ranks import exit_with, joined_rank
-from arachnec.launch.timeouts import START_S
+from arachnec.launch.ending import exit_with
+from arachnec.launch.phases import START_S
+from arachnec.launch.ranks import joined_rank
 
 if TYPE_CHECKING:
     from arachnec.caching.files import EncodedFiles

@@ -16,8 +16,7 @@ import msgspec
 from arachnec.data.requests import Request
 from arachnec.ir.nodes import Cascade, Instruction, Module, quantity
 from arachnec.ir.sampling import planned_steps
-from arachnec.launch.progress import Place, Position
-from arachnec.launch.timeouts import Timeouts
+from arachnec.launch.phases import Place, Position, Timeouts
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.step_progress import StepProgress, named
 

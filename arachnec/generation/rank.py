@@ -30,7 +30,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, inte
 from arachnec.ir.parser import parse_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import even_split
-from arachnec.launch.timeouts import GROUP_TIMEOUT, Timeouts
+from arachnec.launch.phases import GROUP_TIMEOUT, Timeouts
 from arachnec.lowering.continuation import begins_as
 from arachnec.models.decoders import decoded
 from arachnec.runtime.clock import Clock, Interval

@@ -16,11 +16,10 @@ from typing import Any
 import msgspec
 
 from arachnec.generation.rounds import PATIENCE, RoundPlanner, Rounds, open_windows, prefixed, round_seconds
-from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.diagnostic import UserError, render, user_error
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_file
 from arachnec.ir.printer import print_module
-from arachnec.launch.local_ranks import RankTold
 from arachnec.launch.planner_process import PlannerProcess, answering
 from arachnec.passes.check import checked
 from arachnec.planning.sampling.replan import replanned
@@ -79,10 +78,10 @@ class RoundPlans:
         self.process.ask(Question(round, windows))
         line = next(self.process.answers(), b"")
         if not line:
-            raise UserError(RankTold(None, "the process that plans rounds has ended"))
+            raise user_error("the process that plans rounds has ended")
         answer = msgspec.json.decode(line, type=Answer)
         if answer.text is None:
-            raise UserError(RankTold(None, answer.error or "no plan"))
+            raise user_error(answer.error or "no plan")
         return answer.text, answer.seconds
 
 

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Module, quantity
 from arachnec.ir.sampling import outcomes_of
-from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.launch.phases import GROUP_TIMEOUT
 
 POLL_S = 0.02
 FIRST = 0.25  # of a round, that planning is expected to take before it has

@@ -9,7 +9,8 @@ import click
 import msgspec
 
 from arachnec.generation.results import EXECUTED, Outcome, Results
-from arachnec.launch.ranks import exit_with, joined_rank
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import joined_rank
 
 PATH = click.Path(path_type=Path)
 
@@ -31,7 +32,7 @@ def command(folder: Path, sampler: Path, program: Path, out: Path, digest: str, 
         from arachnec.generation.round_planning import planned_in_rounds
         from arachnec.ir.parser import parse_file
         from arachnec.ir.printer import print_module
-        from arachnec.launch.timeouts import Timeouts
+        from arachnec.launch.phases import Timeouts
         from arachnec.models.sampler_file import load_sampler_file
         from arachnec.sampling.loop import Sampling
 

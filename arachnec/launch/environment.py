@@ -1,18 +1,32 @@
-"""The environment that a rank runs in: what is set, to what, and why. A value that the user gives stays."""
+"""The environment that a rank runs in: what is set, to what, and why. A value that the user gives stays.
+
+Ranks of a host come to the same kernels at the same time. One compiles a kernel; the others wait, and read it from the
+cache. A process holds a lock on a file, one for each kernel, while Triton compiles it, and no longer: a kernel that is
+loaded or launched may wait for the device, and so for ranks that would wait for the lock.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import getpass
+import hashlib
 import tempfile
+import threading
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, TextIO
 
 from arachnec.cluster.device_selection import MASK
 
 OF_RANKS = "ARACHNEC_GPUS_OF_RANKS"  # the mask that ranks get, where their launcher has another
 UNMASKED = "all"
+EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
+ERROR_FD = "ARACHNEC_ERROR_FD"  # an open file of the launcher for a failure; it has no name: nothing is left of it
+PLACE_FD = "ARACHNEC_PLACE_FD"  # an open file of the launcher, where the rank writes its places
+CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
+AGENTS_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torchrun's: whether the launcher keeps the store
 
 
 @dataclass(frozen=True)
@@ -127,3 +141,43 @@ def table() -> str:
 def local_cache() -> Path:
     """Where this user's processes of this host keep what they can make again."""
     return Path(tempfile.gettempdir()) / f"arachnec-{getpass.getuser()}"
+
+
+@dataclass
+class CompileLocks:
+    """Locks in ``folder``, which the processes of a host share; ``before`` and ``after`` are hooks of Triton's."""
+
+    folder: Path
+    _held: dict[tuple[int, str], TextIO] = field(default_factory=dict)  # by thread and kernel
+
+    def before(self, *, key: Any, fn: Any, **_: Any) -> bool:
+        """Wait until no other process compiles this kernel. Triton compiles it, or finds it in its cache."""
+        name = _name(key, fn)
+        if (threading.get_ident(), name) not in self._held:  # a compilation that failed has left its lock
+            self.folder.mkdir(parents=True, exist_ok=True)
+            file = (self.folder / name).open("w")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            self._held[threading.get_ident(), name] = file
+        return False
+
+    def after(self, *, key: Any, fn: Any, **_: Any) -> None:
+        """The kernel is in the cache."""
+        file = self._held.pop((threading.get_ident(), _name(key, fn)), None)
+        if file is not None:
+            file.close()
+
+
+def compile_once(folder: Path) -> None:
+    """Have kernels compiled by one process of the host at a time, where nobody else has hooked into Triton."""
+    try:
+        from triton import knobs
+    except ImportError:
+        return
+    if knobs.runtime.jit_cache_hook is None and knobs.runtime.jit_post_compile_hook is None:
+        locks = CompileLocks(folder)
+        knobs.runtime.jit_cache_hook = locks.before
+        knobs.runtime.jit_post_compile_hook = locks.after
+
+
+def _name(key: Any, fn: Any) -> str:
+    return hashlib.sha256(f"{fn.module}.{fn.name} {key!r}".encode()).hexdigest()

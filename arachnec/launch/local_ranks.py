@@ -19,24 +19,27 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import IO, TYPE_CHECKING
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.launch.environment import prepare_environment, show_gpus
-from arachnec.launch.failure import ERROR_FD, Failure, read_failure
-from arachnec.launch.fork_server import Fork, ForkServer, files_of, is_stopped
-from arachnec.launch.last_place import PLACE_FD, new_memory, read_place
-from arachnec.launch.orphans import AGENTS_STORE
-from arachnec.launch.stop_request import AGAIN_S, exit_code
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.launch.ending import AGAIN_S, Failure, exit_code, read_failure
+from arachnec.launch.environment import (
+    AGENTS_STORE,
+    CHECKED,
+    ERROR_FD,
+    EVENTS_FD,
+    PLACE_FD,
+    prepare_environment,
+    show_gpus,
+)
+from arachnec.launch.phases import new_memory, read_place
 from arachnec.solver.budget import usable_cores
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-EVENTS_FD = "ARACHNEC_EVENTS_FD"  # where rank 0 writes what its launcher shows
-CHECKED = "ARACHNEC_CHECKED"  # set where ranks are to wait for this key of the store, before they leave anything behind
 WORKER = "arachnec.backends.torch_distributed.worker"
 GRACE_S = 3.0
 ENDING = (signal.SIGTERM, signal.SIGHUP)
@@ -68,18 +71,10 @@ class RankStayed(Diagnostic):
 
 @dataclass(frozen=True)
 class RanksStopped(Diagnostic):
-    title = "all {world} ranks, or the process that they are forks of, were stopped for {seconds:.0f} s"
+    title = "all {world} ranks were stopped for {seconds:.0f} s"
     help = "only a signal such as SIGSTOP does that; they were ended, run again with `--resume`"
     world: int
     seconds: float
-
-
-@dataclass(frozen=True)
-class RankTold(Diagnostic):
-    """A mistake that a rank has found and rendered."""
-
-    title = "{message}"
-    message: str
 
 
 class RankCrashed(Exception):
@@ -89,7 +84,7 @@ class RankCrashed(Exception):
 @dataclass
 class _Rank:
     number: int
-    process: subprocess.Popen[bytes] | Fork
+    process: subprocess.Popen[bytes]
     error_file: IO[bytes]  # without a name, so that nothing is left where the launcher is killed
     place: int  # of the memory of where it was last
 
@@ -103,15 +98,13 @@ def launch(
     leave_s: float = LEAVE_S,
     stopped_s: float | None = None,
     beside: Callable[[], None] | None = None,
-    shared: Sequence[str] = (),
     on_stop: Callable[[], None] | None = None,
 ) -> None:
     """Run the worker with ``arguments`` on ``world`` local ranks; returns when all have ended well.
 
     ``on_event`` gets each line that rank 0 reports. ``beside`` is done while ranks start; what it raises ends them
-    before they leave anything. With ``shared`` modules ranks are forks of one process that has imported them; such
-    ranks have no GPUs. Raises ``UserError`` for a user's mistake, for a rank that was killed, for all that are stopped
-    for ``stopped_s`` (60 where it is not said), when no rank is left to tell, and for one that is still there
+    before they leave anything. Raises ``UserError`` for a user's mistake, for a rank that was killed, for all that are
+    stopped for ``stopped_s`` (60 where it is not said), when no rank is left to tell, and for one that is still there
     ``leave_s`` after the first has ended well: ranks end together, so nobody watches over it any more. ``RankCrashed``
     with one traceback for a bug.
 
@@ -132,15 +125,8 @@ def launch(
                 open_files.callback(os.close, place)
             own = [_of_rank(*rank) for rank in zip(range(world), error_files, places, strict=True)]
             own[0][EVENTS_FD] = str(writing)
-            processes: Iterator[subprocess.Popen[bytes] | Fork]
-            if shared:
-                with _without_interrupts():
-                    server = ForkServer.start([worker, *arguments], shared, environment, own)
-                open_files.callback(server.close)
-                processes = map(partial(Fork, server), range(world))
-            else:
-                processes = _started([worker, *arguments], environment, own)
-            for number, process in enumerate(processes):
+            for number, more in enumerate(own):
+                process = _started([worker, *arguments], environment, more)
                 ranks.append(_Rank(number, process, error_files[number], places[number]))
                 told.look()
             os.close(writing)
@@ -175,19 +161,16 @@ def _store(listening: socket.socket) -> Store:
     )
 
 
-def _started(
-    command: Sequence[str], environment: Mapping[str, str], own: Sequence[dict[str, str]]
-) -> Iterator[subprocess.Popen[bytes]]:
-    """A process for each rank, which has its ``own`` environment on top of the common one."""
-    for more in own:
-        with _without_interrupts():
-            process = subprocess.Popen(
-                [sys.executable, "-m", *command],
-                env={**environment, **more},
-                pass_fds=files_of(more),
-                stdin=subprocess.DEVNULL,
-            )
-        yield process
+def _started(command: Sequence[str], environment: Mapping[str, str], own: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """The process of a rank, which has its ``own`` environment on top of the common one, and the open files that it
+    names."""
+    with _without_interrupts():
+        return subprocess.Popen(
+            [sys.executable, "-m", *command],
+            env={**environment, **own},
+            pass_fds=[int(value) for name, value in own.items() if name.endswith("_FD")],
+            stdin=subprocess.DEVNULL,
+        )
 
 
 def _environment(world: int, port: int) -> dict[str, str]:
@@ -244,10 +227,7 @@ def _watch(
             ended = [code is not None for code in codes]
             if all(ended) and not open_pipe:
                 return None
-            if not all(
-                rank.process.is_stopped() if isinstance(rank.process, Fork) else is_stopped(rank.process.pid)
-                for rank in ranks
-            ):
+            if not all(is_stopped(rank.process.pid) for rank in ranks):
                 moved = time.monotonic()
             elif (seconds := time.monotonic() - moved) > stopped_s:
                 raise UserError(RanksStopped(None, len(ranks), seconds))
@@ -257,6 +237,14 @@ def _watch(
                     if all(ended):
                         return None  # a process that a rank has left holds the pipe
                     raise UserError(RankStayed(None, codes.index(None), len(ranks), seconds))
+
+
+def is_stopped(process: int) -> bool:
+    """Whether a signal has stopped it; False where the system does not say."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text(errors="replace").rpartition(") ")[2].startswith(("T", "t"))
+    except OSError:
+        return False
 
 
 def _cause(bad: Sequence[_Rank]) -> _Rank:
@@ -274,7 +262,7 @@ def _cause(bad: Sequence[_Rank]) -> _Rank:
 def _explain(rank: _Rank, ranks: Sequence[_Rank]) -> Exception:
     failure: Failure | None = read_failure(rank.error_file.fileno())
     if failure is not None and failure.user:
-        return UserError(RankTold(None, failure.text.removeprefix("error: ")))
+        return user_error(failure.text.removeprefix("error: "))
     if failure is not None:
         return RankCrashed(f"rank {rank.number} failed:\n{failure.text}")
     code = rank.process.returncode
@@ -371,13 +359,15 @@ class _Told:
 @contextmanager
 def _told_to_end(on_stop: Callable[[], None] | None = None) -> Iterator[_Told]:
     """A SIGTERM or SIGHUP to the launcher inside makes it stop its ranks and exit. It stays deaf to others then. With
-    ``on_stop`` so does Ctrl-C, and ranks end after their step first."""
+    ``on_stop`` so does Ctrl-C, and ranks end after their step first. How they end is told even where the launcher was
+    started with the end of children ignored."""
     told = _Told(on_stop)
     if threading.current_thread() is not threading.main_thread():
         yield told
         return
     heard = ENDING if on_stop is None else (*ENDING, signal.SIGINT)
     old = {number: signal.signal(number, told.handle) for number in heard}
+    old[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         yield told
     finally:

@@ -1,17 +1,29 @@
-"""A process as a rank: its device, its process group, and how it ends when something goes wrong."""
+"""A process as a rank: how it meets the others, its device and its process group.
+
+Before it has joined nobody watches over it, and it would wait as long as a start may take for the store of an agent
+that is gone. An agent has its store before it starts ranks, so where nothing listens any more there was one.
+
+torchrun keeps its store when it starts the ranks again. What the ranks of the start before have written, a failure
+above all, must not be read by those of the next. Agents do not count restarts alike, so the ranks number their starts
+themselves. Every process leaves a name of its own. Rank 0 takes the next number and answers each name with it; a name
+of a dead process is answered too, and read by nobody.
+"""
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
+import uuid
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-import click
 import msgspec
 
 from arachnec.cluster.device_agreement import check_devices
@@ -22,14 +34,11 @@ from arachnec.cluster.device_selection import (
     select_device,
     use_device,
 )
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster
-from arachnec.launch.environment import local_cache, prepare_environment
-from arachnec.launch.failure import Failure, failure_of, record_failure
-from arachnec.launch.kernel_cache import compile_once
-from arachnec.launch.local_ranks import CHECKED
-from arachnec.launch.orphans import ends_with_its_agent
-from arachnec.launch.starts import missing, store_of_this_start
-from arachnec.launch.timeouts import GROUP_TIMEOUT, START_S
+from arachnec.launch.ending import Ended
+from arachnec.launch.environment import AGENTS_STORE, CHECKED, compile_once, local_cache, prepare_environment
+from arachnec.launch.phases import GROUP_TIMEOUT, START_S
 from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
 
 if TYPE_CHECKING:
@@ -37,15 +46,19 @@ if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
 CHECK_POLL_S = 0.02
+NAMES_POLL_S = 0.05  # between two looks of rank 0 at the names of a start
+AGENT_POLL_S = 0.5
+PROBED = 16  # looks: so often the agent is asked for its store, as it may have been gone before the first one
+ORPHANED = 2  # the exit code
 
 
-class Ended(Exception):
-    """The run has failed, here or on another rank; ``tells`` says whether this rank is to tell it."""
-
-    def __init__(self, failure: Failure, tells: bool) -> None:
-        super().__init__(failure.text)
-        self.failure = failure
-        self.tells = tells
+def missing(ranks: Sequence[int], world: int, seconds: float) -> UserError:
+    """The error of ranks that others have waited for."""
+    named = f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+    return user_error(
+        f"{named} of {world} did not come within {seconds:.0f} s",
+        help="look at the output of their hosts; --start-timeout gives them longer",
+    )
 
 
 @dataclass(frozen=True)
@@ -156,26 +169,80 @@ def as_rank(work: Callable[[torch.device], None], *, cpu: bool) -> None:
         work(device)
 
 
-def exit_with(main: Callable[[], None]) -> None:
-    """Run a rank's main; report what it raises to the launcher and end the process with its exit code."""
+def store_of_this_start(store: Store, rank: int, world: int, seconds: float) -> tuple[Store, int]:
+    """The part of ``store`` that belongs to the ranks of this start alone, and its number, from 1. All of them call it.
+
+    Raises ``UserError`` for ranks that do not come within ``seconds``.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+    if "TORCHELASTIC_RUN_ID" not in os.environ:  # the store is new
+        return store, 1
+    name = uuid.uuid4().hex
+    store.set(f"name/{rank}", name)
+    number = _lead(store, world, seconds) if rank == 0 else _follow(store, rank, world, name, seconds)
+    return PrefixStore(f"start/{number}", store), number
+
+
+def _lead(store: Store, world: int, seconds: float) -> int:
+    number = int(store.add("starts", 1))
+    answered: set[str] = set()
+    coming = list(range(1, world))
+    end = time.monotonic() + seconds
+    while coming:
+        for rank in coming:
+            name = store.get(f"name/{rank}").decode() if store.check([f"name/{rank}"]) else ""
+            if name and name not in answered:
+                answered.add(name)
+                store.set(f"number/{name}", str(number))
+        coming = [rank for rank in coming if not store.check([f"came/{number}/{rank}"])]
+        if coming and time.monotonic() > end:
+            raise missing(coming, world, seconds)
+        time.sleep(NAMES_POLL_S if coming else 0.0)
+    return number
+
+
+def _follow(store: Store, rank: int, world: int, name: str, seconds: float) -> int:
     try:
-        main()
-    except click.ClickException as error:
-        error.show()
-        sys.exit(error.exit_code)
-    except SystemExit:  # of a rank that has left the others in peace
-        raise
-    except Ended as end:
-        end_process(end.failure, tells=end.tells)
-    except BaseException as error:
-        end_process(failure_of(error), tells=True)
+        store.wait([f"number/{name}"], timedelta(seconds=seconds))
+    except RuntimeError as error:
+        raise missing([0], world, seconds) from error
+    number = int(store.get(f"number/{name}"))
+    store.set(f"came/{number}/{rank}", "")
+    return number
 
 
-def end_process(failure: Failure, *, tells: bool) -> NoReturn:
-    """End this rank with the failure's exit code, without waiting for anybody."""
-    if tells:
-        record_failure(failure)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # Not sys.exit: the destructors of process groups wait for ranks that will never answer.
-    os._exit(failure.exit_code)
+@contextmanager
+def ends_with_its_agent() -> Iterator[None]:
+    """Until the block has ended, this process ends with its parent, where that keeps the store to be joined."""
+    if os.environ.get(AGENTS_STORE) != "True":
+        yield
+        return
+    joined = threading.Event()
+    watch = threading.Thread(target=_end_with, args=(os.getppid(), joined), name="agent-watch", daemon=True)
+    watch.start()
+    try:
+        yield
+    finally:
+        joined.set()
+        watch.join()
+
+
+def _end_with(parent: int, joined: threading.Event) -> None:
+    looks = itertools.count(1)
+    while not joined.wait(AGENT_POLL_S):
+        if os.getppid() != parent or (next(looks) % PROBED == 0 and _nothing_listens()):
+            rank = os.environ.get("RANK", "?")
+            print(f"error: rank {rank} had not joined the others when its launcher ended", file=sys.stderr, flush=True)
+            os._exit(ORPHANED)
+
+
+def _nothing_listens() -> bool:
+    """Whether the place of the store refuses connections; one that cannot be reached may come back."""
+    try:
+        with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])), AGENT_POLL_S):
+            return False
+    except ConnectionRefusedError:
+        return True
+    except (OSError, KeyError, ValueError):
+        return False

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 LAUNCHED = "ARACHNEC_LAUNCHED"  # when the launcher's process began, in seconds since 1970
-IMPORTS = "ARACHNEC_IMPORTS"  # when the process began that has imported for this one, which is its fork
 
 
 @dataclass(frozen=True)
@@ -52,8 +51,7 @@ class StartClock:
     @classmethod
     def of_process(cls) -> StartClock:
         """Of a process that is a rank: its imports begin with itself, and its launcher may have begun before."""
-        imports = os.environ.get(IMPORTS)
-        age = process_age() if imports is None else time.time() - float(imports)
+        age = process_age()
         clock = cls(time.monotonic() - age)
         if (launched := os.environ.get(LAUNCHED)) is not None:
             clock._seconds["launcher"] = max(0.0, time.time() - age - float(launched))
@@ -76,11 +74,6 @@ class StartClock:
 def note_launch(environment: MutableMapping[str, str]) -> None:
     """Leave word to ranks that this process may start of when it began itself."""
     environment[LAUNCHED] = f"{time.time() - process_age():.3f}"
-
-
-def note_imports(environment: MutableMapping[str, str]) -> None:
-    """Leave word to forks of this process of when it began."""
-    environment[IMPORTS] = f"{time.time() - process_age():.3f}"
 
 
 def process_age() -> float:

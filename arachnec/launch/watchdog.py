@@ -16,26 +16,24 @@ the process from beside the main thread, which may be waiting for a collective t
   vain.
 - ``run``: a name that no other run has.
 
-What a rank of this host was in last is in memory that it leaves (``last_place``). That a rank of an agent has told the
+What a rank of this host was in last is in memory that it leaves. That a rank of an agent has told the
 failure is a file of the host: the store may have ended by then.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import select
 import signal
-import socket
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,18 +41,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, counted
-from arachnec.launch.environment import local_cache
-from arachnec.launch.failure import (
-    ERROR_FD,
+from arachnec.launch.ending import (
+    SIGNALS,
     Failure,
+    StopRequest,
     failure_of,
+    first_to_tell,
     follows_from_another,
     record_failure,
 )
-from arachnec.launch.last_place import LastPlace, open_memory, read_place
-from arachnec.launch.progress import Place, Progress, behind, held_up_by
-from arachnec.launch.rank_faults import RankGone
-from arachnec.launch.stop_request import SIGNALS, StopRequest
+from arachnec.launch.environment import ERROR_FD
+from arachnec.launch.peers import Member, Peers, RankGone
+from arachnec.launch.phases import LastPlace, Place, Progress, behind, held_up_by
 
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
@@ -67,7 +65,6 @@ LAPSE_S = 20.0  # without a beat a rank counts as dead
 HOLD_S = 1.5  # that a failing rank stays, for the others to read why
 GONE = "was killed or crashed: its process is gone"
 STORE_S = 10.0  # that an answer of the store may take
-MARK_S = 3600.0  # s that a mark outlives its failure: all ranks of a run have ended long before
 PACKAGE = Path(__file__).parents[1]
 
 
@@ -76,35 +73,6 @@ class Left(msgspec.Struct, frozen=True):
 
     rank: int
     steps: int
-
-
-class Member(msgspec.Struct, frozen=True):
-    """A rank's process."""
-
-    rank: int
-    host: str
-    pid: int
-    agent: str  # processes of one agent see each other's ids
-    place: int = -1  # the descriptor under which it notes where it is
-
-    @classmethod
-    def here(cls, rank: int, place: int = -1) -> Member:
-        host = socket.gethostname()
-        try:
-            space = str(Path("/proc/self/ns/pid").readlink())
-        except OSError:
-            space = ""
-        return cls(rank, host, os.getpid(), f"{host}:{space}:{os.getppid()}", place)
-
-    def alive(self) -> bool:
-        """Whether the process exists; asked by its siblings only."""
-        try:
-            os.kill(self.pid, 0)
-        except ProcessLookupError:
-            return False
-        except OSError:
-            return True
-        return True
 
 
 @dataclass(frozen=True)
@@ -127,20 +95,6 @@ class _Phase:
     progress: Progress | None = None
 
 
-@dataclass
-class _Beats:
-    """When the counter of the next rank was last seen to change."""
-
-    text: str = ""
-    changed: float = field(default_factory=time.monotonic)
-
-    def silent_for(self, text: str) -> float:
-        now = time.monotonic()
-        if text != self.text:
-            self.text, self.changed = text, now
-        return now - self.changed
-
-
 class Watchdog:
     """Watches over one rank. ``store`` is a connection of its own: another's may be blocked by a wait."""
 
@@ -153,10 +107,8 @@ class Watchdog:
         self._end = end
         self._last = LastPlace()
         self._me = Member.here(rank, self._last.descriptor)
-        self._members: dict[int, Member] = {}
-        self._memories: dict[int, int] = {}  # of siblings' last places, by rank
+        self._peers = Peers(store, self._me, world)
         self._phase = _Phase("start", None, "", time.monotonic())
-        self._beats = _Beats()
         self._next_beat = 0.0
         self._place = Place()
         self._step = -1  # of a loop of somebody's own
@@ -180,7 +132,7 @@ class Watchdog:
         self._last.note(Place(phase=phase))
         if progress is not None:
             progress.tell(lambda place: self._last.note(msgspec.structs.replace(place, phase=phase)))
-        if len(self._members) < self._world:  # its siblings are to know it before they can lose it
+        if not self._peers.all_known:  # its siblings are to know it before they can lose it
             self._next_beat = 0.0
             os.write(self._wake_write, b"\0")
 
@@ -246,8 +198,7 @@ class Watchdog:
         self._restore()
         os.close(self._wake_read)
         os.close(self._wake_write)
-        for descriptor in self._memories.values():
-            os.close(descriptor)
+        self._peers.close()
         self._last.close()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self._me.rank}", "")
@@ -297,10 +248,10 @@ class Watchdog:
 
     def _without_store(self, reason: str) -> Diagnostic:
         """Why there may be no store any more: a rank of this agent may have kept it."""
-        me, known = self._me, self._members.values()
-        gone = [member for member in known if member.agent == me.agent and member != me and not member.alive()]
+        me = self._me
+        gone = [member for member in self._peers.known_siblings() if not member.alive()]
         return (
-            RankGone(None, gone[0].rank, self._world, me.host, GONE, self._last_of(gone[0].rank))
+            RankGone(None, gone[0].rank, self._world, me.host, GONE, self._peers.last_of(gone[0].rank))
             if gone
             else Mistake(
                 None,
@@ -328,24 +279,13 @@ class Watchdog:
 
     def _gone(self) -> Diagnostic | None:
         """A rank of this agent whose process is there no more."""
-        for member in self._siblings():
-            if not member.alive() and not self._store.check([f"done/{member.rank}"]):
-                return self._rank_gone(member, GONE)
-        return None
+        member = self._peers.gone()
+        return None if member is None else self._rank_gone(member, GONE)
 
     def _silent(self) -> Diagnostic | None:
         """The next rank, if it beats no more."""
-        following = (self._me.rank + 1) % self._world
-        if following == self._me.rank or not self._store.check([f"at/{following}"]):
-            return None
-        told = self._store.get(f"at/{following}").decode()
-        silence = self._beats.silent_for(told)
-        if silence < self._lapse_of(msgspec.json.decode(told, type=Place)):
-            return None
-        if self._store.check([f"done/{following}"]):
-            return None
-        member = msgspec.json.decode(self._store.get(f"member/{following}"), type=Member)
-        return self._rank_gone(member, f"has given no sign of life for {silence:.0f} s")
+        member, seconds = self._peers.silent(self._lapse_of)
+        return None if member is None else self._rank_gone(member, f"has given no sign of life for {seconds:.0f} s")
 
     def _lapse_of(self, place: Place) -> float:
         """How long a rank that last stood there may be silent: no longer than what it did may take, but some beats."""
@@ -358,7 +298,7 @@ class Watchdog:
             return None
         self._next_beat = 0.0
         self._beat()
-        places, me = self._places(range(self._world)), self._me
+        places, me = self._peers.places(range(self._world)), self._me
         cause = ""
         if phase.progress is not None:
             other = held_up_by(me.rank, places, phase.progress.awaited)
@@ -377,7 +317,7 @@ class Watchdog:
         if progress is None or own.limit is None or own.seconds < own.limit:
             return None
         awaited = progress.awaited(me.rank, own.position)
-        places = self._places(awaited)
+        places = self._peers.places(awaited)
         if behind(awaited, places):
             return None  # such a rank speaks for itself
         seconds = min([own.seconds, *(place.seconds for place in places.values())])  # since the last of them came
@@ -386,7 +326,7 @@ class Watchdog:
         plural = "s" if len(awaited) > 1 else ""
         ranks = ", ".join(map(str, sorted(awaited)))
         others = f", where rank{plural} {ranks} came too: the network between them may be cut" if awaited else ""
-        everyone = _listed(self._places(range(self._world)))
+        everyone = _listed(self._peers.places(range(self._world)))
         return Mistake(
             None,
             f"rank {me.rank} on host {me.host} is silent: in {own.phase} it has been in {own.doing} for {seconds:.0f} "
@@ -422,30 +362,11 @@ class Watchdog:
                 return gone
         return None
 
-    def _siblings(self) -> list[Member]:
-        if len(self._members) < self._world:
-            keys = [f"member/{rank}" for rank in range(self._world)]
-            if not self._store.check(keys):
-                return []
-            members = [msgspec.json.decode(data, type=Member) for data in self._store.multi_get(keys)]
-            self._members.update((member.rank, member) for member in members)
-            self._memories = _memories(self._of_this_agent())
-        return self._of_this_agent()
-
-    def _of_this_agent(self) -> list[Member]:
-        return [member for member in self._members.values() if member.agent == self._me.agent and member != self._me]
-
     def _rank_gone(self, member: Member, what: str) -> RankGone:
-        last = self._last_of(member.rank)
-        if not last and (place := self._places([member.rank]).get(member.rank)) is not None:
+        last = self._peers.last_of(member.rank)
+        if not last and (place := self._peers.places([member.rank]).get(member.rank)) is not None:
             last = f"; it was last seen in {place.text()}{self._since(member.rank, place)}"
         return RankGone(None, member.rank, self._world, member.host, what, last)
-
-    def _last_of(self, rank: int) -> str:
-        """What a rank of this host was in last, to the instruction; empty for one of another host."""
-        memory = self._memories.get(rank)
-        place = None if memory is None else read_place(memory)
-        return "" if place is None else f"; it was in {place.text()}"
 
     def _since(self, rank: int, seen: Place) -> str:
         """What is known of a rank that went on for some steps after it was last seen: what they do in this one."""
@@ -459,12 +380,6 @@ class Watchdog:
         work = phase.progress.work(rank, awaited)
         stands = f"rank {self._me.rank} stood in {own.text()}"
         return f"; since then it came to {phase.name}, and was to do {work} there; {stands}"
-
-    def _places(self, ranks: Iterable[int]) -> dict[int, Place]:
-        """Where these ranks stood last, as far as they have told."""
-        known = [rank for rank in ranks if self._store.check([f"at/{rank}"])]
-        told = self._store.multi_get([f"at/{rank}" for rank in known]) if known else []
-        return {rank: msgspec.json.decode(text, type=Place) for rank, text in zip(known, told, strict=True)}
 
     def _published(self) -> Failure | None:
         if not self._store.check(["failure"]):
@@ -481,25 +396,11 @@ class Watchdog:
 
     def _tells(self) -> bool:
         """Whether this rank tells the failure: one of each agent's does, and with a launcher, which chooses, all."""
-        if ERROR_FD in os.environ:
-            return True
-        name = hashlib.sha256(f"{self._run} {self._me.agent}".encode()).hexdigest()
-        marks = local_cache() / "told"
-        try:
-            marks.mkdir(parents=True, exist_ok=True)
-            for mark in marks.iterdir():  # of runs that ended long ago; which rank of a run ends last is not known
-                if time.time() - mark.stat().st_mtime > MARK_S:
-                    mark.unlink(missing_ok=True)
-            (marks / name).touch(exist_ok=False)
-        except FileExistsError:
-            return False
-        except OSError:
-            return True  # better twice than not at all
-        return True
+        return ERROR_FD in os.environ or first_to_tell(f"{self._run} {self._me.agent}")
 
     def _hold(self) -> None:
         """Stay a moment where the store may end with this rank, for the other agents to read the reason."""
-        if len({member.agent for member in self._members.values()}) != 1:
+        if self._peers.of_several_agents:
             time.sleep(self._limits.hold)
 
     def _stop(self, failure: Failure) -> None:
@@ -507,7 +408,7 @@ class Watchdog:
             return  # the main thread ends the process itself
         if self._tells():
             record_failure(failure)
-        if 0 in self._members and self._members[0].agent == self._me.agent:
+        if self._peers.first_is_sibling:
             self._hold()
         sys.stdout.flush()
         self._end(failure.exit_code)
@@ -526,12 +427,6 @@ class Watchdog:
                 signal.signal(signal.SIGINT, signal.default_int_handler)
 
         return restore
-
-
-def _memories(members: Iterable[Member]) -> dict[int, int]:
-    """The memories of these ranks' last places that can be opened, by rank."""
-    opened = {member.rank: open_memory(member.pid, member.place) for member in members if member.place >= 0}
-    return {rank: memory for rank, memory in opened.items() if memory is not None}
 
 
 def _failure(diagnostic: Diagnostic) -> Failure:

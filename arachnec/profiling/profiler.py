@@ -50,7 +50,8 @@ from arachnec.ir.values import Formula, Symbol
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
-from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import as_rank
 from arachnec.lowering.attention import head_size
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.model_state.kept_gradients import drop_gradients

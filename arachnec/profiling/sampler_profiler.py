@@ -32,7 +32,8 @@ from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
-from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import as_rank
 from arachnec.models.decoders import DECODER, FromLatents, latents_of
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.profiling.clock import now

@@ -16,7 +16,7 @@ from typing import Protocol
 from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
-from arachnec.launch.progress import Place, Position
+from arachnec.launch.phases import Place, Position
 from arachnec.runtime.clock import Clock
 
 TOGETHER = ("encode", "forward", "backward", "weight", "norm", "learn", "denoise")  # all of the group are in it at once

@@ -19,10 +19,9 @@ from arachnec.data.batch_source import BatchSource
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Drawn, Mark
 from arachnec.executable.folder import ClipRow, clip_of, row_of
-from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.diagnostic import Mistake, UserError, render
 from arachnec.ir.nodes import Clip, Module
 from arachnec.ir.values import Attributes
-from arachnec.launch.local_ranks import RankTold
 from arachnec.runtime.agreement import share_text
 
 META = torch.device("meta")
@@ -109,7 +108,7 @@ def _specs(clip: VideoClip) -> list[tuple[str, str, list[int]]]:
 
 def _heard(message: _Message) -> Drawn | None:
     if message.error is not None:
-        raise CannotDraw(RankTold(None, message.error))
+        raise CannotDraw(Mistake(None, message.error))
     if message.rows is None:
         return None
     clips = {

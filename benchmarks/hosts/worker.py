@@ -20,7 +20,8 @@ from hosts.fabric import sent_by_racks
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import read_executable
-from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import as_rank
 
 SIZES = (256, 65536, 262144, 1048576)  # bytes
 REPEATS, AGAIN = 7, 3  # before any plan is made, and between the rounds of steps

@@ -22,7 +22,8 @@ from arachnec.data.manifest import read_manifest
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import as_rank
 from arachnec.models.file import load_model_file
 from arachnec.profiling.profiler import TRAINING, Profiler
 from arachnec.runtime.agreement import gather

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import Executable, read_executable
-from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import as_rank
 from arachnec.models.batch import clip_generator
 from benchmarks.sharded.fsdp2_rank import Step, our_step, timed
 from benchmarks.step_time import PIPELINES

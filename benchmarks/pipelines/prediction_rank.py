@@ -19,7 +19,8 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.data.manifest import read_manifest
 from arachnec.executable.folder import read_executable
-from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import as_rank
 from arachnec.models.file import load_model_file
 from arachnec.profiling.profiler import Profiler
 from arachnec.runtime.agreement import gather

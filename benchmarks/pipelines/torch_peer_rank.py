@@ -21,7 +21,8 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import Executable, read_executable
 from arachnec.ir.gradient_buckets import layers_of
-from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import as_rank
 from arachnec.models.batch import clip_generator
 from arachnec.runtime.agreement import gather
 from benchmarks.pipelines.torch_peer import PEERS, Peer

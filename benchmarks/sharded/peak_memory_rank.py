@@ -12,7 +12,8 @@ import torch.distributed as dist
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import read_executable
-from arachnec.launch.ranks import as_rank, exit_with
+from arachnec.launch.ending import exit_with
+from arachnec.launch.ranks import as_rank
 from arachnec.runtime.agreement import gather
 from benchmarks.sharded.fsdp2_rank import resident
 

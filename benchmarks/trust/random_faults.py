@@ -34,11 +34,10 @@ from pathlib import Path
 from typing import Any
 
 from arachnec.checkpoint.folder import committed, is_intact, read_commit
-from arachnec.launch.fork_server import is_stopped
+from arachnec.launch.local_ranks import is_stopped
 from benchmarks.trust.small_model import BLOCKS
 
 WORKER = "arachnec.backends.torch_distributed.worker"
-SERVER = "arachnec.launch.fork_server"
 MARK = "ARACHNEC_RANDOM_FAULTS"  # in the environment of every process of a job
 STEPS = 240  # most of a job
 EVERY = 10  # steps between checkpoints
@@ -170,18 +169,9 @@ def marked(job: Job) -> dict[int, str]:
 
 
 def ranks(job: Job) -> list[int]:
-    """Of torchrun by their environment; of `arachnec run` the forks of its server, which keep the server's."""
-    lines = marked(job)
-    served = {pid for pid, line in lines.items() if SERVER in line}
-    servers = {pid for pid in served if parent(pid) not in served}
-    forked = {pid for pid in served - servers if parent(pid) in servers}
-    workers = {pid for pid, line in lines.items() if WORKER in line and SERVER not in line}
-    return sorted(forked | {pid for pid in workers if "\0RANK=" in _text(Path("/proc") / str(pid) / "environ")})
-
-
-def parent(pid: int) -> int:
-    fields = _text(Path("/proc") / str(pid) / "stat").rpartition(") ")[2].split()
-    return int(fields[1]) if len(fields) > 1 else 0
+    """The workers that have a rank in their environment: torchrun itself has a worker in its command alone."""
+    workers = (pid for pid, line in marked(job).items() if WORKER in line)
+    return sorted(pid for pid in workers if "\0RANK=" in _text(Path("/proc") / str(pid) / "environ"))
 
 
 def _text(place: Path) -> str:

@@ -27,8 +27,7 @@ from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError, render
-from arachnec.launch.progress import Progress
-from arachnec.launch.timeouts import Timeouts
+from arachnec.launch.phases import Progress, Timeouts
 from arachnec.models.encoders import TextEncoder, VideoEncoder
 from arachnec.models.file import load_model_file
 from arachnec.tracing.captions_read import demand_captions_read

@@ -14,8 +14,7 @@ import torch
 from arachnec.generation.progress import RequestProgress, instruction_limit
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.launch.progress import Position
-from arachnec.launch.timeouts import PLAN_S, Timeouts
+from arachnec.launch.phases import PLAN_S, Position, Timeouts
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceRuntime
 from tests.generation.cases import ENCODER, FIXED, REQUESTS, SAMPLER, lowered, partitioned, sampling_of, written

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from arachnec.ir.nodes import Instruction, Module
-from arachnec.launch.progress import Position
+from arachnec.launch.phases import Position
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.step_progress import StepProgress, named

@@ -42,10 +42,10 @@ from arachnec.executable.folder import Executable
 from arachnec.executable.training_options import Schedule, Training, bad_value
 from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cluster, Module
+from arachnec.launch.ending import StopRequest, exit_code
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock, StartTimes
-from arachnec.launch.stop_request import StopRequest, exit_code
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
 from arachnec.optimizers.own_schedule import advance, demand_rates, own_schedule, step_schedule

@@ -17,19 +17,14 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.reporting.display import Display
 from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.cluster.resize import cluster_for
-from arachnec.cluster.topology import has_gpus
-from arachnec.executable.folder import MODEL, Executable, demand_folder, read_executable
-from arachnec.executable.part_files import read_part
+from arachnec.executable.folder import MODEL, demand_folder, read_executable
 from arachnec.executable.train_file import located
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import demand_same_manifests
 from arachnec.ir.diagnostic import UserError, counted
-from arachnec.ir.nodes import Cluster, Module
+from arachnec.ir.nodes import Module
 from arachnec.launch.local_ranks import RankCrashed, launch
-from arachnec.models.imported_libraries import imported_libraries
 from arachnec.views.format import terminal
-
-ENGINE = "arachnec.backends.torch_distributed.engine"
 
 
 def run_here(
@@ -65,14 +60,12 @@ def run_here(
     with Display(console) as display:
         try:
             beside = partial(_while_ranks_start, options, training, executable.digests[MODEL], tells)
-            shared = shared_modules(executable, cluster)
             launch(
                 world,
                 [str(folder), *options.arguments()],
                 display.show,
                 stopped_s=options.stall_timeout,
                 beside=beside,
-                shared=shared,
                 on_stop=None if options.checkpoint is None else partial(_tell_stop, display),
             )
         except RankCrashed as crash:
@@ -88,14 +81,6 @@ def run_here(
 def _tell_stop(display: Display) -> None:
     told = "the run ends after the step under way, with a checkpoint; Ctrl-C again ends it at once"
     display.show(msgspec.json.encode(Note(told)))
-
-
-def shared_modules(executable: Executable, cluster: Cluster) -> tuple[str, ...]:
-    """What ranks without GPUs have imported when they begin. None where a fork may not go on, as on macOS."""
-    if sys.platform != "linux" or has_gpus(cluster):
-        return ()
-    files = [read_part(executable.folder, name) for name in (MODEL, *executable.header.modules)]
-    return (ENGINE, *imported_libraries(files))
 
 
 def _while_ranks_start(options: RunOptions, training: Training, model: str, tells: Callable[[], None] | None) -> None:

@@ -13,7 +13,7 @@ import click
 from arachnec.executable.train_file import located, training_of
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.launch.timeouts import Timeouts
+from arachnec.launch.phases import Timeouts
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -12,10 +12,10 @@ import click
 
 from arachnec.backends.torch_distributed.options import RunOptions, run_options
 from arachnec.ir.garbage import without_garbage_collector
-from arachnec.launch.ranks import exit_with, joined_rank
+from arachnec.launch.ending import exit_code, exit_with
+from arachnec.launch.phases import START_S
+from arachnec.launch.ranks import joined_rank
 from arachnec.launch.start_times import StartClock
-from arachnec.launch.stop_request import exit_code
-from arachnec.launch.timeouts import START_S
 
 
 @click.command()

@@ -25,7 +25,6 @@ from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError, counted, render, user_error
 from arachnec.ir.nodes import Cluster, Level
-from arachnec.launch.local_ranks import RankTold
 from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.file import ModelFile
 from arachnec.models.given_module import source_of
@@ -64,7 +63,7 @@ def own_executable(
     if source is None:
         told = msgspec.json.decode(share_text(None), type=_Told)
         if told.error is not None:
-            raise UserError(RankTold(None, told.error))
+            raise user_error(told.error)
         for name, text in told.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")

@@ -29,7 +29,6 @@ from arachnec.ir.length_classes import ByLength
 from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
-from arachnec.launch.local_ranks import RankTold
 from arachnec.launch.planner_process import PlannerProcess, answering
 from arachnec.passes.annotate import Annotate
 
@@ -193,7 +192,7 @@ class BackgroundPlanner:
                 help="its own output above says more",
             )
         if answer.refused is not None:
-            raise UserError(RankTold(None, answer.refused.removeprefix("error: ")))
+            raise user_error(answer.refused.removeprefix("error: "))
         if answer.text is None:
             raise user_error(f"iteration {question.iteration} has no plan\n{answer.error or ''}")
         return answer.text

@@ -10,7 +10,7 @@ import torch
 from arachnec.backends.torch_distributed.plans.step_plans import PlanKey, Planned
 from arachnec.executable.folder import Executable
 from arachnec.ir.nodes import Instruction, quantity
-from arachnec.launch.timeouts import Timeouts
+from arachnec.launch.phases import Timeouts
 
 
 @dataclass

@@ -33,7 +33,7 @@ from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
-from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.launch.phases import GROUP_TIMEOUT
 from arachnec.passes.check import Check
 from arachnec.runtime import told_batches
 from arachnec.runtime.agreement import share_text

@@ -20,7 +20,7 @@ from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Module
 from arachnec.ir.parameter_cells import cell_of, own_cell
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.launch.timeouts import GROUP_TIMEOUT
+from arachnec.launch.phases import GROUP_TIMEOUT
 from arachnec.model_state.cells.flat_layer import FlatLayer
 from arachnec.model_state.cells.gathering import Gathering
 from arachnec.model_state.cells.gradients import ShardGradients, StageCells

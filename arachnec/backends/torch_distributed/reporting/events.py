@@ -9,7 +9,7 @@ import msgspec
 
 from arachnec.backends.torch_distributed.reporting.report import Event, Note, Start, StepReport
 from arachnec.ir.diagnostic import counted
-from arachnec.launch.local_ranks import EVENTS_FD
+from arachnec.launch.environment import EVENTS_FD
 
 
 def emit(event: Event) -> None:

@@ -62,9 +62,9 @@ from arachnec.executable.editions import Edition, Epochs
 from arachnec.executable.folder import MODEL, Executable, planning_ms
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
+from arachnec.launch.ending import StopRequest
 from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock
-from arachnec.launch.stop_request import StopRequest
 from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.layer_summary import LayerSummary

@@ -4,7 +4,7 @@ import sys
 
 from hosts.worker import main
 
-from arachnec.launch.ranks import exit_with
+from arachnec.launch.ending import exit_with
 from tests.distributed.executor_cases import captured_once
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from arachnec.launch.kernel_cache import compile_once
+from arachnec.launch.environment import compile_once
 
 
 class Driver:

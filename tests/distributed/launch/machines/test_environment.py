@@ -11,15 +11,8 @@ import pytest
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.ir.nodes import Level, Module, Program
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.launch.environment import (
-    SETTINGS,
-    leave_gpus_to_ranks,
-    prepare_environment,
-    show_gpus,
-    shown_gpus,
-    table,
-)
-from arachnec.launch.timeouts import LONGER, MOST_PLANNED_S, PLAN_S, STALL_S, START_S, STEP_S, Timeouts
+from arachnec.launch.environment import SETTINGS, leave_gpus_to_ranks, prepare_environment, show_gpus, shown_gpus, table
+from arachnec.launch.phases import LONGER, MOST_PLANNED_S, PLAN_S, STALL_S, START_S, STEP_S, Timeouts
 
 ROOT = Path(__file__).parents[4]
 

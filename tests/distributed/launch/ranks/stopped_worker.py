@@ -1,7 +1,4 @@
-"""A rank that leaves, and is stopped in its last line where its argument is its number or ``all``.
-
-With ``parent`` it stops the process that it is a fork of.
-"""
+"""A rank that leaves, and is stopped in its last line where its argument is its number or ``all``."""
 
 from __future__ import annotations
 
@@ -9,7 +6,5 @@ import os
 import signal
 import sys
 
-if __name__ == "__main__" and sys.argv[1] == "parent":
-    os.kill(os.getppid(), signal.SIGSTOP)
-elif __name__ == "__main__" and sys.argv[1] in (os.environ["RANK"], "all"):
+if __name__ == "__main__" and sys.argv[1] in (os.environ["RANK"], "all"):
     os.kill(os.getpid(), signal.SIGSTOP)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.checkpoint.folder import committed, read_commit
-from arachnec.launch.stop_request import AGAIN_S, StopRequest
+from arachnec.launch.ending import AGAIN_S, StopRequest
 from tests.distributed.executor.runs.test_audit_log import BATCHES, WORKS
 from tests.distributed.executor_cases import RUNS, executable, train_on
 from tests.warm_python import warm_python

@@ -13,17 +13,15 @@ import pytest
 import torch
 
 from arachnec import cli
-from arachnec.backends.torch_distributed.local_run import ENGINE, run_here, shared_modules
+from arachnec.backends.torch_distributed.local_run import run_here
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans import step_plans
 from arachnec.backends.torch_distributed.plans.background_planner import BackgroundPlanner, Question
-from arachnec.cluster.file import parse_cluster
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_file
-from arachnec.launch.local_ranks import RankTold
 from arachnec.runtime.agreement import agree
 from tests.distributed.executor_cases import (
     RUNS,
@@ -149,7 +147,7 @@ def test_the_check_of_the_launcher_is_made_while_ranks_start_and_what_it_finds_l
     options = RunOptions(steps=1, checkpoint=kept)
 
     def finds_something(program: Module) -> str:
-        raise UserError(RankTold(None, "the program computes something else"))
+        raise user_error("the program computes something else")
 
     before = sorted(folder.iterdir())
     with pytest.raises(UserError, match="the program computes something else"):
@@ -234,10 +232,3 @@ def test_ranks_with_other_options_say_which() -> None:
     own, other = RunOptions(steps=2).shared(), RunOptions(steps=4).shared()
     assert [name for name in own if own[name] != other[name]] == ["the option --steps"]
     assert RunOptions(max_skipped=3).shared()["the option --max-skipped"] == 3
-
-
-def test_ranks_share_imports_where_they_have_no_gpus(tmp_path: Path) -> None:
-    """A fork of a process in which a library has asked for GPUs cannot use them."""
-    read = read_executable(executable(tmp_path / "build", [CLIPS], WORKS, 2))
-    assert shared_modules(read, parse_cluster("1x2:h100-80g")) == ()
-    assert shared_modules(read, parse_cluster("2:cpu")) == ((ENGINE,) if sys.platform == "linux" else ())

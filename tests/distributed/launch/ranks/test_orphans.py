@@ -12,15 +12,15 @@ import time
 
 import pytest
 
-from arachnec.launch import orphans
-from arachnec.launch.orphans import AGENTS_STORE, POLL_S
+from arachnec.launch import ranks
+from arachnec.launch.environment import AGENTS_STORE
+from arachnec.launch.ranks import AGENT_POLL_S
 from tests.ports import free_port
 
 ENDS_S = 30.0
 RANK = """
 import sys
-from arachnec.launch import orphans
-from arachnec.launch.orphans import ends_with_its_agent
+from arachnec.launch.ranks import ends_with_its_agent
 with ends_with_its_agent():
     print("waits", flush=True)
     {waits}
@@ -58,13 +58,13 @@ def test_a_rank_whose_agent_was_gone_before_its_first_look_ends_as_nothing_liste
 ) -> None:
     """Its parent is somebody else by then, and stays so."""
     ended = threading.Event()
-    monkeypatch.setattr(orphans, "POLL_S", 0.01)
+    monkeypatch.setattr(ranks, "AGENT_POLL_S", 0.01)
     monkeypatch.setattr(os, "_exit", lambda code: ended.set())
     monkeypatch.setenv(AGENTS_STORE, "True")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     with socket.create_server(("127.0.0.1", 0)) as listening:
         monkeypatch.setenv("MASTER_PORT", str(listening.getsockname()[1]))
-        with orphans.ends_with_its_agent():
+        with ranks.ends_with_its_agent():
             assert not ended.wait(0.5)
             listening.close()
             assert ended.wait(ENDS_S)
@@ -88,6 +88,6 @@ def test_a_rank_that_has_joined_or_is_its_own_launcher_outlives_its_parent(store
             assert agent.stdout.readline() == "joined\n"
         agent.send_signal(signal.SIGKILL)
         agent.wait(ENDS_S)
-        time.sleep(3 * POLL_S)
+        time.sleep(3 * AGENT_POLL_S)
         said, _ = agent.communicate("\n\n", timeout=ENDS_S)
     assert said.splitlines()[-1] == "ended"

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.launch.scratch import NEW_S, ScratchFolder
+from arachnec.launch.own_script import NEW_S, ScratchFolder
 
 HOLDS = """
 import sys
-from arachnec.launch.scratch import ScratchFolder
+from arachnec.launch.own_script import ScratchFolder
 folder = ScratchFolder()
 (folder.path / "mine").write_text("")
 print(folder.path.parent, flush=True)
@@ -87,7 +87,7 @@ def test_a_link_is_not_followed(folders: Path, tmp_path: Path) -> None:
 
 FORKS = """
 import os
-from arachnec.launch.scratch import ScratchFolder
+from arachnec.launch.own_script import ScratchFolder
 folder = ScratchFolder()
 if os.fork() == 0:
     folder.close()

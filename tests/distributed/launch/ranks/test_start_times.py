@@ -6,15 +6,7 @@ import time
 
 import pytest
 
-from arachnec.launch.start_times import (
-    IMPORTS,
-    LAUNCHED,
-    StartClock,
-    StartTimes,
-    note_imports,
-    note_launch,
-    process_age,
-)
+from arachnec.launch.start_times import LAUNCHED, StartClock, StartTimes, note_launch, process_age
 
 
 def test_parts_follow_one_another_and_add_up_to_the_whole() -> None:
@@ -45,16 +37,3 @@ def test_a_process_counts_from_its_own_beginning_and_its_launchers(monkeypatch: 
     times = clock.times()
     assert times.launcher == pytest.approx(3, abs=0.5)
     assert times.imports == pytest.approx(process_age(), abs=0.5)
-
-
-def test_a_fork_counts_from_the_beginning_of_the_process_that_imported_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    environment: dict[str, str] = {}
-    note_imports(environment)
-    assert float(environment[IMPORTS]) == pytest.approx(time.time() - process_age(), abs=0.5)
-    monkeypatch.setenv(IMPORTS, str(time.time() - 7))
-    monkeypatch.setenv(LAUNCHED, str(time.time() - 9))
-    clock = StartClock.of_process()
-    clock.done("imports")
-    times = clock.times()
-    assert times.launcher == pytest.approx(2, abs=0.5)
-    assert times.imports == pytest.approx(7, abs=0.5)

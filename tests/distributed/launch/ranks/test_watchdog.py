@@ -19,11 +19,11 @@ import pytest
 import torch.distributed as dist
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.launch.failure import Failure, follows_from_another
-from arachnec.launch.last_place import new_memory
-from arachnec.launch.progress import START, Place, Position, held_up_by
-from arachnec.launch.starts import store_of_this_start
-from arachnec.launch.watchdog import Limits, Member, Watchdog
+from arachnec.launch.ending import Failure, follows_from_another
+from arachnec.launch.peers import Member
+from arachnec.launch.phases import START, Place, Position, held_up_by, new_memory
+from arachnec.launch.ranks import store_of_this_start
+from arachnec.launch.watchdog import Limits, Watchdog
 from tests.distributed.executor_cases import RUNS
 from tests.warm_python import warm_python
 
@@ -142,7 +142,7 @@ def test_of_a_killed_sibling_the_instruction_is_told_that_it_was_in_to_the_last(
     os.close(memory)
     run.pretend(Member(1, "here", sibling.pid, Member.here(0).agent, memory), LAST)
     dog = run.watch(0, 2, Limits(poll=0.05, lapse=60.0))
-    while not dog._memories:
+    while not dog._peers._memories:
         time.sleep(0.01)
     sibling.kill()
     sibling.wait()
