@@ -17,7 +17,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.encoders import VideoEncoder
 from tests.distributed.executor_cases import RUNS
-from tests.slow import quick
+from tests.slow import SLOW
 from tests.warm_python import warm_python
 
 diffusers: Any = pytest.importorskip("diffusers")
@@ -98,8 +98,9 @@ def video(path: Path, frames: int, height: int, width: int) -> None:
         container.mux(stream.encode())
 
 
+@SLOW
 @pytest.mark.filterwarnings("ignore:In CPU autocast")  # of Mochi's rotary embedding
-@pytest.mark.parametrize("name", quick(["Mochi", "Allegro"], "Allegro"))
+@pytest.mark.parametrize("name", ["Mochi", "Allegro"])
 def test_videos_are_encoded_trained_on_and_exported(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

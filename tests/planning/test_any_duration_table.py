@@ -94,7 +94,7 @@ def makespan(module: Module) -> float:
 def test_any_table_gets_a_valid_plan_and_a_schedule_no_longer_than_one_degree_for_all(
     cluster: str, budget: str
 ) -> None:
-    @settings(max_examples=12, deadline=None)
+    @settings(max_examples=6, deadline=None)
     @given(tables(parse_cluster(cluster).world, 8))
     def holds(tasks: list[Task]) -> None:
         scheduled = planned(tasks, cluster, f"schedule-z3{{{budget}}}")

@@ -153,7 +153,7 @@ def test_options_that_take_more_memory_than_was_proved_are_held_to_what_is_left(
 
 @pytest.mark.parametrize(
     ("cell", "dealt_out"),
-    [(1, False), (1, True), slow(2, False), (2, True)],
+    [slow(1, False), (1, True), slow(2, False), (2, True)],
     ids=["whole", "sharded", "cells", "both"],
 )
 def test_an_update_of_several_batches_has_the_gradient_of_all_their_clips(

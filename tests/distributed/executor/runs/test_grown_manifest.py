@@ -31,7 +31,7 @@ def ids(batches: list[list[VideoClip]]) -> set[str | int]:
 ORDERS = {"in-order": (), "shuffled": ("shuffle=true",), "strata": ("stratified=true",)}
 
 
-@pytest.mark.parametrize("order", quick(ORDERS, "in-order", "shuffled"))
+@pytest.mark.parametrize("order", quick(ORDERS, "shuffled"))
 def test_every_epoch_has_its_clips_once_and_the_next_one_those_that_are_new(
     order: tuple[str, ...], tmp_path: Path
 ) -> None:
