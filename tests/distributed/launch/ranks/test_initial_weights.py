@@ -17,10 +17,10 @@ from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encod
 from arachnec.backends.torch_distributed.weights.streamed_weights import own_model
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.models.file import load_model_file
-from arachnec.models.weight_files import NoWeights, WeightFiles, weight_files, write_weights
+from arachnec.models.weight_files import WeightFiles, weight_files, write_weights
+from arachnec.models.weights_there import no_weights_error
 from tests.distributed.harness import RankError, run_ranks
 
 MODEL = """
@@ -148,7 +148,7 @@ def pieces_read(folder: Path, kind: str) -> tuple[int, dict[str, Tensor]]:
 
     def counting(place: Path) -> WeightFiles:
         if dist.get_rank() and kind.endswith("hidden"):
-            raise UserError(NoWeights(None, str(place), "there is no such folder"))
+            raise no_weights_error(str(place), "there is no such folder")
         files = weight_files(place)
         return Counting(files.folder, files.tensors)
 
