@@ -9,9 +9,18 @@ from typing import Any
 
 from arachnec.backends.simulator import Simulation
 from arachnec.cost.model import CostModel
-from arachnec.ir.latency import judged_ms, latencies_of, mean, objective_of, percentile
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, quantity
-from arachnec.ir.sampling import arrival_of, is_sampling, planned_steps, segment_of
+from arachnec.ir.sampling import (
+    arrival_of,
+    is_sampling,
+    judged_ms,
+    latencies_of,
+    mean,
+    objective_of,
+    percentile,
+    planned_steps,
+    segment_of,
+)
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.tensor_parallel import divided_encoders
 from arachnec.planning.sparse_summary import sparse_summaries

@@ -131,8 +131,8 @@ def drawing(model: Path, plans: Sequence[Compared], samples: bool = False) -> st
     """Bars and timelines of all, as SVG."""
     from arachnec.cluster.topology import named
     from arachnec.ir.diagnostic import counted
-    from arachnec.ir.latency import objective_of
     from arachnec.ir.nodes import quantity
+    from arachnec.ir.sampling import objective_of
     from arachnec.views.comparison_svg import Plan, draw_comparison
 
     module = plans[0].module

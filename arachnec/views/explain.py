@@ -14,10 +14,9 @@ from itertools import pairwise
 from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
-from arachnec.ir.latency import objective_ms, objective_of
 from arachnec.ir.limits import MOST_CASCADES, MOST_LINKS
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
-from arachnec.ir.sampling import is_sampling
+from arachnec.ir.sampling import is_sampling, objective_ms, objective_of
 from arachnec.ir.stage_sizes import times_of
 from arachnec.planning.bound_parts import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_path

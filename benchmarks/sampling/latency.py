@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from arachnec.cost.model import CostModel
 from arachnec.data.requests import Request
-from arachnec.ir.latency import Objective, objective_ms
 from arachnec.ir.nodes import Cascade, Module, quantity
+from arachnec.ir.sampling import Objective, objective_ms
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sampling.chains import Rates, request_chains
 from arachnec.planning.sampling.plan import Plan

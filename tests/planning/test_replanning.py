@@ -9,11 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arachnec.backends.simulator import simulate
-from arachnec.ir.latency import objective_of
 from arachnec.ir.nodes import Module, Phase, integer, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.ir.sampling import outcomes_of, segment_of
+from arachnec.ir.sampling import objective_of, outcomes_of, segment_of
 from arachnec.lowering.continuation import begins_as
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline

@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.model import CostModel
 from arachnec.data.requests import Request
-from arachnec.ir.latency import Objective, objective_ms, objective_of
 from arachnec.ir.nodes import Module, Phase, Stage, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
+from arachnec.ir.sampling import Objective, objective_ms, objective_of
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.placed_cascade import arrival

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from arachnec.ir.latency import Objective
+from arachnec.ir.sampling import Objective
 from arachnec.planning.sampling.chains import RequestChain
 from arachnec.planning.sampling.objectives import MEASURED
 from arachnec.solver.budget import Clock

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from arachnec.ir.latency import PART, Objective, mean, percentile
+from arachnec.ir.sampling import PART, Objective, mean, percentile
 from arachnec.planning.sampling.chains import RequestChain
 from arachnec.solver.insertion_search import Measure
 from arachnec.solver.latency_bound import (

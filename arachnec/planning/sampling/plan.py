@@ -21,9 +21,8 @@ from itertools import islice
 from typing import Literal, TypeAlias
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.latency import Objective, objective_ms
 from arachnec.ir.nodes import Cascade, Level, Module, Phase
-from arachnec.ir.sampling import CODING, arrival_of, models_of, planned_steps
+from arachnec.ir.sampling import CODING, Objective, arrival_of, models_of, objective_ms, planned_steps
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity
 from arachnec.planning.placement import end_of, quick_placements
