@@ -23,7 +23,7 @@ from arachnec.cost.memory import Memory
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
-from arachnec.ir.recomputation import block_count
+from arachnec.ir.stage_sizes import block_count
 from arachnec.ir.values import Formula, Quantity, Value
 from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.passes.infra.pipeline import Pipeline

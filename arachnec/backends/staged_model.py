@@ -26,8 +26,8 @@ from arachnec.backends.cascade_step import DTYPES, build_model
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import user_error
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module, Stage
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.models.batch import prediction_of
 from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile

@@ -25,8 +25,7 @@ from arachnec.cost.compute import PASSES
 from arachnec.cost.profile import GATHER, OVERLAPPED, SCATTER
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage, quantity
 from arachnec.ir.parameter_cells import cell_of, layer_sizes, own_cell
-from arachnec.ir.recomputation import block_count
-from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
+from arachnec.ir.stage_sizes import block_count, element_bytes, gradient_element_bytes
 
 
 @dataclass(frozen=True)

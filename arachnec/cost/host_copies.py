@@ -19,9 +19,14 @@ from arachnec.ir.host_placement import (
 )
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integer
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
-from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.sampling import on_one_side
-from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes, largest_share, trained_count
+from arachnec.ir.stage_sizes import (
+    element_bytes,
+    gradient_element_bytes,
+    largest_share,
+    recomputed_blocks,
+    trained_count,
+)
 from arachnec.ir.values import Attributes, Quantity
 
 GIB = 2**30

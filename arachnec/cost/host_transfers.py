@@ -18,8 +18,7 @@ from arachnec.cost.gathering import Gathering
 from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
-from arachnec.ir.recomputation import block_count
-from arachnec.ir.stage_sizes import element_bytes, gradient_element_bytes
+from arachnec.ir.stage_sizes import block_count, element_bytes, gradient_element_bytes
 
 GIB = 2**30
 

@@ -17,9 +17,8 @@ from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, Stage, formula
 from arachnec.ir.parameter_cells import gathered_gib, scattered_gib, whole_gib
-from arachnec.ir.recomputation import block_count
 from arachnec.ir.sampling import CODING, as_forward, branches_of, is_sampling, on_one_side
-from arachnec.ir.stage_sizes import evaluated, formula_in, gib, largest_share, term_value
+from arachnec.ir.stage_sizes import block_count, evaluated, formula_in, gib, largest_share, term_value
 from arachnec.ir.values import Formula
 
 GIB = 2**30

@@ -32,9 +32,8 @@ from arachnec.cost.table import CostTable, Rows, SharedCosts, costs_alike
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
-from arachnec.ir.recomputation import block_count, recomputed_blocks
 from arachnec.ir.sampling import on_one_side
-from arachnec.ir.stage_sizes import count_in, times_of
+from arachnec.ir.stage_sizes import block_count, count_in, recomputed_blocks, times_of
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 
 from arachnec.ir.nodes import Stage
-from arachnec.ir.recomputation import block_count, saved_by_recomputing
+from arachnec.ir.stage_sizes import block_count, saved_by_recomputing
 from arachnec.ir.values import Formula
 
 Runs = Sequence[tuple[int, float]]  # so many blocks, and what recomputing each of them saves

@@ -32,12 +32,11 @@ from arachnec.cost.memory import Memory
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy, even_ranks, first_ranks, widest_ulysses
 from arachnec.cost.timed_steps import TimedStep, correction, timed_steps
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.sampling import branches_of, on_one_side
-from arachnec.ir.stage_sizes import count_in, shape_of, times_of
+from arachnec.ir.stage_sizes import count_in, layers_of, shape_of, times_of
 from arachnec.ir.values import Value
 
 MOST_UNEVEN = 16  # ranks of an unconditional branch that has ranks of its own number

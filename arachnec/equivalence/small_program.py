@@ -14,9 +14,8 @@ from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
 from arachnec.equivalence.stand_in import Form
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Module, Phase, Stage, integer, integers
-from arachnec.ir.stage_sizes import tied_sets
+from arachnec.ir.stage_sizes import layers_of, tied_sets
 
 LAYERS = 2  # where a stage does not say how many it has
 PATCH = 8  # pixels of a token

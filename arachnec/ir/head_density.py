@@ -6,10 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.length_classes import ByLength, Heads
 from arachnec.ir.nodes import Cascade, Module, Stage, integer, integers
-from arachnec.ir.stage_sizes import count_in
+from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.ir.values import Value
 
 

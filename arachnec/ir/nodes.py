@@ -228,7 +228,7 @@ class Cascade:
 
     @property
     def recomputes(self) -> bool:
-        """Whether blocks of it run again in the backward; ``arachnec.ir.recomputation`` says how many."""
+        """Whether blocks of it run again in the backward; ``arachnec.ir.stage_sizes`` says how many."""
         return bool(self.attrs.get("recompute", False))
 
     def with_attrs(self, **values: Value | None) -> Cascade:

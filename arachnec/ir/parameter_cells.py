@@ -9,9 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Stage, integer
-from arachnec.ir.stage_sizes import count_in, element_bytes, gradient_element_bytes, own_trained
+from arachnec.ir.stage_sizes import count_in, element_bytes, gradient_element_bytes, layers_of, own_trained
 from arachnec.ir.state_placement import gathered_bytes, gathered_elements
 
 Ranks = tuple[int, ...]

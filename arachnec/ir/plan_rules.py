@@ -13,18 +13,16 @@ from typing import TypeAlias
 
 from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
 from arachnec.ir.figure_rules import FIGURE_RULES
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.host_placement import PLACED, in_host, layers_in_host
 from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce, Step, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
-from arachnec.ir.recomputation import saved_by_recomputing
 from arachnec.ir.sampling import branches_of
 from arachnec.ir.sampling_rules import SAMPLING_RULES
 from arachnec.ir.span import Span
 from arachnec.ir.sparse_rules import SPARSE_RULES
-from arachnec.ir.stage_sizes import most_clips
+from arachnec.ir.stage_sizes import layers_of, most_clips, saved_by_recomputing
 from arachnec.ir.tensor_parallel import ranks_together
 
 Problems: TypeAlias = Iterator[Diagnostic]

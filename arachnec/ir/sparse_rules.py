@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import (
     DensityRow,
     LayerDensity,
@@ -25,6 +24,7 @@ from arachnec.ir.module_index import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Level, Stage, integer, integers
 from arachnec.ir.printer import number, symbol
 from arachnec.ir.span import Span
+from arachnec.ir.stage_sizes import layers_of
 
 DIVISIONS = ("groups", "heads")
 

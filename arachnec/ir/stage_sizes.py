@@ -1,8 +1,11 @@
-"""Typed readings of a cascade's, a stage's and a cluster's attributes; ``arachnec.cost.model`` computes with them."""
+"""Typed readings of the attributes of stages, cascades and clusters: sizes, times, gradient buckets, recomputed blocks."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 from arachnec.ir.nodes import Cascade, Cluster, Stage, formula, integer, integers, quantity
 from arachnec.ir.sampling import branches_of, planned_steps
@@ -153,3 +156,82 @@ def gib(value: Value | None) -> float:
 def is_encoder(stage: Stage) -> bool:
     """Whether a stage runs for every clip, before what is trained, and hands its output on."""
     return not stage.trained and "output" in stage.attrs and "part_of" not in stage.attrs
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One bucket of a stage's gradients."""
+
+    layers: tuple[int, ...]  # by number
+    rest: bool  # whether it also holds the parameters outside all layers
+    size: int  # bytes
+
+
+@lru_cache(maxsize=1024)
+def layers_of(stage: Stage) -> tuple[tuple[str, int], ...]:
+    """Path and trained parameters of every layer of a stage, in the order they run."""
+    value = stage.attrs.get("layers", ())
+    assert isinstance(value, tuple)
+    return tuple((str(pair[0]), _count(pair[1])) for pair in value if isinstance(pair, tuple))
+
+
+def buckets_of(stage: Stage, layer_counts: Sequence[int]) -> tuple[Bucket, ...]:
+    """The buckets that a reduce's attribute ``buckets`` states, in the order they start."""
+    sizes = [count * gradient_element_bytes(stage) for _, count in layers_of(stage)]
+    buckets: list[Bucket] = []
+    high = len(sizes)
+    for number, count in enumerate(layer_counts):
+        layers = tuple(range(high - count, high))
+        rest = number == len(layer_counts) - 1
+        size = sum(sizes[layer] for layer in layers)
+        if rest:
+            size += max(0.0, gradient_bytes(stage) - sum(sizes))
+        buckets.append(Bucket(layers, rest, round(size)))
+        high -= count
+    return tuple(buckets)
+
+
+def remaining_backward(bucket: Bucket, layers: int) -> float:
+    """The share of a backward that remains once the bucket's gradients are complete. Layers count as equally long."""
+    return 0.0 if bucket.rest else min(bucket.layers, default=0) / layers
+
+
+def _count(value: Value) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def block_count(stage: Stage) -> int:
+    """The stage's layers; 1 where it does not say: all or none of it is recomputed."""
+    layers = stage.attrs.get("layers")
+    return len(layers) if isinstance(layers, tuple) and layers else 1
+
+
+def recomputed_blocks(value: Value | None, stage: Stage) -> int:
+    """How many blocks ``recompute`` stands for: ``true`` for all, ``false`` and nothing for none."""
+    if value is None or isinstance(value, bool):
+        return block_count(stage) if value else 0
+    return integer(value)
+
+
+def recompute_value(blocks: int, stage: Stage) -> Value | None:
+    """So many blocks as the passes write it: nothing for none, ``true`` for all."""
+    if not blocks:
+        return None
+    return True if blocks == block_count(stage) else blocks
+
+
+def recomputed_layers(value: Value | None, stage: Stage) -> frozenset[str] | bool:
+    """The paths of the blocks that ``recompute`` stands for; True for all, False for none."""
+    blocks = recomputed_blocks(value, stage)
+    if blocks in (0, block_count(stage)):
+        return blocks > 0
+    return frozenset(path for path, _ in layers_of(stage)[:blocks])
+
+
+def saved_by_recomputing(stage: Stage) -> tuple[tuple[int, Formula | None], ...]:
+    """Runs of layers, and what recomputing each of them saves; one run without a formula where all save the same."""
+    runs = stage.attrs.get("spared")
+    if not isinstance(runs, tuple) or not runs:
+        return ((block_count(stage), None),)
+    return tuple((integer(run[0]), formula(run[1])) for run in runs if isinstance(run, tuple))

@@ -19,11 +19,17 @@ from functools import cache
 from itertools import accumulate
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
 from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Reduce, Stage, integers
 from arachnec.ir.parameter_cells import cell_of, replicas
-from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
+from arachnec.ir.stage_sizes import (
+    Bucket,
+    buckets_of,
+    gradient_bytes,
+    gradient_element_bytes,
+    layers_of,
+    remaining_backward,
+)
 from arachnec.ir.values import Quantity
 from arachnec.lowering.order import GRADIENT, forward_share, global_order
 

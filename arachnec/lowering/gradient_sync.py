@@ -11,12 +11,19 @@ from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tie
 from arachnec.cost.host_copies import reduce_copies, step_copies
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.gradient_buckets import Bucket, buckets_of, layers_of, remaining_backward
 from arachnec.ir.head_density import predictor_bytes, sparse_stages
 from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, own_cell, replicas
-from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, tied_sets
+from arachnec.ir.stage_sizes import (
+    Bucket,
+    buckets_of,
+    gradient_bytes,
+    gradient_element_bytes,
+    layers_of,
+    remaining_backward,
+    tied_sets,
+)
 from arachnec.ir.values import Attributes, Quantity
 
 

@@ -23,8 +23,8 @@ from arachnec.cost.strategy import Attention
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, formula
-from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.sampling import on_one_side
+from arachnec.ir.stage_sizes import recomputed_blocks
 from arachnec.ir.values import Value
 
 TOLERANCE_MS = 1e-6  # starts and ends are added floats: closer times are equal

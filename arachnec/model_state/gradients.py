@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from arachnec.analysis.uses import bucket_of
 from arachnec.ir.diagnostic import user_error
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module, integers
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.model_state.gradient_pieces import (
     EXCHANGED,

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 import torch.distributed as dist
 from torch import nn
 
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.model_state.cells.gathering import Gathering
 from arachnec.model_state.gradients import layers_in
 from arachnec.model_state.optimizer import Optimizer

@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import learned_densities
 from arachnec.ir.length_classes import ByLength
 from arachnec.ir.limits import LARGEST, SMALLEST
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.ir.sampling import models_of
-from arachnec.ir.stage_sizes import count_in
+from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.kernels.sparse.cube_sides import CELL
 from arachnec.passes.infra.base import Duration, Pass, Scope
 from arachnec.planning.sparse_stages import Choice, sparse_stage

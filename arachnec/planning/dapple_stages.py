@@ -12,9 +12,8 @@ from itertools import pairwise
 
 from arachnec.cost.memory import GIB
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cluster, Stage
-from arachnec.ir.stage_sizes import gradient_bytes
+from arachnec.ir.stage_sizes import gradient_bytes, layers_of
 from arachnec.pipelining.errors import FitsNowhere
 from arachnec.pipelining.hybrid_plan import HybridPlan, Instance, Machines
 from arachnec.pipelining.hybrid_search import best_plan

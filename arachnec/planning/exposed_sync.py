@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Module, Stage
 from arachnec.ir.parameter_cells import cell_of
-from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes
+from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, layers_of
 from arachnec.lowering.buckets import Ends, can_reverse, last_backwards, time_reversed
 from arachnec.planning.following import Following
 

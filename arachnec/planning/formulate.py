@@ -11,8 +11,7 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integers
-from arachnec.ir.recomputation import recompute_value
-from arachnec.ir.stage_sizes import times_of
+from arachnec.ir.stage_sizes import recompute_value, times_of
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.planning.handoff_memory import in_turn
 from arachnec.planning.validate import validate_schedule

@@ -8,8 +8,7 @@ from dataclasses import replace
 from arachnec.cost.model import CostModel
 from arachnec.ir.host_placement import INPUTS, PARAMETERS, PLACED, in_host
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, formula, integer
-from arachnec.ir.recomputation import block_count
-from arachnec.ir.stage_sizes import count_in, element_bytes, formula_in, gib
+from arachnec.ir.stage_sizes import block_count, count_in, element_bytes, formula_in, gib
 from arachnec.ir.state_placement import place
 from arachnec.ir.values import Formula, Quantity, Term
 

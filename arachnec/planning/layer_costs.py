@@ -16,9 +16,8 @@ from arachnec.cluster.topology import handoff_time
 from arachnec.cost.memory import GIB, saved_for_backward
 from arachnec.cost.model import CostModel
 from arachnec.executable.folder import batch_sizes, iteration_of
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
-from arachnec.ir.stage_sizes import gib, uneven
+from arachnec.ir.stage_sizes import gib, layers_of, uneven
 from arachnec.pipelining.pipeline_model import LayerCosts
 from arachnec.planning.pipeline_places import MicroBatch, micro_batches
 from arachnec.planning.stage_cuts import parts_of

@@ -13,7 +13,7 @@ from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.memory import Memory
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Module, Phase
-from arachnec.ir.recomputation import block_count
+from arachnec.ir.stage_sizes import block_count
 from arachnec.planning.encoder_width import reasons_whole
 from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells

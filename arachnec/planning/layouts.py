@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cluster, Module, Stage
 from arachnec.ir.parameter_cells import cell_fits
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.ir.state_placement import place
 from arachnec.ir.tables import FIGURES
 from arachnec.planning.pipeline_orders import ScheduleName

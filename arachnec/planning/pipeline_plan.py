@@ -20,8 +20,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_of, whole_cells
-from arachnec.ir.recomputation import block_count
-from arachnec.ir.stage_sizes import gib
+from arachnec.ir.stage_sizes import block_count, gib
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
     FORWARD,

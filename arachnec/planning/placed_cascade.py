@@ -12,8 +12,7 @@ from arachnec.cost.strategy import Attention, Strategy, first_ranks, sides_of
 from arachnec.cost.table import Entry
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase
-from arachnec.ir.recomputation import recompute_value
-from arachnec.ir.stage_sizes import gib, times_of
+from arachnec.ir.stage_sizes import gib, recompute_value, times_of
 from arachnec.ir.values import Quantity
 from arachnec.lowering.order import reads_saved
 from arachnec.solver.bound import NEGLIGIBLE

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from arachnec.cost.memory import RESERVE
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Clip, Module, Stage
-from arachnec.ir.stage_sizes import formula_in, gib
+from arachnec.ir.stage_sizes import formula_in, gib, layers_of
 from arachnec.planning.stage_cuts import balanced_cuts, parts_of
 
 

@@ -13,10 +13,9 @@ from dataclasses import replace
 from itertools import accumulate, groupby, pairwise
 
 from arachnec.ir.diagnostic import counted, user_error
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import density_rows, layer_densities, part_densities
 from arachnec.ir.nodes import Clip, Module, Stage, formula, integer, integers
-from arachnec.ir.stage_sizes import squared, tied_sets
+from arachnec.ir.stage_sizes import layers_of, squared, tied_sets
 from arachnec.ir.state_placement import Sums, place, tensor_attributes, tensors_of_part
 from arachnec.ir.tables import BETWEEN, CHOICE, FIGURES, TIED, TOKEN_CUTS, UNCUT
 from arachnec.ir.values import Attributes, Formula, Quantity, Value, formula_sum, non_negative

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import BACKWARDS, Values, bucket_of, gib, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Instruction, Module, Program
 from arachnec.ir.parameter_cells import cell_of
+from arachnec.ir.stage_sizes import layers_of
 
 TOLERANCE = 1e-9  # of a time that was computed twice
 

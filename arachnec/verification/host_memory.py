@@ -18,8 +18,8 @@ from arachnec.cluster.topology import node_of
 from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.host_placement import HOST, in_host, inputs_in_host, layers_in_host
 from arachnec.ir.nodes import Cascade, Program, quantity
-from arachnec.ir.recomputation import recomputed_blocks
 from arachnec.ir.stage_sizes import gib as gib_of
+from arachnec.ir.stage_sizes import recomputed_blocks
 
 OPS = ("forward", "backward", "weight")
 TOLERANCE_GIB = 1e-9

@@ -16,7 +16,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, quantity
 from arachnec.ir.parameter_cells import gathered_gib
-from arachnec.ir.recomputation import recomputed_blocks
+from arachnec.ir.stage_sizes import recomputed_blocks
 
 ROUNDING_GIB = 2e-6  # plans are written with six places
 RELATIVE = 1e-6

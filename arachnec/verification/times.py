@@ -13,11 +13,10 @@ from dataclasses import dataclass, replace
 from arachnec.analysis.uses import COMPUTE, Values, gib, written
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.head_density import predictor_bytes
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage
 from arachnec.ir.sampling import arrival_of
-from arachnec.ir.stage_sizes import clip_time, times_of
+from arachnec.ir.stage_sizes import clip_time, layers_of, times_of
 
 LONGER, SLACK_MS = 2.0, 1000.0
 BACKWARDS = (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)

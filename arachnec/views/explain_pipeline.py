@@ -5,8 +5,8 @@ from __future__ import annotations
 from arachnec.cluster.topology import machines, node_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import counted
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Module
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.pipelining.pipeline_model import Bottleneck, Performance
 from arachnec.planning.pipeline_performance import module_performance, stage_share, stages_of
 from arachnec.views.format import ms, ranges

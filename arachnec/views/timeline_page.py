@@ -17,8 +17,8 @@ from typing import Any
 from arachnec.cluster.topology import machines, named, node_of
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Module, quantity
-from arachnec.ir.recomputation import block_count, recomputed_blocks
 from arachnec.ir.sampling import judged_ms, objective_of
+from arachnec.ir.stage_sizes import block_count, recomputed_blocks
 from arachnec.ir.values import Value
 from arachnec.views.colours import TEXTURE_SIZE, TEXTURES, Lengths, stage_numbers, theme_css
 from arachnec.views.critical_path import Link, critical_path

@@ -20,7 +20,7 @@ from arachnec.backends.staged_model import parts_of
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.executable.folder import Executable, read_executable
-from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.launch.ending import exit_with
 from arachnec.launch.ranks import as_rank
 from arachnec.models.batch import clip_generator

@@ -33,9 +33,8 @@ from traced_stages import module_of, video_mix
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.file import parse_cluster
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Clip, Level, Module, Stage
-from arachnec.ir.stage_sizes import count_in
+from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sparse_summary import sparse_summaries

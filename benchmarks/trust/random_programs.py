@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, Reduce
-from arachnec.ir.recomputation import recomputed_blocks
+from arachnec.ir.stage_sizes import recomputed_blocks
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.programs import lower
 from tests.passes.plans import DIT, cluster, linear, module_of, timed

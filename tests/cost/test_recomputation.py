@@ -11,7 +11,7 @@ from arachnec.cost.model import CostModel
 from arachnec.cost.recomputation import share_saved
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
-from arachnec.ir.recomputation import recompute_value, recomputed_blocks, recomputed_layers
+from arachnec.ir.stage_sizes import recompute_value, recomputed_blocks, recomputed_layers
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
 BLOCKS = 10

@@ -10,8 +10,8 @@ from arachnec.data.clip import VideoClip
 from arachnec.driver import plan_iteration, plan_model
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Stage
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.models.file import load_model_file
 from arachnec.passes.infra.pipeline import Pipeline

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from arachnec.ir.gradient_buckets import buckets_of
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage
+from arachnec.ir.stage_sizes import buckets_of
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.lowering.buckets import (
     MOST_BUCKETS,

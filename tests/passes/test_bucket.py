@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from arachnec.analysis.uses import bucket_of, overlapped_reduces
 from arachnec.backends.simulator import simulate
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.gradient_buckets import buckets_of
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program, integer, quantity
-from arachnec.ir.stage_sizes import gradient_bytes
+from arachnec.ir.stage_sizes import buckets_of, gradient_bytes
 from arachnec.ir.verify import verify
 from arachnec.lowering.buckets import MOST_BUCKETS, best_buckets, can_reverse, finish, time_reversed
 from arachnec.lowering.gradient_sync import WrongBuckets

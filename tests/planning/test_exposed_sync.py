@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.cost.model import CostModel
-from arachnec.ir.gradient_buckets import buckets_of
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase
-from arachnec.ir.stage_sizes import gradient_bytes
+from arachnec.ir.stage_sizes import buckets_of, gradient_bytes
 from arachnec.lowering.buckets import finish
 from arachnec.passes.bucket import Bucket
 from arachnec.planning.exposed_sync import ExposedSync, StageSync, sync_of, through

@@ -26,11 +26,11 @@ from arachnec.backends.torch_distributed.rank.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.weights import dealt_out_model as dealt
 from arachnec.cluster.file import parse_cluster
 from arachnec.executable.training_options import Training
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.host_placement import layers_in_host, optimizer_in_host
 from arachnec.ir.nodes import Level, Module, Stage, integer, quantity
 from arachnec.ir.parameter_cells import cell_of, replicas
 from arachnec.ir.parser import parse_module
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.ir.state_placement import GIB, place, with_kept
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value

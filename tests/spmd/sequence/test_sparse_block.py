@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arachnec.ir.gradient_buckets import layers_of
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.video_attention import is_full
 from arachnec.planning.sparse_stages import attentions_of

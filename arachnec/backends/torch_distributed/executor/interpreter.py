@@ -35,7 +35,7 @@ from arachnec.backends.torch_distributed.executor.stage_messages import StageMes
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, integers
-from arachnec.ir.recomputation import recomputed_layers
+from arachnec.ir.stage_sizes import recomputed_layers
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.model_state.cells.gradients import ShardGradients, StageCells

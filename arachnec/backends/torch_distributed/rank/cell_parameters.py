@@ -15,10 +15,10 @@ from arachnec.backends.torch_distributed.weights.dealt_out_model import DealtSta
 from arachnec.backends.torch_distributed.weights.shared_weights import CPU
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.executable.training_options import Training
-from arachnec.ir.gradient_buckets import layers_of
 from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Module
 from arachnec.ir.parameter_cells import cell_of, own_cell
+from arachnec.ir.stage_sizes import layers_of
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.phases import GROUP_TIMEOUT
 from arachnec.model_state.cells.flat_layer import FlatLayer
