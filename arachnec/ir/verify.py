@@ -10,8 +10,8 @@ from itertools import islice
 from typing import TypeAlias
 
 from arachnec.ir import kinds, tables
-from arachnec.ir.bounds import out_of_bounds
 from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
+from arachnec.ir.kinds import out_of_bounds
 from arachnec.ir.limits import MOST_MISTAKES
 from arachnec.ir.module_index import index_of, label
 from arachnec.ir.name_rules import NAME_RULES
