@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from arachnec.ir.diagnostic import Diagnostic, counted
-from arachnec.ir.module_index import ModuleIndex, label
+from arachnec.ir.names import ModuleIndex, label
 from arachnec.ir.nodes import Stage, integer, integers
 from arachnec.ir.printer import number
 from arachnec.ir.stage_sizes import gib, layers_of

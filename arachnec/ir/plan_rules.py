@@ -14,7 +14,7 @@ from typing import TypeAlias
 from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
 from arachnec.ir.figure_rules import FIGURE_RULES
 from arachnec.ir.host_placement import PLACED, in_host, layers_in_host
-from arachnec.ir.module_index import ModuleIndex, label
+from arachnec.ir.names import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Reduce, Step, integer, integers, quantity
 from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text

@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.limits import MOST_SAMPLING_STEPS
-from arachnec.ir.module_index import ModuleIndex, label
+from arachnec.ir.names import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers
 from arachnec.ir.printer import value_text
 from arachnec.ir.sampling import (

@@ -20,7 +20,7 @@ from arachnec.ir.head_density import (
 )
 from arachnec.ir.head_division import parts_by_layer
 from arachnec.ir.length_classes import LENGTH_CLASSES
-from arachnec.ir.module_index import ModuleIndex, label
+from arachnec.ir.names import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Level, Stage, integer, integers
 from arachnec.ir.printer import number, symbol
 from arachnec.ir.span import Span

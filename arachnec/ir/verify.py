@@ -13,8 +13,7 @@ from arachnec.ir import kinds, tables
 from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
 from arachnec.ir.kinds import out_of_bounds
 from arachnec.ir.limits import MOST_MISTAKES
-from arachnec.ir.module_index import index_of, label
-from arachnec.ir.name_rules import NAME_RULES
+from arachnec.ir.names import NAME_RULES, index_of, label
 from arachnec.ir.nodes import (
     Cascade,
     Clip,

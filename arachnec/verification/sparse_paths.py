@@ -13,7 +13,7 @@ from arachnec.analysis.uses import Values
 from arachnec.cost.sparse_attention import ATTENDS, faster_sparse
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.head_density import sparse_layers
-from arachnec.ir.module_index import label
+from arachnec.ir.names import label
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from arachnec.analysis.uses import Values
 from arachnec.cluster.host_memory import usable_host_memory
 from arachnec.cost.model import CostModel
 from arachnec.ir.head_division import CUT, parts_by_layer
-from arachnec.ir.module_index import index_of
+from arachnec.ir.names import index_of
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Span, integer, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.sparse_rules import GroupsOutside, head_rows_fit_the_degree
