@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from arachnec.backends.finite_losses import poisoning
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Span, UserError, user_error
 from arachnec.models.batch import clip_in_step, make_batch, prediction_of
 from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile, own_errors

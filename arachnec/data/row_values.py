@@ -10,9 +10,8 @@ from dataclasses import dataclass
 
 from arachnec.data.clip import caption_tokens
 from arachnec.data.rows import Row
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
 from arachnec.ir.limits import HIGHEST_RATE, LATEST_START, LOWEST_RATE, MOST_COUNTED, MOST_SAMPLING_STEPS
-from arachnec.ir.span import Span
 
 LEAST = dict.fromkeys(("frames", "height", "width", "clips", "stride", "steps"), 1)
 LEAST |= dict.fromkeys(("text_tokens", "start", "seed"), 0)

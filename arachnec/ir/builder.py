@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 from lark import Token, Transformer
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import user_error
+from arachnec.ir.diagnostic import Span, user_error
 from arachnec.ir.limits import LONGEST_INTEGER
 from arachnec.ir.nodes import (
     NO_ATTRIBUTES,
@@ -30,7 +30,6 @@ from arachnec.ir.nodes import (
     Stage,
     Step,
 )
-from arachnec.ir.span import Span
 from arachnec.ir.tokens import (
     PARSED,
     integer_of,

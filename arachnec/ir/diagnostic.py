@@ -21,11 +21,26 @@ import dataclasses
 import errno
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from arachnec.ir.limits import LARGEST_SHOWN, LONGEST_ERRORS, LONGEST_FIELD, LONGEST_TEXT, MOST_ERRORS, WIDEST_LINE
-from arachnec.ir.span import Span
+
+
+@dataclass(frozen=True)
+class Span:
+    """Lines and columns count from 1, the end is exclusive.
+
+    ``source`` is the whole text, so that a message can show the line even when it came from no file.
+    """
+
+    file: str
+    line: int
+    column: int
+    end_line: int
+    end_column: int
+    source: str | None = field(default=None, compare=False, repr=False)
+
 
 PIECE, ROW = 2**20, 2**20  # characters of a file that are read at once to show a line
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, close_to
 from arachnec.ir.limits import MOST_GPUS
 from arachnec.ir.nodes import (
     Cascade,
@@ -24,7 +24,6 @@ from arachnec.ir.nodes import (
     integer,
 )
 from arachnec.ir.printer import percent, symbol
-from arachnec.ir.span import Span
 from arachnec.ir.values import Symbol
 
 

@@ -10,7 +10,7 @@ from enum import IntEnum, StrEnum
 from functools import cached_property
 from typing import cast
 
-from arachnec.ir.span import Span as Span
+from arachnec.ir.diagnostic import Span as Span
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import TypeAlias
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
 from arachnec.ir.figure_rules import FIGURE_RULES
 from arachnec.ir.host_placement import PLACED, in_host, layers_in_host
 from arachnec.ir.names import ModuleIndex, label
@@ -20,7 +20,6 @@ from arachnec.ir.parameter_cells import cell_fits, cell_of, whole_cells
 from arachnec.ir.printer import number, symbol, value_text
 from arachnec.ir.sampling import branches_of
 from arachnec.ir.sampling_rules import SAMPLING_RULES
-from arachnec.ir.span import Span
 from arachnec.ir.sparse_rules import SPARSE_RULES
 from arachnec.ir.stage_sizes import layers_of, most_clips, saved_by_recomputing
 from arachnec.ir.tensor_parallel import ranks_together

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
 from arachnec.ir.limits import MOST_SAMPLING_STEPS
 from arachnec.ir.names import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integer, integers
@@ -24,7 +24,6 @@ from arachnec.ir.sampling import (
     planned_steps,
     segment_of,
 )
-from arachnec.ir.span import Span
 
 
 def wrong_steps_error(span: Span | None, node: str, steps: str, reason: str) -> Mistake:

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
 from arachnec.ir.head_density import (
     DensityRow,
     LayerDensity,
@@ -23,7 +23,6 @@ from arachnec.ir.length_classes import LENGTH_CLASSES
 from arachnec.ir.names import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Level, Stage, integer, integers
 from arachnec.ir.printer import number, symbol
-from arachnec.ir.span import Span
 from arachnec.ir.stage_sizes import layers_of
 
 DIVISIONS = ("groups", "heads")

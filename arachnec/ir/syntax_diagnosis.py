@@ -11,9 +11,8 @@ from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import Diagnostic, Mistake, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, close_to
 from arachnec.ir.nodes import Phase
-from arachnec.ir.span import Span
 from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
 
 _WORDS = {

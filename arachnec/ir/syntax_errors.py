@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
 
 BEGINNING = 'a module begins with `module @name attributes {{ level = "traced" }} {{`'
 

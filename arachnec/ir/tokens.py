@@ -15,10 +15,9 @@ from typing import cast
 from lark import Token
 
 from arachnec.ir import syntax_errors
-from arachnec.ir.diagnostic import user_error
+from arachnec.ir.diagnostic import Span, user_error
 from arachnec.ir.limits import LONGEST_INTEGER, LONGEST_RANGE
 from arachnec.ir.nodes import TensorType
-from arachnec.ir.span import Span
 
 PARSED: ContextVar[tuple[str, str]] = ContextVar("name and text of the file being parsed")
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias, TypeVar, Union, overload
 
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Span
 
 Default = TypeVar("Default")
 UNITS = ("ms", "us", "GiB", "MiB", "GB/s", "TFLOP", "TFLOP/s")

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from arachnec.ir import kinds, tables
-from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, close_to
 from arachnec.ir.kinds import out_of_bounds
 from arachnec.ir.limits import MOST_MISTAKES
 from arachnec.ir.names import NAME_RULES, index_of, label
@@ -28,7 +28,6 @@ from arachnec.ir.nodes import (
     Step,
 )
 from arachnec.ir.plan_rules import PLAN_RULES
-from arachnec.ir.span import Span
 from arachnec.ir.values import Formula, Quantity, Value
 
 Attributed: TypeAlias = Module | Cluster | Clip | Stage | Fused | Cascade | Reduce | Step | Program | Instruction

@@ -17,7 +17,7 @@ from arachnec.analysis.stage_handoffs import handed_gib
 from arachnec.analysis.uses import split_backwards
 from arachnec.cost.host_copies import with_host_copies
 from arachnec.cost.memory import divided
-from arachnec.ir.diagnostic import Mistake, UserError
+from arachnec.ir.diagnostic import Mistake, Span, UserError
 from arachnec.ir.nodes import (
     Cascade,
     Cluster,
@@ -31,7 +31,6 @@ from arachnec.ir.nodes import (
 )
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.sampling import CODING, models_of, on_one_side
-from arachnec.ir.span import Span
 from arachnec.ir.stage_sizes import largest_share
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention

@@ -15,8 +15,7 @@ from typing_extensions import TypeIs
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import read_encoded
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Span, UserError, user_error
 from arachnec.models.argument_trees import flatten
 from arachnec.models.clip_errors import naming
 from arachnec.models.file import ModelFile, check_sample

@@ -15,9 +15,8 @@ from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 
-from arachnec.ir.diagnostic import user_error
+from arachnec.ir.diagnostic import Span, user_error
 from arachnec.ir.limits import MOST_MODEL_FILES
-from arachnec.ir.span import Span
 
 
 class Source(SourceFileLoader):

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Span, UserError, user_error
 from arachnec.ir.users_code import users_frames
 from arachnec.models.file import line_span, ran_out_of_memory
 from arachnec.optimizers.recipe import Recipe

@@ -10,9 +10,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
 from arachnec.ir.limits import LARGEST_DATA, MOST_CELLS, MOST_SCHEDULE_RANKS
-from arachnec.ir.span import Span
 from arachnec.pipelining.action import FORWARD, Action, Order, PipelineSchedule, parse_action
 from arachnec.pipelining.errors import NoText, ScheduleTooLarge, UnknownAction
 from arachnec.pipelining.schedule_rules import require_valid

@@ -16,9 +16,8 @@ from pathlib import Path
 
 import networkx as nx
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
 from arachnec.ir.limits import LARGEST, LARGEST_PROFILE, LONGEST_LINE, MOST_EDGES, MOST_LAYERS
-from arachnec.ir.span import Span
 from arachnec.pipelining.errors import NoText
 from arachnec.pipelining.profile_errors import (
     BadProfileLine,

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
     BACKWARD,

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError
 from arachnec.models.file import line_span
 from arachnec.tracing.global_generators import NUMPY, PYTHON, TORCH, move, restored, states
 from arachnec.tracing.sample import CAPTIONS, SMALL, ModelSource, clip_of, sample_of

@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_like
-from arachnec.ir.diagnostic import UserError
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Span, UserError
 from arachnec.models.argument_trees import register_dataclasses
 from arachnec.models.batch import is_batched
 from arachnec.models.encoders import tiles_called, tiling_vae

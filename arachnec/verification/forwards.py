@@ -10,9 +10,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from arachnec.analysis.uses import Values, written
-from arachnec.ir.diagnostic import Diagnostic, Mistake
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
 from arachnec.ir.printer import value_text
-from arachnec.ir.span import Span
 from arachnec.ir.values import Value
 from arachnec.kernels.attention.attention_backend import PREFERENCE
 

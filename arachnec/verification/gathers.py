@@ -18,10 +18,9 @@ from typing import TypeAlias
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.uses import Values, rank_list, split_backwards, written
-from arachnec.ir.diagnostic import Diagnostic, Mistake
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
 from arachnec.ir.nodes import Instruction, Program, Stage, integers
 from arachnec.ir.parameter_cells import cell_of, last_layer, layer_sizes, own_cell, replicas
-from arachnec.ir.span import Span
 
 OPS = ("forward", "backward", "weight")
 LISTS = ("gather", "release", "scatter", "held")

@@ -13,12 +13,11 @@ from itertools import groupby
 
 from arachnec.analysis.uses import Values
 from arachnec.cost.sparse_attention import ATTENDS
-from arachnec.ir.diagnostic import Diagnostic, Mistake
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.names import label
 from arachnec.ir.nodes import Cascade, integer
-from arachnec.ir.span import Span
 from arachnec.sparsity.clip_cubes import clip_cubes
 
 

@@ -14,10 +14,9 @@ from itertools import count
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.uses import Values, bucket_of, moved_by, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Span
 from arachnec.ir.nodes import Instruction, Stage, integer
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
-from arachnec.ir.span import Span
 from arachnec.ir.stage_sizes import element_bytes, gradient_bytes, gradient_element_bytes, layers_of
 from arachnec.verification.handoffs import by_pair
 from arachnec.verification.memory_claims import RELATIVE, ROUNDING_GIB, Handed

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from arachnec.ir import diagnostic
-from arachnec.ir.diagnostic import Diagnostic, render
+from arachnec.ir.diagnostic import Diagnostic, Span, render
 from arachnec.ir.limits import WIDEST_LINE
-from arachnec.ir.span import Span
 
 
 class Wrong(Diagnostic):

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.ir.diagnostic import UserError
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Span, UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import Action, PipelineSchedule
 from arachnec.pipelining.csv_format import from_csv, read_csv, to_csv

@@ -7,8 +7,7 @@ from itertools import product
 
 import pytest
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_schedule
 from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError, render
 from arachnec.ir.limits import LARGEST, LONGEST_LINE
-from arachnec.ir.span import Span
 from arachnec.pipelining import profile_file
 from arachnec.pipelining.profile_errors import BadProfileLine, BadProfileNumber, RepeatedNode, TooManyLayers
 from arachnec.pipelining.profile_file import read_profile

@@ -16,9 +16,8 @@ from functools import cached_property
 from typing import Any
 
 from arachnec.cost.table import Rows
-from arachnec.ir.diagnostic import Mistake, UserError, user_error
+from arachnec.ir.diagnostic import Mistake, Span, UserError, user_error
 from arachnec.ir.nodes import Level, Module
-from arachnec.ir.span import Span
 from arachnec.ir.verify import verify
 from arachnec.passes.infra import errors as pipeline_errors
 from arachnec.passes.infra import options
