@@ -14,13 +14,12 @@ from typing import cast
 from lark import Lark
 from lark.exceptions import UnexpectedInput
 
-from arachnec.ir.builder import ModuleBuilder
+from arachnec.ir.builder import PARSED, ModuleBuilder
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.garbage import without_garbage_collector
 from arachnec.ir.nodes import Module
 from arachnec.ir.syntax_diagnosis import diagnose
 from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
-from arachnec.ir.tokens import PARSED
 
 
 def parse_module(text: str, file: str = "<string>") -> Module:
