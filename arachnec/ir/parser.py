@@ -8,18 +8,144 @@ makes the nodes while lark parses. A node's span is its head, up to its attribut
 from __future__ import annotations
 
 import functools
+import re
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
-from lark import Lark
-from lark.exceptions import UnexpectedInput
+from lark import Lark, Token
+from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
+from arachnec.ir import syntax_errors
 from arachnec.ir.builder import PARSED, ModuleBuilder
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, close_to
 from arachnec.ir.garbage import without_garbage_collector
-from arachnec.ir.nodes import Module
-from arachnec.ir.syntax_diagnosis import diagnose
+from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
+
+_WORDS = {
+    "SYMBOL": ["a name such as `@dit`"],
+    "VALUE": ["a name such as `%0`"],
+    "KEY": ["an attribute's name"],
+    "STRING": ["a string"],
+    "INT": ["an integer"],
+    "FLOAT": ["a number"],
+    "QUANTITY": ["a number with its unit"],
+    "VARIABLE": ["a variable such as `S`"],
+    "UNIT": ["a unit such as `ms`"],
+    "TENSOR": ["a tensor type such as `f32[B, S, 64]`"],
+    "INTS": ["a list of integers"],
+    "RANGE": ["a range such as `0..3`"],
+    "KIND": ["`trained`", "`frozen`"],
+    "PHASE": [f"`{phase.value}`" for phase in Phase],
+    "CASCADE_OP": [f"`{op}`" for op in CASCADE_WORDS],
+    "STAGE_OP": [f"`{op}`" for op in STAGE_WORDS],
+    "$END": ["the end of the text"],
+}
+_VALUE_STARTS = {"INT", "FLOAT", "QUANTITY", "STRING", "SYMBOL", "LBRACE"}
+
+
+def _expected(terminals: set[str], grammar: Lark) -> list[str]:
+    if terminals >= _VALUE_STARTS:
+        return ["a value"] + (["`]`"] if "RSQB" in terminals else [])
+    terminals = terminals - {"PLAIN"}  # which is a special case of what LBRACE begins
+    if "INTS" in terminals:
+        terminals = terminals - {"LSQB"}
+    words = [
+        word for name in sorted(terminals, key=_order) for word in _WORDS.get(name) or [f"`{_literal(name, grammar)}`"]
+    ]
+    return list(dict.fromkeys(words))
+
+
+def _order(terminal: str) -> tuple[bool, str]:
+    return terminal not in _WORDS, terminal
+
+
+def _literal(terminal: str, grammar: Lark) -> str:
+    pattern = grammar.get_terminal(terminal).pattern
+    return str(pattern.value)
+
+
+def _joined(words: list[str]) -> str:
+    if len(words) > 12:
+        words = [*words[:12], "..."]
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def _accepted(state: Any) -> set[str]:
+    """The terminals with which lark's parser could go on.
+
+    Its table also lists terminals that fail after a few reductions; each one is tried on a copy.
+    """
+    silent = copy(state.parse_conf)
+    silent.callbacks = {}
+    accepted = set()
+    for terminal in filter(str.isupper, silent.parse_table.states[state.position]):
+        trial = state.copy(deepcopy_values=False)
+        trial.parse_conf = silent
+        try:
+            trial.feed_token(Token(terminal, ""), terminal == "$END")
+        except UnexpectedToken:
+            continue
+        accepted.add(terminal)
+    return accepted
+
+
+def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Diagnostic:
+    """What stands there, what was expected, and the closest expected word."""
+    if not re.sub(r"//[^\n]*", "", text).strip():
+        return syntax_errors.NoModule(None, file=file)
+    words = _expected(_accepted(error.state), grammar)
+    if isinstance(error, UnexpectedToken) and error.token.type == "$END":
+        rows = text.rstrip().split("\n")
+        span = Span(file, len(rows), max(1, len(rows[-1])), len(rows), len(rows[-1]) + 1, text)
+        return Mistake(
+            span,
+            f"the text ends in the middle of a module: expected {_joined(words)}",
+            label="the text ends here",
+            help="the file was cut off or is still being written; a module ends with `}` on its last line",
+        )
+    if isinstance(error, UnexpectedCharacters):
+        unexpected = text[error.pos_in_stream : (error.pos_in_stream or 0) + 1]
+        span = Span(file, error.line, error.column, error.line, error.column + 1, text)
+        if unexpected == '"':
+            return Mistake(
+                span,
+                "a string without its closing quote",
+                label="opened here",
+                help='close it with `"` on the same line; write a line break as `\\n`',
+            )
+    else:
+        token = cast(UnexpectedToken, error).token
+        unexpected, span = "{" if token.type == "PLAIN" else str(token), _token_span(token, file, text)
+        if not unexpected.startswith('"'):
+            # a token may be a number with a word that was not meant as its unit
+            unexpected = unexpected.split(maxsplit=1)[0]
+            span = replace(span, end_line=span.line, end_column=span.column + len(unexpected))
+    bare = [word.strip("`") for word in words if word.startswith("`")]
+    close = close_to(unexpected, bare)
+    line = unexpected.splitlines()[0] if unexpected else unexpected
+    shown = "the end of the line" if unexpected == "\n" else f"`{line}`"
+    if close:
+        return Mistake(
+            span,
+            f"expected {_joined(words)}, found {shown}",
+            label="not expected here",
+            help=f"did you mean `{close[0]}`?",
+        )
+    if words == ["`module`"]:
+        return syntax_errors.NotAModule(span, found=shown)
+    return Mistake(
+        span,
+        f"expected {_joined(words)}, found {shown}",
+        label="not expected here",
+        help="docs/ir.md shows how it is written; the text may also have been cut off",
+    )
+
+
+def _token_span(token: Token, file: str, text: str) -> Span:
+    return Span(file, token.line or 1, token.column or 1, token.end_line or 1, token.end_column or 1, text)
 
 
 def parse_module(text: str, file: str = "<string>") -> Module:
