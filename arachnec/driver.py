@@ -25,8 +25,8 @@ from arachnec.executable.folder import REPORT, iteration_of, write_executable
 from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster, Level, Module
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.file import MODEL_FILE, ModelFile, demand_python_file, load_model_file
 from arachnec.passes.infra.instruments import Instrument, ReportProgress

@@ -14,8 +14,8 @@ from arachnec.data.manifest import Manifest, read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.executable.validation import validation_text
 from arachnec.ir.diagnostic import user_error
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Module
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
 from arachnec.passes.trace import Trace, trace_model

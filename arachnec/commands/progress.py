@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import click
 
-from arachnec.ir.progress import Reporter
+from arachnec.ir.long_computations import Reporter
 
 PLAIN_SECONDS = 2.0  # at least, between two plain lines of one phase
 

@@ -17,7 +17,7 @@ from arachnec.data.row_values import texts
 from arachnec.data.rows import read_rows
 from arachnec.data.video import read_header
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.progress import Reporter, unreported
+from arachnec.ir.long_computations import Reporter, unreported
 
 SUFFIXES = frozenset(
     (

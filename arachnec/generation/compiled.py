@@ -16,8 +16,8 @@ from arachnec.executable.sampling_folder import Settings, write_sampling_executa
 from arachnec.generation.plan import ordered, planned, traced
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import user_error
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster, Module
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.passes.infra.instruments import Instrument, ReportProgress
 from arachnec.passes.infra.pipeline import Pipeline

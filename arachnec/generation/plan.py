@@ -15,8 +15,8 @@ from arachnec.generation.learned_layers import with_predictors
 from arachnec.generation.model_kind import model_kind
 from arachnec.generation.switches_seen import Seen
 from arachnec.ir.diagnostic import UserError, counted, user_error
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.values import Symbol, Value
 from arachnec.models.batch import prediction_of
 from arachnec.models.decoders import DECODER, FromLatents, latents_of

@@ -20,7 +20,7 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 from arachnec.ir import syntax_errors
 from arachnec.ir.builder import PARSED, ModuleBuilder
 from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, close_to
-from arachnec.ir.garbage import without_garbage_collector
+from arachnec.ir.long_computations import without_garbage_collector
 from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.tables import CASCADE_WORDS, STAGE_WORDS
 

@@ -20,7 +20,7 @@ from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import Values
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.ir.garbage import without_garbage_collector
+from arachnec.ir.long_computations import without_garbage_collector
 from arachnec.ir.nodes import Level, Module
 from arachnec.lowering.programs import no_cluster_error
 from arachnec.passes.infra.base import Pass

@@ -18,8 +18,8 @@ from arachnec.analysis.uses import Values
 from arachnec.cost.synchronisation import reduce_time
 from arachnec.cost.table import Rows
 from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Clip, Level, Module, integer
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.tensor_parallel import divided_encoders
 from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import Annotate

@@ -18,8 +18,8 @@ from torch import nn
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.ir.diagnostic import UserError, counted
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.values import Attributes
 from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.degrees import FINE, wide_steps
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster, Module
 from arachnec.ir.parameter_cells import cell_of
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.planning.layouts import Layout
 
 SEARCH_STEPS = 100  # of the scheduler, for each layout that is planned

@@ -13,7 +13,7 @@ from typing import TypeVar
 
 import torch
 
-from arachnec.ir.progress import Reporter, unreported
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.profiling.points import Point
 from arachnec.runtime.agreement import gather
 

@@ -27,8 +27,8 @@ from arachnec.cost.sparse_profile import AttentionTime, fit_sparse
 from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
 from arachnec.ir.diagnostic import user_error
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.stage_sizes import crowding
 from arachnec.launch.environment import shown_gpus
 from arachnec.launch.local_ranks import RankCrashed, launch

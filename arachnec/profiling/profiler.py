@@ -41,8 +41,8 @@ from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.manifest import read_manifest
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage, integers
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.stage_sizes import count_in, layers_of, token_bytes
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Formula, Symbol

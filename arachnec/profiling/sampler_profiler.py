@@ -26,8 +26,8 @@ from arachnec.cost.strategy import widest_ulysses
 from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import ONE_MODEL
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Stage
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.stage_sizes import count_in
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split

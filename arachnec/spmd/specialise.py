@@ -15,7 +15,7 @@ from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.progress import Reporter, unreported
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
 from arachnec.spmd.specialisation import STEPS, STEPS_DOWN, Graphs, Specialisation, clips_mixed, costs
 from arachnec.tracing import blocks, sample

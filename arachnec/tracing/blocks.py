@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.progress import Reporter, unreported
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.tracing.captured import (
     CapturedBlock,
     CapturedCall,

@@ -7,8 +7,8 @@ from typing import ClassVar
 import pytest
 
 from arachnec.commands.progress import progress_on_stderr
+from arachnec.ir.long_computations import Reporter
 from arachnec.ir.nodes import Level, Module
-from arachnec.ir.progress import Reporter
 from arachnec.passes.infra.base import Pass
 from arachnec.passes.infra.instruments import ReportProgress
 from arachnec.passes.infra.pipeline import Pipeline

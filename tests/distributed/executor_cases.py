@@ -22,8 +22,8 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
+from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Level, Module, Phase, Reduce, Stage, Step
-from arachnec.ir.progress import Reporter, unreported
 from arachnec.ir.tables import STAGE
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.programs import lower

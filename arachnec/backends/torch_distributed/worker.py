@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from arachnec.backends.torch_distributed.options import RunOptions, run_options
-from arachnec.ir.garbage import without_garbage_collector
+from arachnec.ir.long_computations import without_garbage_collector
 from arachnec.launch.ending import exit_code, exit_with
 from arachnec.launch.phases import START_S
 from arachnec.launch.ranks import joined_rank

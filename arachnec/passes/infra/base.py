@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Annotated, ClassVar, NewType, Self
 
+from arachnec.ir.long_computations import Reporter
 from arachnec.ir.nodes import Level, Module
-from arachnec.ir.progress import Reporter
 
 if TYPE_CHECKING:
     from arachnec.cost.table import Rows

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from arachnec.ir.diagnostic import UserError
+from arachnec.ir.long_computations import Reporter
 from arachnec.ir.nodes import Module
 from arachnec.ir.printer import print_module
-from arachnec.ir.progress import Reporter
 
 REPRODUCER_LINE = re.compile(r"//\s*arachnec opt --passes\s+(.+?)\s*$")
 

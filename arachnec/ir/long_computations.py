@@ -1,10 +1,16 @@
-"""The garbage collector put off while much is made that stays: nodes, modules. In: a block of code. Out: nothing."""
+"""Long computations: each takes a ``Reporter`` that it calls at each step, and may put off the garbage collector."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+Reporter = Callable[[str], object]
+
+
+def unreported(doing: str) -> None:
+    """The reporter that shows nothing."""
 
 
 @contextmanager
