@@ -1,6 +1,6 @@
 """Rules about sparse attention: densities that are shares of keys, layers that there are, rows of their shape.
 
-That every group of every head is computed once is proved by ``check`` (``arachnec.verification.heads``).
+That every group of every head is computed once is proved by ``check`` (``arachnec.verification.sparse``).
 """
 
 from __future__ import annotations

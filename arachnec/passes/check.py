@@ -32,18 +32,16 @@ from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.handoffs import check_sources
-from arachnec.verification.heads import check_heads
 from arachnec.verification.host_copies import check_host_copies
 from arachnec.verification.host_memory import check_host_memory
 from arachnec.verification.inputs import check_inputs
-from arachnec.verification.learning import check_learning
 from arachnec.verification.listed_layers import check_listed_layers
 from arachnec.verification.memory import check_memory
 from arachnec.verification.memory_claims import check_memory_claims, handed_sizes
 from arachnec.verification.message_sizes import check_message_sizes
 from arachnec.verification.residency import check_residency
 from arachnec.verification.sampling import check_sampling
-from arachnec.verification.sparse_paths import check_sparse_paths
+from arachnec.verification.sparse import check_heads, check_learning, check_sparse_paths
 from arachnec.verification.structure import check_structure
 from arachnec.verification.times import check_times
 from arachnec.verification.updated_parameters import check_updated_parameters

@@ -27,7 +27,7 @@ from arachnec.lowering.head_division import with_heads
 from arachnec.lowering.order import forward_share
 from arachnec.sparsity.key_fetch import keys_sent, share_inside
 from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
-from arachnec.verification.heads import check_heads
+from arachnec.verification.sparse import check_heads
 
 TOKENS = 40_000
 PAIRS, EACH = (("B", 1), ("S", 2)), (("B", 1), ("S", 1))

@@ -30,8 +30,8 @@ from arachnec.passes.check import find_problems
 from arachnec.verification import memory_claims
 from arachnec.verification.device_limits import TooManyPending, TooManyStreams, check_device_limits
 from arachnec.verification.event_order import Event, find_cycle
-from arachnec.verification.heads import GroupsComputedTwice, GroupsNotComputed, check_heads
 from arachnec.verification.host_memory import TOLERANCE_GIB, HostOutOfMemory, check_host_memory, host_peak
+from arachnec.verification.sparse import GroupsComputedTwice, GroupsNotComputed, check_heads
 from benchmarks.trust.random_programs import random_program
 from tests.passes.plans import DIT, cluster, equal_clips, linear, module_of, timed
 

@@ -15,7 +15,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stag
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.passes.check import find_problems
-from arachnec.verification import sparse_paths
+from arachnec.verification import sparse as sparse_paths
 from arachnec.verification.encoders import OtherCell, SharedTooFar, check_encoders
 from arachnec.verification.gradient import WrongRunCount
 from arachnec.verification.gradient_sync import TOLERANCE, NotReduced, WrongStart, check_gradient_sync

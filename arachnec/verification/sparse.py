@@ -1,9 +1,4 @@
-"""Rule 1, inside sparse attention: every query group of every head is computed once, by one rank of the clip.
-
-A group that is left out gives its queries no output, one that is computed twice counts twice in the gradients of its
-keys. Both show in no shape: the tensors are made whole before they are filled. Of a clip that has another number of
-groups a run leaves `heads` aside, and divides heads by number.
-"""
+"""Sparse attention: every query group computed once, the faster path on all ranks, predictors alike everywhere."""
 
 from __future__ import annotations
 
@@ -11,13 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import groupby
 
-from arachnec.analysis.uses import Values
-from arachnec.cost.sparse_attention import ATTENDS
-from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
-from arachnec.ir.head_density import sparse_layers
+from arachnec.analysis.uses import Values, rank_list, written
+from arachnec.cost.sparse_attention import ATTENDS, faster_sparse
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
+from arachnec.ir.head_density import predictor_bytes, sparse_layers, sparse_stages
 from arachnec.ir.head_division import HeadPart, parts_by_layer
 from arachnec.ir.names import label
-from arachnec.ir.nodes import Cascade, integer
+from arachnec.ir.nodes import Cascade, Program, integer
 from arachnec.sparsity.clip_cubes import clip_cubes
 
 
@@ -107,3 +102,76 @@ def _layer(cascade: Cascade, layer: int, parts: tuple[HeadPart, ...], heads: int
 
 def _span(cascade: Cascade) -> Span | None:
     return cascade.attrs.span("heads") or cascade.span
+
+
+BEFORE = ("reduce", "norm", "step", "backward", "weight")
+
+
+@dataclass(frozen=True)
+class NotLearned(Diagnostic):
+    title = "rank {rank} does not learn which keys matter as the others do: {reason}"
+    label = "{reason}"
+    help = "{remedy}"
+    rank: int
+    reason: str
+    remedy: str
+
+
+def check_learning(values: Values) -> Iterator[Diagnostic]:
+    """One ``learn`` on every rank, of all ranks and of the first stage with predictors; none where there are none."""
+    learning, cluster = list(sparse_stages(values.module).values()), values.module.cluster
+    assert cluster is not None
+    everyone = tuple(range(cluster.world))
+    remedy = "no layer of this module has a `density`: take `learn` out"
+    if learning:
+        remedy = f"behind its last `step` every rank has one `learn @{learning[0].name}` on {rank_list(everyone)}"
+        if not any(step.op == "learn" for program in values.module.programs for step in program.instructions):
+            remedy += ". An older version wrote programs without it: compile again"
+    for program in values.module.programs:
+        at = [index for index, step in enumerate(program.instructions) if step.op == "learn"]
+        if len(at) != bool(learning):
+            span = program.instructions[at[-1]].span if at else program.span
+            yield NotLearned(span, program.rank, f"it learns {counted(len(at), 'time')}", remedy)
+        elif at:
+            yield from _learn(program, at[0], learning[0].name, everyone, predictor_bytes(learning), remedy)
+
+
+def _learn(
+    program: Program, at: int, stage: str, everyone: tuple[int, ...], size: int, remedy: str
+) -> Iterator[NotLearned]:
+    step = program.instructions[at]
+    if step.target != stage or step.peers != everyone:
+        yield NotLearned(step.span, program.rank, f"it has `{written(step)}`", remedy)
+    if step.attrs.get("bytes") != size:
+        remedy = f"give it `bytes = {size}`, four for each of the `predictors` of the stages"
+        yield NotLearned(step.span, program.rank, "the bytes are not those of all predictors", remedy)
+    if any(later.op in BEFORE for later in program.instructions[at:]):
+        yield NotLearned(step.span, program.rank, "a gradient or an update comes after it", remedy)
+
+
+@dataclass(frozen=True)
+class OtherPath(Diagnostic):
+    title = "{cascade} has layer {layer} {path}, which takes less time {right} by the times and densities of @{stage}"
+    label = "layer {layer} is {path}"
+    help = "plan again: `annotate` chooses the sparse layers of every length, the same in every plan"
+    cascade: str
+    layer: int
+    path: str
+    right: str
+    stage: str
+
+
+def check_sparse_paths(values: Values) -> Iterator[Diagnostic]:
+    faster: dict[tuple[str, int, int], frozenset[int]] = {}
+    stages = {stage.name: stage for stage in values.module.stages}
+    for cascade in values.module.cascades:
+        if cascade.phase not in ATTENDS:
+            continue
+        key = cascade.stage, cascade.tokens, cascade.text
+        if key not in faster:
+            faster[key] = frozenset(faster_sparse(stages[cascade.stage], cascade.tokens, cascade.text))
+        others = faster[key].symmetric_difference(sparse_layers(cascade))
+        if others:
+            paths = ("dense", "sparse") if min(others) in faster[key] else ("sparse", "dense")
+            span = cascade.attrs.span("sparse") or cascade.span
+            yield OtherPath(span, label(cascade), min(others), *paths, cascade.stage)
