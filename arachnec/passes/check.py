@@ -32,8 +32,7 @@ from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.handoffs import check_sources
-from arachnec.verification.host_copies import check_host_copies
-from arachnec.verification.host_memory import check_host_memory
+from arachnec.verification.host_memory import check_host_copies, check_host_memory
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.listed_layers import check_listed_layers
 from arachnec.verification.memory import check_memory

@@ -1,7 +1,4 @@
-"""Rule 6, of stages that lie in their hosts' memory in part: what comes from there comes, and the hosts hold it.
-
-That no layer is read before it is brought in is rule 5: a layer from the host is gathered and released like another.
-"""
+"""Rule 6, of stages that lie in their hosts' memory in part: what comes from there comes, sizes hold, the hosts hold it."""
 
 from __future__ import annotations
 
@@ -15,11 +12,13 @@ from arachnec.analysis.stage_handoffs import forward_of
 from arachnec.analysis.uses import Values, gib, rank_list, written
 from arachnec.cluster.host_memory import stated_for, usable_host_memory
 from arachnec.cluster.topology import node_of
+from arachnec.cost.host_copies import reduce_copies, step_copies, with_host_copies
 from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.host_placement import HOST, in_host, inputs_in_host, layers_in_host
-from arachnec.ir.nodes import Cascade, Program, quantity
+from arachnec.ir.nodes import Cascade, Instruction, Program, Stage, integer, quantity
 from arachnec.ir.stage_sizes import gib as gib_of
 from arachnec.ir.stage_sizes import recomputed_blocks
+from arachnec.ir.values import Attributes, Quantity
 
 OPS = ("forward", "backward", "weight")
 TOLERANCE_GIB = 1e-9
@@ -149,3 +148,52 @@ def _bounds(values: Values) -> Iterator[Diagnostic]:
             first, *own = max(ranks, key=lambda rank: rank[1] + rank[2])
             sizes = sum(own), state, inputs, stated_for(need)
             yield HostOutOfMemory(first.span, node, need, usable, *sizes)
+
+
+WORDS = {"host": " GiB", "from_host": "", "to_host": ""}  # with their units as they are written
+
+
+@dataclass(frozen=True)
+class HostCopyTooSmall(Diagnostic):
+    title = "rank {rank} has `{instruction}` with {word} = {claimed}, and it is {right}"
+    label = "{word} = {claimed}"
+    help = "that follows from what @{stage} has in its `host`: write at least `{word} = {right}`"
+    rank: int
+    instruction: str
+    word: str
+    claimed: str
+    right: str
+    stage: str
+
+
+def check_host_copies(values: Values) -> Iterator[Diagnostic]:
+    stages = {stage.name: stage for stage in values.module.stages if in_host(stage)}
+    if not stages:
+        return
+    for program in values.module.programs:
+        copying = with_host_copies(program.instructions, values.cascades, stages)
+        for step, right in zip(program.instructions, copying, strict=True):
+            cascade = values.cascades.get(step.target)
+            stage = stages.get(step.target if cascade is None else cascade.stage)
+            if stage is None:
+                continue
+            least = right.attrs if cascade is not None else _of_gradients(step, stage)
+            for word, unit in WORDS.items():
+                claimed, size = _size(step.attrs, word), _size(least, word)
+                if claimed < size * (1 - TOLERANCE):
+                    texts = f"{claimed:.10g}{unit}", f"{size:.10g}{unit}"
+                    yield HostCopyTooSmall(step.span, program.rank, written(step), word, *texts, stage.name)
+
+
+def _of_gradients(step: Instruction, stage: Stage) -> Attributes:
+    """What a reduce or an optimizer step of the stage copies."""
+    if step.op == "step":
+        return step_copies(stage)
+    if step.op == "reduce" and "tied" not in step.attrs:
+        return reduce_copies(stage, step.peers, integer(step.attrs["bytes"]))
+    return Attributes()
+
+
+def _size(attrs: Attributes, word: str) -> float:
+    size = attrs.get(word, 0)
+    return size.value if isinstance(size, Quantity) else float(integer(size))

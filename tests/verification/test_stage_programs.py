@@ -18,7 +18,7 @@ from arachnec.ir.diagnostic import Diagnostic, render
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integers
 from arachnec.ir.values import Attributes
 from arachnec.passes.check import find_problems
-from arachnec.verification import gathers, gradient_sync, handoffs, host_copies, host_memory
+from arachnec.verification import gathers, gradient_sync, handoffs, host_memory
 from tests.distributed.executor_cases import clip
 from tests.distributed.pipeline_cases import pipeline_of, planned
 
@@ -263,7 +263,7 @@ def test_layers_from_another_place_and_copies_that_are_too_small_are_found(data:
     name = data.draw(st.sampled_from(["from_host", "to_host"]))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=name)))
     less = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(**{name: 1})))
-    assert host_copies.HostCopyTooSmall in problem_kinds(less)
+    assert host_memory.HostCopyTooSmall in problem_kinds(less)
 
 
 @settings(max_examples=6)
