@@ -25,8 +25,7 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.lowering.programs import no_cluster_error
 from arachnec.passes.infra.base import Pass
 from arachnec.verification.cascade_inputs import check_cascade_inputs
-from arachnec.verification.deadlock import check_deadlock
-from arachnec.verification.device_limits import check_device_limits
+from arachnec.verification.deadlock import check_deadlock, check_device_limits
 from arachnec.verification.encoders import check_encoders
 from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers

@@ -1,36 +1,96 @@
-"""Rule 2: no deadlock, as a back end posts and connects. In: a lowered module and an execution model. Out: problems.
-
-Every collective is one event. So is every send together with its matched receive, and every connection that two hosts
-make. Each rank comes to its events in one order: that in which its host *posts* them, which for a prefetched receive is
-not where it stands in the list. Over all ranks this order must have no cycle.
-
-Without a cycle nothing stands still, whatever a rank waits for. Take the first event, in an order of all events that
-every rank keeps, that has not happened. On each of its ranks all that was posted before has happened. So its host comes
-to it: no wait for the whole device, for a connection or for a full queue holds it. And its kernel comes to the head of
-its stream, though the stream is shared and has fences. With a cycle, device-to-device ranks that wait for their whole
-device after every operation do stand still. So the rule is exact for "a device-wide wait anywhere".
-
-A handoff over the host network occupies no device, and posting a receive holds up nobody. Its event stands where the
-receive stands in the list, the latest place that a back end may post it: a send may then even wait for it.
-
-A reduce with ``early`` starts inside a backward, or inside its ``weight`` where that is split. It is an event inside:
-the backward's own collectives stand before it and after it.
-"""
+"""Rule 2: no deadlock, as a back end posts, connects, and starts kernels on streams and hardware queues."""
 
 from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import count
+from itertools import count, pairwise
+from typing import TypeAlias
 
-from arachnec.analysis.execution_model import ExecutionModel
+import networkx as nx
+
+from arachnec.analysis.communicators import Communicator, communicators, handoff_channel
+from arachnec.analysis.execution_model import HARDWARE_QUEUES, STREAMS, ExecutionModel
 from arachnec.analysis.receive_prefetch import Prefetched
 from arachnec.analysis.uses import Values, bucket_of, moved_by, overlapped_reduces, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Program
-from arachnec.verification.event_order import Event, Place, Step, find_cycle
 from arachnec.verification.handoffs import Handoff, match_handoffs
+
+# A position in a rank's list: the enclosing instruction's index, the event's number beside or inside it (receives are
+# posted before it, an all-reduce may start inside a backward), and the event's own instruction index.
+Place: TypeAlias = tuple[int, int, int]
+Step: TypeAlias = tuple[int, int, int]
+"""On a rank, one event before another: their numbers, then the rank."""
+
+
+@dataclass(frozen=True)
+class Event:
+    """A point of synchronisation: its place in the list of every rank that takes part."""
+
+    places: tuple[tuple[int, Place], ...]  # rank, place in its list
+
+    def at(self, rank: int) -> Place:
+        """Where the rank comes to it."""
+        return next(place for member, place in self.places if member == rank)
+
+
+def find_cycle(events: list[Event]) -> list[Step]:
+    """A short cycle of events that wait for each other, one step per rank in it; empty where there is none."""
+    edges = _edges(events)
+    stuck = _unreachable(len(events), edges)
+    if not stuck:
+        return []
+    graph: nx.DiGraph[int] = nx.DiGraph()
+    for before, after, rank in edges:
+        if before in stuck:  # and so is what waits for it
+            graph.add_edge(before, after, rank=rank)
+    start = nx.find_cycle(graph)[0][0]
+    paths = (
+        nx.shortest_path(graph, after, start) for after in graph.successors(start) if nx.has_path(graph, after, start)
+    )
+    cycle = [start, *min(paths, key=len)]
+    return _merged([(a, b, graph.edges[a, b]["rank"]) for a, b in pairwise(cycle)])
+
+
+def _edges(events: list[Event]) -> list[Step]:
+    """``(before, after, rank)`` for every two events that follow each other in a rank's list."""
+    lists: dict[int, list[tuple[Place, int]]] = defaultdict(list)
+    for number, event in enumerate(events):
+        for rank, place in event.places:
+            lists[rank].append((place, number))
+    return [(a, b, rank) for rank, items in lists.items() for (_, a), (_, b) in pairwise(sorted(items))]
+
+
+def _unreachable(count: int, edges: list[Step]) -> set[int]:
+    """The events that can never happen: what Kahn's algorithm leaves."""
+    after: list[list[int]] = [[] for _ in range(count)]
+    waiting = [0] * count
+    for a, b, _ in edges:
+        after[a].append(b)
+        waiting[b] += 1
+    ready = [number for number in range(count) if waiting[number] == 0]
+    for number in ready:
+        for b in after[number]:
+            waiting[b] -= 1
+            if waiting[b] == 0:
+                ready.append(b)
+    return set(range(count)) - set(ready)
+
+
+def _merged(steps: list[Step]) -> list[Step]:
+    """Consecutive steps of one rank as one step, also where the cycle closes."""
+    merged: list[Step] = []
+    for a, b, rank in steps:
+        if merged and merged[-1][2] == rank:
+            merged[-1] = (merged[-1][0], b, rank)
+        else:
+            merged.append((a, b, rank))
+    first, *others = merged
+    if others and others[-1][2] == first[2]:
+        return [(others[-1][0], first[1], first[2]), *others[:-1]]
+    return merged
 
 
 @dataclass(frozen=True)
@@ -206,3 +266,78 @@ def _deadlock(values: Values, events: list[Event], steps: list[Step]) -> Deadloc
     if prefetched:
         return PrefetchDeadlock(prefetched[0].span, ranks, cycle)
     return Deadlock(parts[0][1][0].span, ranks, cycle)
+
+
+@dataclass(frozen=True)
+class TooManyStreams(Diagnostic):
+    title = "rank {rank} needs {count} communicators, and there are {limit} streams for them"
+    label = "in this program"
+    help = "run its cascades on fewer different groups of ranks"
+    rank: int
+    count: int
+    limit: int
+
+
+@dataclass(frozen=True)
+class TooManyPending(Diagnostic):
+    title = "rank {rank} has {count} kernels waiting for other ranks in `{instruction}`"
+    label = "one more waits here"
+    help = (
+        "a device has {queues} hardware queues, and one must be left to compute: post fewer receives ahead, or hand "
+        "over on the host's network"
+    )
+    rank: int
+    count: int
+    instruction: str
+    queues: int
+
+
+def check_device_limits(
+    values: Values, model: ExecutionModel, posted: Mapping[int, Prefetched]
+) -> Iterator[Diagnostic]:
+    """At most ``STREAMS`` communicators, and one hardware queue free of kernels that spin, on every rank with a device.
+
+    CPUs have neither. ``posted`` is where each rank starts its receives; it is read only where they occupy the device.
+    """
+    cluster = values.module.cluster
+    if cluster is None or cluster.attrs.get("device") == "cpu":
+        return
+    for program in values.module.programs:
+        count = len(communicators(program, model))
+        if count > STREAMS:
+            yield TooManyStreams(program.span, program.rank, count, STREAMS)
+        receives = posted[program.rank] if model.handoffs == "device" else ((),) * len(program.instructions)
+        yield from _pending(values, model, program, receives)
+
+
+def _pending(values: Values, model: ExecutionModel, program: Program, posted: Prefetched) -> Iterator[TooManyPending]:
+    """Where too many communicators have a kernel that may wait for another rank."""
+    pending: dict[str, set[Communicator]] = {}  # the communicators, by the value or stage that is under way on them
+    for step, receives in zip(program.instructions, posted, strict=True):
+        begun = (*receives, step) if receives else (step,)
+        started = [(one.target, name) for one in begun for name in _starts(one, program.rank, model)]
+        for target, name in started:
+            pending.setdefault(target, set()).add(name)
+        busy = set().union(*pending.values()) if started else set()
+        if len(busy) >= HARDWARE_QUEUES:
+            yield TooManyPending(step.span, program.rank, len(busy), written(step), HARDWARE_QUEUES)
+            return
+        for target in _waits(values, step) if pending else ():
+            pending.pop(target, None)
+
+
+def _starts(step: Instruction, rank: int, model: ExecutionModel) -> Iterator[Communicator]:
+    """The communicator on which an instruction leaves a kernel behind that it does not wait for."""
+    if step.op in ("gather", "reduce") and len(step.peers) > 1:
+        yield "all-reduce", frozenset(step.peers)
+    elif model.handoffs == "device" and step.op in ("send", "receive"):
+        yield handoff_channel(step, rank)
+
+
+def _waits(values: Values, step: Instruction) -> tuple[str, ...]:
+    """The values and stages whose communication is over once the instruction has run."""
+    if step.op in ("step", "free"):
+        return (step.target,)
+    if step.op == "forward":  # it reads what was gathered of its stage
+        return (*values.reads(step), values.cascades[step.target].stage)
+    return () if step.op == "send" else values.reads(step)

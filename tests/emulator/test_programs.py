@@ -20,8 +20,7 @@ from arachnec.ir.parser import parse_module
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.verification.deadlock import Deadlock, GroupIncomplete, PrefetchDeadlock, StartsApart
-from arachnec.verification.device_limits import TooManyPending
+from arachnec.verification.deadlock import Deadlock, GroupIncomplete, PrefetchDeadlock, StartsApart, TooManyPending
 from arachnec.verification.handoffs import SwappedHandoff, UnmatchedReceive, UnmatchedSend
 from tests.emulator.machine import Machine, Standstill
 from tests.emulator.plans import PIPELINES, costed, plan

@@ -28,8 +28,7 @@ from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
 from arachnec.verification import memory_claims
-from arachnec.verification.device_limits import TooManyPending, TooManyStreams, check_device_limits
-from arachnec.verification.event_order import Event, find_cycle
+from arachnec.verification.deadlock import Event, TooManyPending, TooManyStreams, check_device_limits, find_cycle
 from arachnec.verification.host_memory import TOLERANCE_GIB, HostOutOfMemory, check_host_memory, host_peak
 from arachnec.verification.sparse import GroupsComputedTwice, GroupsNotComputed, check_heads
 from benchmarks.trust.random_programs import random_program

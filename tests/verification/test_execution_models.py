@@ -30,8 +30,7 @@ from arachnec.ir.nodes import Clip, Cluster, Instruction, Level, Module, Phase, 
 from arachnec.ir.values import Attributes
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import Check, find_problems
-from arachnec.verification.deadlock import Deadlock, PrefetchDeadlock
-from arachnec.verification.device_limits import TooManyPending, TooManyStreams
+from arachnec.verification.deadlock import Deadlock, PrefetchDeadlock, TooManyPending, TooManyStreams
 from tests.passes.plans import DIT, cluster, module_of, placed_modules, timed
 
 IN_PLACE = ExecutionModel("device", "in-place")
