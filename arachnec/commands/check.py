@@ -32,7 +32,7 @@ def command(program: Path, equivalence: bool) -> None:
     from arachnec.ir.diagnostic import counted
     from arachnec.ir.sampling import is_sampling, outcomes_of
     from arachnec.passes.check import checked
-    from arachnec.verification.memory_claims import only_claimed
+    from arachnec.verification.memory import only_claimed
 
     module = checked(read_program(program))
     if equivalence and is_sampling(module):

@@ -34,8 +34,7 @@ from arachnec.verification.handoffs import check_sources
 from arachnec.verification.host_memory import check_host_copies, check_host_memory
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.listed_layers import check_listed_layers
-from arachnec.verification.memory import check_memory
-from arachnec.verification.memory_claims import check_memory_claims, handed_sizes
+from arachnec.verification.memory import check_memory, check_memory_claims, handed_sizes
 from arachnec.verification.message_sizes import check_message_sizes
 from arachnec.verification.residency import check_residency
 from arachnec.verification.sampling import check_sampling

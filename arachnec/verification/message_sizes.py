@@ -19,7 +19,7 @@ from arachnec.ir.nodes import Instruction, Stage, integer
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
 from arachnec.ir.stage_sizes import element_bytes, gradient_bytes, gradient_element_bytes, layers_of
 from arachnec.verification.handoffs import by_pair
-from arachnec.verification.memory_claims import RELATIVE, ROUNDING_GIB, Handed
+from arachnec.verification.memory import RELATIVE, ROUNDING_GIB, Handed
 
 GIB = 2**30
 

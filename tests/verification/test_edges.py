@@ -27,7 +27,7 @@ from arachnec.ir.sparse_rules import GroupsOutside, head_rows_fit_the_degree
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
-from arachnec.verification import memory_claims
+from arachnec.verification import memory
 from arachnec.verification.deadlock import Event, TooManyPending, TooManyStreams, check_device_limits, find_cycle
 from arachnec.verification.host_memory import TOLERANCE_GIB, HostOutOfMemory, check_host_memory, host_peak
 from arachnec.verification.sparse import GroupsComputedTwice, GroupsNotComputed, check_heads
@@ -95,7 +95,7 @@ def test_a_claim_that_is_short_by_a_hundredth_is_refused_and_by_a_rounding_is_no
 def test_what_a_cascade_claims_is_held_to_its_stage_too() -> None:
     module = random_program(random.Random(5), most=3)
     for at, cascade in enumerate(module.cascades):
-        for share, kinds in ((0.99, {memory_claims.CascadeMemoryTooLow}), (1 - 1e-9, set()), (2.0, set())):
+        for share, kinds in ((0.99, {memory.CascadeMemoryTooLow}), (1 - 1e-9, set()), (2.0, set())):
             claim = Quantity(quantity(cascade.attrs["memory"]) * share, "GiB")
             others = (*module.cascades[:at], cascade.with_attrs(memory=claim), *module.cascades[at + 1 :])
             assert set(map(type, find_problems(replace(module, cascades=others)))) == kinds
@@ -109,29 +109,29 @@ def test_a_large_claim_may_be_short_by_a_millionth_and_by_what_printing_takes_an
     module = replace(module, stages=(saved,))
     right = CostModel(module).memory(forward, 1)
     assert right == 20.0
-    least = right * (1 - memory_claims.RELATIVE) - memory_claims.ROUNDING_GIB
+    least = right * (1 - memory.RELATIVE) - memory.ROUNDING_GIB
     for claimed, short in ((right, False), (least, False), (math.nextafter(least, 0.0), True)):
         claim = Quantity(claimed, "GiB")
         one = lower(replace(module, cascades=(forward.with_attrs(memory=claim),)))
-        assert [type(p) for p in told(one)] == [memory_claims.CascadeMemoryTooLow, memory_claims.MemoryTooLow] * short
+        assert [type(p) for p in told(one)] == [memory.CascadeMemoryTooLow, memory.MemoryTooLow] * short
         assert [type(p) for p in told(with_attribute(one, 0, 0, "memory", Quantity(right, "GiB")))] == [
-            memory_claims.CascadeMemoryTooLow
+            memory.CascadeMemoryTooLow
         ] * short
 
 
 def told(module: Module) -> list[object]:
     values, cost = Values(module), CostModel(module)
-    return list(memory_claims.check_memory_claims(values, cost, memory_claims.handed_sizes(values, cost)))
+    return list(memory.check_memory_claims(values, cost, memory.handed_sizes(values, cost)))
 
 
 def test_only_stages_that_run_and_have_no_formula_of_their_memory_are_believed() -> None:
     module = module_of(cluster(), equal_clips(), [timed("t", Phase.TRAIN, 0, 1000, (), (0.0, 30.0), (0,))])
     (dit,) = module.stages
     other = replace(dit, name="other")
-    assert memory_claims.only_claimed(replace(module, stages=(dit, other))) == ("dit",)
+    assert memory.only_claimed(replace(module, stages=(dit, other))) == ("dit",)
     for name in ("saved", "workspace"):
         known = replace(dit, attrs=dit.attrs.updated(**{name: linear(0.02, "GiB")}))
-        assert memory_claims.only_claimed(replace(module, stages=(known, other))) == ()
+        assert memory.only_claimed(replace(module, stages=(known, other))) == ()
 
 
 def test_a_host_may_be_full_to_what_is_usable() -> None:

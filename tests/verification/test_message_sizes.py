@@ -12,7 +12,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Instruction, Module, Phase, Program, integer
 from arachnec.lowering.programs import lower
 from arachnec.verification import message_sizes
-from arachnec.verification.memory_claims import RELATIVE, ROUNDING_GIB, handed_sizes
+from arachnec.verification.memory import RELATIVE, ROUNDING_GIB, handed_sizes
 from arachnec.verification.message_sizes import GIB, TooFewBytes, check_message_sizes
 from tests.passes.plans import DIT, cluster, equal_clips, module_of, timed
 from tests.verification.test_times import PROGRAMS, valid
