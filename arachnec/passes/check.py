@@ -30,12 +30,11 @@ from arachnec.verification.encoders import check_encoders
 from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
-from arachnec.verification.handoffs import check_sources
+from arachnec.verification.handoffs import check_message_sizes, check_sources
 from arachnec.verification.host_memory import check_host_copies, check_host_memory
 from arachnec.verification.inputs import check_inputs
 from arachnec.verification.listed_layers import check_listed_layers
 from arachnec.verification.memory import check_memory, check_memory_claims, handed_sizes
-from arachnec.verification.message_sizes import check_message_sizes
 from arachnec.verification.residency import check_residency
 from arachnec.verification.sampling import check_sampling
 from arachnec.verification.sparse import check_heads, check_learning, check_sparse_paths

@@ -11,9 +11,9 @@ from arachnec.analysis.uses import Values
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Instruction, Module, Phase, Program, integer
 from arachnec.lowering.programs import lower
-from arachnec.verification import message_sizes
+from arachnec.verification import handoffs
+from arachnec.verification.handoffs import GIB, TooFewBytes, check_message_sizes
 from arachnec.verification.memory import RELATIVE, ROUNDING_GIB, handed_sizes
-from arachnec.verification.message_sizes import GIB, TooFewBytes, check_message_sizes
 from tests.passes.plans import DIT, cluster, equal_clips, module_of, timed
 from tests.verification.test_times import PROGRAMS, valid
 
@@ -97,7 +97,7 @@ def test_a_share_of_a_layer_is_its_parameters_over_the_cell_and_two_bytes_less_a
     right = [4 * sum(parameters) // cell] * ("sharded" in dealt) + [4 * count // cell for count in parameters]
     for program in module.programs:
         assert [integer(step.attrs["bytes"]) for step in program.instructions if "bytes" in step.attrs] == right
-    monkeypatch.setattr(message_sizes, "RELATIVE", 0.0)
+    monkeypatch.setattr(handoffs, "RELATIVE", 0.0)
     assert not told(with_bytes(module, lambda size: size - 1))
     assert [problem.right for problem in told(with_bytes(module, lambda size: size - 2))] == right * 4
 
@@ -129,7 +129,7 @@ def test_the_second_message_of_a_kind_is_held_against_the_second_of_the_other_ra
         own[0] = replace(own[0], instructions=with_reduces(reduce, larger).instructions)
         values = Values(replace(module, programs=tuple(own)))
         problems = check_message_sizes(values, {})
-        return [(p.rank, p.size, p.expected) for p in problems if isinstance(p, message_sizes.UnequalBytes)]
+        return [(p.rank, p.size, p.expected) for p in problems if isinstance(p, handoffs.UnequalBytes)]
 
     small, large = integer(reduce.attrs["bytes"]), integer(larger.attrs["bytes"])
     assert unequal(with_reduces(reduce, larger)) == []
