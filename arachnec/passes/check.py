@@ -24,15 +24,13 @@ from arachnec.ir.long_computations import without_garbage_collector
 from arachnec.ir.nodes import Level, Module
 from arachnec.lowering.programs import no_cluster_error
 from arachnec.passes.infra.base import Pass
-from arachnec.verification.cascade_inputs import check_cascade_inputs
 from arachnec.verification.deadlock import check_deadlock, check_device_limits
 from arachnec.verification.encoders import check_encoders
-from arachnec.verification.forwards import check_forwards
 from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.handoffs import check_message_sizes, check_sources
 from arachnec.verification.host_memory import check_host_copies, check_host_memory
-from arachnec.verification.inputs import check_inputs
+from arachnec.verification.inputs import check_cascade_inputs, check_forwards, check_inputs
 from arachnec.verification.listed_layers import check_listed_layers
 from arachnec.verification.memory import check_memory, check_memory_claims, handed_sizes
 from arachnec.verification.residency import check_residency

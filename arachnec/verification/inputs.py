@@ -1,15 +1,19 @@
-"""Rule 3: no rank is in two cascades at once, and every input is on the rank before it is used."""
+"""Rules 2 and 3, of cascades: their ranks split them alike and have their inputs, which are those of their own clips."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from arachnec.analysis.stage_handoffs import STAGED
-from arachnec.analysis.uses import COMPUTE, Values, gib, written
-from arachnec.ir.diagnostic import Diagnostic
-from arachnec.ir.nodes import Instruction, Program, quantity
+from arachnec.analysis.uses import COMPUTE, Values, gib, rank_list, written
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
+from arachnec.ir.nodes import Cascade, Clip, Instruction, Phase, Program, quantity
+from arachnec.ir.printer import value_text
+from arachnec.ir.stage_sizes import is_encoder
+from arachnec.ir.values import Value
+from arachnec.kernels.attention.attention_backend import PREFERENCE
 
 TOLERANCE_MS = 1e-3  # of planned times that were printed, added and subtracted
 
@@ -129,3 +133,126 @@ def _needs(
     for source in values.saved_reads(instruction):
         if source not in saved:
             yield NothingSaved(instruction.span, rank, written(instruction), source)
+
+
+READERS = (Phase.TRAIN, Phase.FORWARD)
+
+
+@dataclass(frozen=True)
+class NotItsEncoding(Diagnostic):
+    title = "%{cascade} trains clips {clips}, and of @{encoder} it reads {read}"
+    label = "not the encodings of its clips"
+    help = "each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of its clips"
+    cascade: str
+    clips: str
+    encoder: str
+    read: str
+
+
+@dataclass(frozen=True)
+class NotItsClips(Diagnostic):
+    title = "%{cascade} is {said}, and its clip {clip} has {right}"
+    label = "clip {clip} has {right}"
+    help = "a cascade's clips are of one shape, and its tokens are theirs"
+    cascade: str
+    said: str
+    clip: int
+    right: str
+
+
+def check_cascade_inputs(values: Values) -> Iterator[Diagnostic]:
+    clips = {clip.id: clip for clip in values.module.clips}
+    encoders = [stage.name for stage in values.module.stages if is_encoder(stage)]
+    for cascade in values.module.cascades:
+        yield from _lengths(cascade, clips)
+        if cascade.phase in READERS and cascade.stage not in encoders:
+            for encoder in encoders:
+                yield from _encodings(values, cascade, encoder)
+
+
+def _lengths(cascade: Cascade, clips: dict[int, Clip]) -> Iterator[Diagnostic]:
+    for number in cascade.clips:
+        clip = clips.get(number)
+        if clip is not None and (clip.tokens, clip.text) != (cascade.tokens, cascade.text):
+            said, right = _length(cascade.tokens, cascade.text), _length(clip.tokens, clip.text)
+            yield NotItsClips(cascade.span, cascade.name, said, number, right)
+            return
+
+
+def _length(tokens: int, text: int) -> str:
+    return f"{counted(tokens, 'token')} and {text} of text"
+
+
+def _encodings(values: Values, cascade: Cascade, encoder: str) -> Iterator[Diagnostic]:
+    sources = (values.cascades.get(name) for name in cascade.inputs)
+    read = [source.clips for source in sources if source is not None and source.stage == encoder]
+    counts, own = Counter(clip for clips in read for clip in clips), set(cascade.clips)
+    if any(counts[clip] != 1 for clip in own) or any(own.isdisjoint(clips) for clips in read):
+        shown = ", ".join(f"clips {rank_list(clips)}" for clips in read) or "none"
+        yield NotItsEncoding(cascade.span, cascade.name, rank_list(cascade.clips), encoder, shown)
+
+
+SPLIT = ("ulysses", "ring", "shards", "side", "recompute")
+SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "unconditional")  # of a denoise
+
+
+@dataclass(frozen=True)
+class SplitUnlikeCascade(Diagnostic):
+    title = "rank {rank} runs `{instruction}` with {attribute} = {value}, and %{cascade} has {right}"
+    label = "{attribute} is {value}"
+    help = "all ranks of a cascade split it alike: {remedy}"
+    rank: int
+    instruction: str
+    attribute: str
+    value: str
+    cascade: str
+    right: str
+    remedy: str
+
+
+def several_kernels_error(span: Span | None, rank: int, instruction: str, value: str, right: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} runs `{instruction}` with attention {value}, and others with {right}",
+        label=f"{value} here",
+        help="all ranks of a cascade run its attention with one kernel family",
+    )
+
+
+def unknown_kernels_error(span: Span | None, rank: int, instruction: str, value: str, known: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} runs `{instruction}` with attention {value}, which no kernel family is called",
+        label=f"attention is {value}",
+        help=f"write one of {known}, or leave `attention` out",
+    )
+
+
+def check_forwards(values: Values) -> Iterator[Diagnostic]:
+    families: dict[str, Value | None] = {
+        cascade.name: cascade.attrs["attention"] for cascade in values.module.cascades if "attention" in cascade.attrs
+    }
+    for program in values.module.programs:
+        for step in program.instructions:
+            if step.op not in ("forward", "denoise"):
+                continue
+            cascade = values.cascades[step.target]
+            for name in SPLIT if step.op == "forward" else SAMPLED:
+                value, right = step.attrs.get(name), cascade.attrs.get(name)  # absent is a choice of its own
+                if value == right:
+                    continue
+                remedy = f"write `{name} = {_shown(right)}`" if right is not None else f"leave `{name}` out"
+                texts = _shown(value), cascade.name, _shown(right), remedy
+                yield SplitUnlikeCascade(step.span, program.rank, written(step), name, *texts)
+            family = step.attrs.get("attention")
+            if family is not None and family not in PREFERENCE:
+                span = step.attrs.span("attention") or step.span
+                yield unknown_kernels_error(span, program.rank, written(step), _shown(family), ", ".join(PREFERENCE))
+            if families.setdefault(cascade.name, family) != family:
+                yield several_kernels_error(
+                    step.span, program.rank, written(step), _shown(family), _shown(families[cascade.name])
+                )
+
+
+def _shown(value: Value | None) -> str:
+    return "none" if value is None else value_text(value)

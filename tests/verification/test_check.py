@@ -17,12 +17,12 @@ from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Quantity, Value
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import Check, find_problems
-from arachnec.verification import cascade_inputs as cascade_inputs
 from arachnec.verification import deadlock as deadlock
-from arachnec.verification import forwards as forwards
 from arachnec.verification import gradient as gradient
 from arachnec.verification import gradient_sync as sync
 from arachnec.verification import handoffs as handoffs
+from arachnec.verification import inputs as cascade_inputs
+from arachnec.verification import inputs as forwards
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
 from arachnec.verification import memory as memory_claims

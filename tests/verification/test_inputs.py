@@ -13,8 +13,15 @@ from arachnec.analysis.uses import Values, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, Span, Stage
 from arachnec.ir.values import Attributes
-from arachnec.verification.cascade_inputs import NotItsEncoding, check_cascade_inputs
-from arachnec.verification.inputs import AlreadyThere, MissingInput, NothingSaved, UsedAfterFree, check_inputs
+from arachnec.verification.inputs import (
+    AlreadyThere,
+    MissingInput,
+    NothingSaved,
+    NotItsEncoding,
+    UsedAfterFree,
+    check_cascade_inputs,
+    check_inputs,
+)
 from arachnec.verification.listed_layers import NoneHeld, UnknownLayer, check_listed_layers
 
 STAGES = (Stage("vae", False), Stage("dit", True))
