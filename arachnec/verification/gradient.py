@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Span
-from arachnec.verification.gradient_norm import check_gradient_norm
-from arachnec.verification.gradient_sync import check_gradient_sync
+from arachnec.verification.gradient_sync import check_gradient_norm, check_gradient_sync
 
 OPS = {
     Phase.TRAIN: ("forward", "backward"),

@@ -11,7 +11,7 @@ import pytest
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Instruction, Module, Span
 from arachnec.ir.parser import parse_file
-from arachnec.verification.gradient_norm import NormNotSummed, TiedNotReduced, check_gradient_norm
+from arachnec.verification.gradient_sync import NormNotSummed, TiedNotReduced, check_gradient_norm
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "check" / "tied_stages_valid.cascade"
 WHOLE = GOLDEN.with_name("valid.cascade")  # every rank has all gradients of its one stage
