@@ -11,7 +11,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from arachnec.ir.length_classes import LENGTH_CLASSES, Heads
+from arachnec.ir.head_density import LENGTH_CLASSES, Heads
 
 CLASSES = "predictor/history/classes/"  # before a layer's name; earlier versions kept none
 VALUES = 3  # of a head

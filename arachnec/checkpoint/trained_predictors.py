@@ -19,7 +19,7 @@ from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs, write_
 from arachnec.checkpoint.folder import committed, is_intact, read_commit
 from arachnec.checkpoint.parts import Part
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.length_classes import ByLength, Heads
+from arachnec.ir.head_density import ByLength, Heads
 
 FILE = "sparse_attention.safetensors"  # as an export names it
 LAYER, QUERY, KEY = "predictor/layer/", "predictor/query/", "predictor/key/"

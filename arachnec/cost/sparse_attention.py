@@ -13,15 +13,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 
 from arachnec.ir.head_density import (
+    HeadPart,
     LayerDensity,
     group_count,
     latest_densities,
     layer_densities,
+    length_class,
     measured_densities,
+    parts_by_layer,
     sparse_layers,
 )
-from arachnec.ir.head_division import HeadPart, parts_by_layer
-from arachnec.ir.length_classes import length_class
 from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import formula_in, squared
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first

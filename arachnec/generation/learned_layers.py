@@ -12,8 +12,7 @@ from dataclasses import replace
 from arachnec.checkpoint.trained_predictors import TrainedPredictors
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities, sparse_layers
-from arachnec.ir.head_division import parts_by_layer
+from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities, parts_by_layer, sparse_layers
 from arachnec.ir.nodes import Cascade, Graph, Stage, integer
 from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.kernels.sparse.predictor import MASS, Projections

@@ -3,13 +3,34 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
-from arachnec.ir.length_classes import ByLength, Heads
 from arachnec.ir.nodes import Cascade, Module, Stage, integer, integers
 from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.ir.values import Value
+
+LENGTH_CLASSES = tuple(1 << power for power in range(21))
+
+Heads: TypeAlias = tuple[float, ...]
+
+
+def length_class(tokens: int) -> int:
+    """Of a clip of so many tokens."""
+    return min(1 << (max(1, tokens).bit_length() - 1), LENGTH_CLASSES[-1])
+
+
+@dataclass(frozen=True)
+class ByLength:
+    """A value for each head: over clips of all lengths, and of the classes that have their own, ascending."""
+
+    heads: Heads
+    classes: tuple[tuple[int, Heads], ...] = ()
+
+    def at(self, tokens: int) -> Heads:
+        """For clips of so many tokens: those of all lengths where their class has none of its own."""
+        return dict(self.classes).get(length_class(tokens), self.heads)
 
 
 @dataclass(frozen=True)
@@ -149,3 +170,50 @@ def _row(layers: Value, share: Value, heads: Value, length: Value | None = None)
 def _number(value: Value) -> float:
     assert isinstance(value, int | float)
     return float(value)
+
+
+CUT = -1
+
+
+@dataclass(frozen=True, order=True)
+class HeadPart:
+    """Query groups ``start`` to ``stop`` - 1 of a head, at a place among the ranks of a clip."""
+
+    head: int
+    place: int
+    start: int
+    stop: int
+
+
+def parts_by_layer(cascade: Cascade) -> Mapping[int, tuple[HeadPart, ...]]:
+    """The parts of every sparse layer, by head; empty for a cascade whose heads are not divided."""
+    rows = cascade.attrs.get("heads", ())
+    assert isinstance(rows, tuple)
+    groups = integer(cascade.attrs.get("groups", 0))
+    table: dict[int, tuple[HeadPart, ...]] = {}
+    for row in rows:
+        assert isinstance(row, tuple)
+        layers, places, cut = map(integers, row)
+        whole = [HeadPart(head, place, 0, groups) for head, place in enumerate(places) if place != CUT]
+        pieces = [HeadPart(*cut[at : at + 4]) for at in range(0, len(cut) - 3, 4)]
+        table |= dict.fromkeys(layers, tuple(sorted([*whole, *pieces])))
+    return table
+
+
+def head_rows(layers: Mapping[int, Sequence[HeadPart]], heads: int, groups: int) -> tuple[Value, ...]:
+    """The attribute: layers that are divided alike in one row, by their first."""
+    alike: dict[tuple[HeadPart, ...], list[int]] = {}
+    for layer, parts in sorted(layers.items()):
+        alike.setdefault(tuple(sorted(parts)), []).append(layer)
+    return tuple((tuple(numbers), *_places_and_parts(parts, heads, groups)) for parts, numbers in alike.items())
+
+
+def _places_and_parts(parts: Sequence[HeadPart], heads: int, groups: int) -> tuple[Value, Value]:
+    places = [CUT] * heads
+    cut: list[int] = []
+    for part in parts:
+        if (part.start, part.stop) == (0, groups):
+            places[part.head] = part.place
+        else:
+            cut += [part.head, part.place, part.start, part.stop]
+    return tuple(places), tuple(cut)

@@ -11,15 +11,15 @@ from dataclasses import dataclass, replace
 
 from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
 from arachnec.ir.head_density import (
+    LENGTH_CLASSES,
     DensityRow,
     LayerDensity,
     density_table,
     layer_densities,
+    parts_by_layer,
     sparse_layers,
     total_share,
 )
-from arachnec.ir.head_division import parts_by_layer
-from arachnec.ir.length_classes import LENGTH_CLASSES
 from arachnec.ir.names import ModuleIndex, label
 from arachnec.ir.nodes import Cascade, Level, Stage, integer, integers
 from arachnec.ir.printer import number, symbol

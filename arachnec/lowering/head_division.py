@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from arachnec.cost.sparse_attention import divided
-from arachnec.ir.head_density import latest_densities, sparse_layers
-from arachnec.ir.head_division import HeadPart, head_rows
-from arachnec.ir.length_classes import length_class
+from arachnec.ir.head_density import HeadPart, head_rows, latest_densities, length_class, sparse_layers
 from arachnec.ir.nodes import Cascade, Module, Stage
 from arachnec.ir.values import Value
 from arachnec.sparsity.clip_cubes import clip_cubes

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from arachnec.checkpoint.class_states import CLASSES, ClassState, classes_of
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.length_classes import Heads
+from arachnec.ir.head_density import Heads
 from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
 
 

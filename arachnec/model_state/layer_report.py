@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from arachnec.checkpoint.class_states import ClassState
-from arachnec.ir.head_density import LayerDensity
-from arachnec.ir.length_classes import Heads
+from arachnec.ir.head_density import Heads, LayerDensity
 from arachnec.model_state.layer_summary import ClassSummary, LayerSummary
 from arachnec.model_state.sparsity_history import SparsityHistory
 from arachnec.planning.sparse_summary import Forecast

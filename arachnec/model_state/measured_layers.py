@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from arachnec.checkpoint.class_states import ClassState
-from arachnec.ir.length_classes import LENGTH_CLASSES, length_class
+from arachnec.ir.head_density import LENGTH_CLASSES, length_class
 from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.predictor import moved
 from arachnec.spmd.sparse_layers import LayerState, Measured

@@ -26,9 +26,18 @@ from arachnec.checkpoint.parts import Part, part_of
 from arachnec.cost.sparse_attention import faster_sparse
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Mistake, UserError, user_error
-from arachnec.ir.head_density import LayerDensity, latest_densities, layer_densities, sparse_layers, sparse_stages
-from arachnec.ir.head_division import HeadPart, parts_by_layer
-from arachnec.ir.length_classes import ByLength, Heads, length_class
+from arachnec.ir.head_density import (
+    ByLength,
+    HeadPart,
+    Heads,
+    LayerDensity,
+    latest_densities,
+    layer_densities,
+    length_class,
+    parts_by_layer,
+    sparse_layers,
+    sparse_stages,
+)
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integer
 from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.kernels.sparse.cube_sides import Grid, cube_counts

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from arachnec.checkpoint.class_states import UNMEASURED
-from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
+from arachnec.ir.head_density import LENGTH_CLASSES, ByLength
 
 HISTORY = "predictor/history/"  # of a checkpoint's tensors, those that an earlier version did not keep
 STEPS_KEPT = 128  # steps whose sparsities are kept

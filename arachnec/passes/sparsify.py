@@ -11,8 +11,7 @@ from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.head_density import learned_densities
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength, learned_densities
 from arachnec.ir.limits import LARGEST, SMALLEST
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.ir.sampling import models_of

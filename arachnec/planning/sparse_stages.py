@@ -10,8 +10,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from arachnec.ir.head_density import LayerDensity, density_rows
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength, LayerDensity, density_rows
 from arachnec.ir.nodes import Graph, GraphOp, Stage, TensorType, formula, integers
 from arachnec.ir.stage_sizes import count_in, formula_in, gib, layers_of, squared
 from arachnec.ir.state_placement import PREDICTOR_BYTES

@@ -7,8 +7,15 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from arachnec.cost.sparse_attention import ATTENDS, divided, given_divisions, head_weights
-from arachnec.ir.head_density import LayerDensity, latest_densities, measured_densities, sparse_layers, sparse_stages
-from arachnec.ir.length_classes import ByLength, length_class
+from arachnec.ir.head_density import (
+    ByLength,
+    LayerDensity,
+    latest_densities,
+    length_class,
+    measured_densities,
+    sparse_layers,
+    sparse_stages,
+)
 from arachnec.ir.nodes import Cascade, Module, Stage, integer
 from arachnec.ir.stage_sizes import layers_of
 from arachnec.sparsity.head_shares import imbalance

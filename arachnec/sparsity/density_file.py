@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from arachnec.ir.diagnostic import UserError, user_error
-from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
+from arachnec.ir.head_density import LENGTH_CLASSES, ByLength
 from arachnec.ir.limits import LARGEST_DATA
 
 EXAMPLE = '{"model": "CLASS", "layers": [{"layer": 0, "heads": [0.05, 0.31]}]}'

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from arachnec.ir.head_division import HeadPart
+from arachnec.ir.head_density import HeadPart
 
 
 def heads_by_number(heads: int, ranks: int) -> int:

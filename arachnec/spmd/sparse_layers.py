@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from arachnec.ir.head_division import HeadPart
+from arachnec.ir.head_density import HeadPart
 from arachnec.kernels.attention.divided_heads import Division, HeadShare
 from arachnec.kernels.attention.host_tables import on_device
 from arachnec.kernels.sparse.critical_keys import critical_keys

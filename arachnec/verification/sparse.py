@@ -9,8 +9,7 @@ from itertools import groupby
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.cost.sparse_attention import ATTENDS, faster_sparse
 from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
-from arachnec.ir.head_density import predictor_bytes, sparse_layers, sparse_stages
-from arachnec.ir.head_division import HeadPart, parts_by_layer
+from arachnec.ir.head_density import HeadPart, parts_by_layer, predictor_bytes, sparse_layers, sparse_stages
 from arachnec.ir.names import label
 from arachnec.ir.nodes import Cascade, Program, integer
 from arachnec.sparsity.clip_cubes import clip_cubes

@@ -32,7 +32,7 @@ from cubes import KEYS, RANK, SHARPNESS, SMOOTH, smooth
 from heads import drawn
 from torch import Tensor
 
-from arachnec.ir.length_classes import LENGTH_CLASSES, length_class
+from arachnec.ir.head_density import LENGTH_CLASSES, length_class
 from arachnec.kernels.sparse.predictor import block_mass, kept_blocks, needed_blocks, true_scores
 from arachnec.kernels.sparse.token_cubes import TokenCubes, token_cubes
 

@@ -15,7 +15,7 @@ from arachnec.checkpoint.folder import Position, file_of, step_folder, write_com
 from arachnec.checkpoint.parts import Part
 from arachnec.checkpoint.trained_predictors import FILE, TrainedLayer, trained_predictors, write_predictors
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
+from arachnec.ir.head_density import LENGTH_CLASSES, ByLength
 
 NAME = "predictor/layer/blocks.0.0"
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.list_memory import lists_gib
-from arachnec.ir.head_division import HeadPart, parts_by_layer
+from arachnec.ir.head_density import HeadPart, parts_by_layer
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
 from arachnec.ir.values import Value
 from arachnec.kernels.sparse.predictor import kept_blocks

@@ -19,8 +19,7 @@ from arachnec.cost.sparse_attention import (
     with_sparse_layers,
 )
 from arachnec.cost.strategy import Attention
-from arachnec.ir.head_density import layer_densities
-from arachnec.ir.head_division import parts_by_layer
+from arachnec.ir.head_density import layer_densities, parts_by_layer
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.head_division import with_heads

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.codegen.planned_fusion import fuse_as_planned
-from arachnec.ir.head_division import HeadPart
+from arachnec.ir.head_density import HeadPart
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.kernels.attention.subgroups import subgroups

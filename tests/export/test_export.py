@@ -27,7 +27,7 @@ from arachnec.executable.folder import MODEL
 from arachnec.executable.training_options import Training
 from arachnec.export.folder import Exported, export
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength
 from arachnec.models.batch import make_batch, prediction_of
 from arachnec.models.file import load_model_file
 from arachnec.models.initial_weights import model_folder

@@ -16,7 +16,7 @@ from arachnec.data.switch import ONE_MODEL
 from arachnec.generation.plan import planned, traced
 from arachnec.generation.rank_models import RankModels
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.length_classes import length_class
+from arachnec.ir.head_density import length_class
 from arachnec.ir.nodes import Module
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline

@@ -7,8 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities
-from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength, length_class
+from arachnec.ir.head_density import LENGTH_CLASSES, ByLength, LayerDensity, density_rows, layer_densities, length_class
 from arachnec.ir.nodes import Level, Module, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module

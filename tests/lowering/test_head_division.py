@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from arachnec.ir.head_division import CUT, parts_by_layer
+from arachnec.ir.head_density import CUT, parts_by_layer
 from arachnec.ir.nodes import Clip, Module, Phase, Stage
 from arachnec.ir.values import Value
 from arachnec.lowering.head_division import with_heads

@@ -10,8 +10,7 @@ import pytest
 from arachnec.backends.simulator import simulate
 from arachnec.backends.torch_distributed.plans.kept_plan import better_plan, have_moved, with_densities
 from arachnec.ir.diagnostic import render
-from arachnec.ir.head_density import latest_densities, sparse_layers
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength, latest_densities, sparse_layers
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module

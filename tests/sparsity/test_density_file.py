@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.head_density import layer_densities
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength, layer_densities
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.stage_sizes import count_in

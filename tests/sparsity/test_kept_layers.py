@@ -7,7 +7,7 @@ import torch
 
 from arachnec.checkpoint.class_states import CLASSES, VALUES, ClassState, class_tensor
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
+from arachnec.ir.head_density import LENGTH_CLASSES, ByLength
 from arachnec.model_state.kept_layers import KeptLayer, kept_history, kept_layers
 from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
 

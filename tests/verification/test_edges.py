@@ -19,7 +19,7 @@ from arachnec.analysis.execution_model import HARDWARE_QUEUES, HOST_HANDOFFS, ST
 from arachnec.analysis.uses import Values
 from arachnec.cluster.host_memory import usable_host_memory
 from arachnec.cost.model import CostModel
-from arachnec.ir.head_division import CUT, parts_by_layer
+from arachnec.ir.head_density import CUT, parts_by_layer
 from arachnec.ir.names import index_of
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Span, integer, quantity
 from arachnec.ir.parser import parse_module

@@ -25,7 +25,7 @@ from arachnec.cluster.topology import with_measured, with_slowdowns
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import UserError, render, user_error
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength
 from arachnec.ir.nodes import Clip, Cluster, Module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from arachnec.backends.simulator import simulate
-from arachnec.ir.head_density import LayerDensity, density_rows, layer_densities, sparse_stages
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength, LayerDensity, density_rows, layer_densities, sparse_stages
 from arachnec.ir.nodes import Module, Stage
 from arachnec.passes.recost import Recost
 

@@ -28,7 +28,7 @@ from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, S
 from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.program_input import demand_own_input
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module

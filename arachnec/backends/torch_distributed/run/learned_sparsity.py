@@ -17,8 +17,7 @@ from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.checkpoint.trained_predictors import LAYER
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import counted
-from arachnec.ir.head_density import sparse_stages
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength, sparse_stages
 from arachnec.ir.nodes import Module
 from arachnec.model_state.key_list_files import ListFiles
 from arachnec.model_state.sparse_predictors import SparsePredictors

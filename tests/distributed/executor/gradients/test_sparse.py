@@ -26,8 +26,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
-from arachnec.ir.head_density import LayerDensity, density_rows
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength, LayerDensity, density_rows
 from arachnec.ir.nodes import Module
 from arachnec.ir.values import Formula, Quantity, Term, Value
 from arachnec.kernels.sparse.predictor import Projections

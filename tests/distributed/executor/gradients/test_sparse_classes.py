@@ -16,7 +16,7 @@ from arachnec.checkpoint.class_states import CLASSES, VALUES, ClassState
 from arachnec.checkpoint.files import RUNS, write_file
 from arachnec.checkpoint.folder import committed, read_commit, write_commit
 from arachnec.checkpoint.parts import Part
-from arachnec.ir.length_classes import LENGTH_CLASSES, ByLength
+from arachnec.ir.head_density import LENGTH_CLASSES, ByLength
 from arachnec.kernels.sparse.predictor import kept_blocks
 from arachnec.model_state.key_list_files import read_lists
 from arachnec.model_state.sparse_predictors import SparsePredictors

@@ -17,8 +17,7 @@ from arachnec.backends.torch_distributed.plans.kept_plan import with_densities
 from arachnec.driver import plan_iteration, plan_model
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.head_density import LayerDensity, density_rows, measured_densities, sparse_stages
-from arachnec.ir.length_classes import ByLength
+from arachnec.ir.head_density import ByLength, LayerDensity, density_rows, measured_densities, sparse_stages
 from arachnec.ir.nodes import Module
 from arachnec.kernels.sparse.predictor import Projections
 from arachnec.model_state import sparse_predictors
