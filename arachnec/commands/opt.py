@@ -9,11 +9,10 @@ from pathlib import Path
 import click
 
 from arachnec.commands.pass_options import PassOptions, pass_options
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.diagnostic import UserError, text_too_large_error, user_error
 from arachnec.ir.limits import LARGEST_MODULE
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.ir.syntax_errors import text_too_large_error
 from arachnec.passes.infra.instruments import pipeline_of
 
 

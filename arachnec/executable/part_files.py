@@ -8,9 +8,8 @@ from typing import TypeVar
 
 import msgspec
 
-from arachnec.ir.diagnostic import UserError, user_error, writing
+from arachnec.ir.diagnostic import UserError, text_too_large_error, user_error, writing
 from arachnec.ir.limits import LARGEST_PART, LARGEST_PROGRAM
-from arachnec.ir.syntax_errors import text_too_large_error
 
 MODULE = ".cascade"
 Read = TypeVar("Read")

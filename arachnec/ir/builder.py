@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 
 from lark import Token, Transformer
 
-from arachnec.ir import syntax_errors
+from arachnec.ir import diagnostic
 from arachnec.ir.diagnostic import Span, user_error
 from arachnec.ir.limits import LONGEST_INTEGER, LONGEST_RANGE
 from arachnec.ir.nodes import (
@@ -64,20 +64,20 @@ def string_of(token: Token, text: str) -> str:
 def number_of(token: Token, text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise syntax_errors.bad_number_error(span_of(token), written=text)
+        raise diagnostic.bad_number_error(span_of(token), written=text)
     return value
 
 
 def integer_of(token: Token) -> int:
     if len(token) > LONGEST_INTEGER:
-        raise syntax_errors.bad_number_error(span_of(token), written=f"{token[:12]}...")
+        raise diagnostic.bad_number_error(span_of(token), written=f"{token[:12]}...")
     return int(token)
 
 
 def range_of(token: Token, text: str) -> range:
     first, _, last = text.partition("..")
     if max(len(first), len(last)) > LONGEST_INTEGER:
-        raise syntax_errors.bad_number_error(span_of(token), written=f"{text[:12]}...")
+        raise diagnostic.bad_number_error(span_of(token), written=f"{text[:12]}...")
     low, high = int(first), int(last or first)
     if high < low or high - low >= LONGEST_RANGE:
         raise user_error(
@@ -106,7 +106,7 @@ def _dimension(token: Token, text: str) -> int | str:
 def whole_number(token: Token, text: str) -> int:
     """A number that stands inside a token."""
     if len(text) > LONGEST_INTEGER:
-        raise syntax_errors.bad_number_error(span_of(token), written=f"{text[:12]}...")
+        raise diagnostic.bad_number_error(span_of(token), written=f"{text[:12]}...")
     return int(text)
 
 
@@ -219,7 +219,7 @@ class ModuleBuilder(Transformer[Token, Module]):
         for key, value in filter(None, parts):
             name = string_of(key, key) if key.type == "STRING" else str(key)
             if name in seen:
-                raise syntax_errors.twice_given_error(span_of(key), what=f"attribute `{name}`")
+                raise diagnostic.twice_given_error(span_of(key), what=f"attribute `{name}`")
             seen.add(name)
             pairs.append((name, value))
             spans.append(span_of(key))
@@ -249,7 +249,7 @@ class ModuleBuilder(Transformer[Token, Module]):
             else:
                 value = self._plain_value(pair, line, first)
             if name in names:
-                raise syntax_errors.twice_given_error(span, what=f"attribute `{name}`")
+                raise diagnostic.twice_given_error(span, what=f"attribute `{name}`")
             names.add(name)
             pairs.append((name, value))
             spans.append(span)
@@ -350,7 +350,7 @@ class ModuleBuilder(Transformer[Token, Module]):
         for item in items:
             kinds[type(item)].append(item)
         if len(kinds[Cluster]) > 1:
-            raise syntax_errors.twice_given_error(kinds[Cluster][1].span, what="the cluster")
+            raise diagnostic.twice_given_error(kinds[Cluster][1].span, what="the cluster")
         return Module(
             name=name_of(name),
             level=_level(attrs, name),

@@ -17,7 +17,7 @@ from typing import Any, cast
 from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
-from arachnec.ir import syntax_errors
+from arachnec.ir import diagnostic
 from arachnec.ir.builder import PARSED, ModuleBuilder
 from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, close_to
 from arachnec.ir.long_computations import without_garbage_collector
@@ -95,7 +95,7 @@ def _accepted(state: Any) -> set[str]:
 def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Diagnostic:
     """What stands there, what was expected, and the closest expected word."""
     if not re.sub(r"//[^\n]*", "", text).strip():
-        return syntax_errors.NoModule(None, file=file)
+        return diagnostic.NoModule(None, file=file)
     words = _expected(_accepted(error.state), grammar)
     if isinstance(error, UnexpectedToken) and error.token.type == "$END":
         rows = text.rstrip().split("\n")
@@ -135,7 +135,7 @@ def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Dia
             help=f"did you mean `{close[0]}`?",
         )
     if words == ["`module`"]:
-        return syntax_errors.NotAModule(span, found=shown)
+        return diagnostic.NotAModule(span, found=shown)
     return Mistake(
         span,
         f"expected {_joined(words)}, found {shown}",
