@@ -7,8 +7,8 @@ import av
 import numpy
 import pytest
 
+from arachnec.data.shown_picture import BT2020, DISPLAY_P3, HLG, PQ, WideColours
 from arachnec.data.video import read_frames
-from arachnec.data.wide_colours import BT2020, DISPLAY_P3, HLG, PQ, WideColours
 
 NITS = numpy.array([0.0, 1.0, 10.0, 50.0, 90.0, 203.0, 500.0, 1000.0, 4000.0])
 
