@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from arachnec.data.columns import CLIP_KEYS, Columns
-from arachnec.data.row_values import texts
+from arachnec.data.manifest import texts
 from arachnec.data.rows import read_rows
 from arachnec.data.video import read_header
 from arachnec.ir.diagnostic import UserError, user_error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from arachnec.data.clip import VideoClip, caption_tokens
 from arachnec.data.columns import NAMES, RowKeys
-from arachnec.data.row_values import (
+from arachnec.data.manifest import (
     bad_value,
     identifier,
     integer,
