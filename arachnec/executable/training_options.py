@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from arachnec.data.clip import UNIFORM, Timesteps
 from arachnec.data.columns import Columns
-from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.limits import MOST_BATCHES, MOST_IN_BATCH
 from arachnec.ir.nodes import Span

@@ -12,9 +12,8 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 from typing_extensions import TypeIs
 
-from arachnec.data.clip import VideoClip
+from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
 from arachnec.data.encoded_file import read_encoded
-from arachnec.data.timesteps import UNIFORM, Timesteps
 from arachnec.ir.diagnostic import Span, UserError, user_error
 from arachnec.models.argument_trees import flatten
 from arachnec.models.clip_errors import naming

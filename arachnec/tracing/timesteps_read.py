@@ -8,8 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from arachnec.data.clip import VideoClip
-from arachnec.data.timesteps import UNIFORM, Timesteps
+from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
 from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Span
 from arachnec.tracing.sample import ModelSource, arguments_of

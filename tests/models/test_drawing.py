@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from arachnec.backends.cascade_step import in_step
-from arachnec.data.clip import VideoClip
-from arachnec.data.timesteps import Timesteps
+from arachnec.data.clip import Timesteps, VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.diffusers import common

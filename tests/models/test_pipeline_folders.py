@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from arachnec.data.clip import VideoClip
-from arachnec.data.timesteps import Timesteps
+from arachnec.data.clip import Timesteps, VideoClip
 from arachnec.executable.training_options import Training, verified
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.diffusers.common import draw_time

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from arachnec.data.clip import VideoClip
-from arachnec.data.timesteps import UNIFORM, Timesteps
+from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
 from arachnec.models.diffusers.tokenizations import folder_tokenization

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from typing_extensions import TypeIs
 
-from arachnec.data.clip import VideoClip
-from arachnec.data.timesteps import UNIFORM, Timesteps
+from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.initial_weights import INDEX, model_folder, pipeline_folder, read_config, read_json_object
 
