@@ -120,7 +120,7 @@ def parse_cluster(text_or_path: str | Path, *, name: str = "cluster") -> Cluster
     if len(groups) == len(shorts):
         return _of_short_forms(groups, name)
     if str(text_or_path) == AUTO:
-        from arachnec.cluster.this_machine import detected
+        from arachnec.cluster.detect import detected
 
         return _of_toml(detected(), AUTO, name)
     path = Path(text_or_path)

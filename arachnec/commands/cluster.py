@@ -25,7 +25,7 @@ def command() -> None:
 @click.option("-o", "--output", type=click.Path(path_type=Path), help="Write the cluster file there.")
 def detect(files: tuple[Path, ...], output: Path | None) -> None:
     """Write a cluster file for one node: its devices, how they are joined, its NICs, and what is not known."""
-    from arachnec.cluster.this_machine import detected
+    from arachnec.cluster.detect import detected
 
     text = _saved(files) if files else detected(tell=lambda note: click.echo(note, err=True))
     if output is None:
@@ -36,8 +36,7 @@ def detect(files: tuple[Path, ...], output: Path | None) -> None:
 
 
 def _saved(files: tuple[Path, ...]) -> str:
-    from arachnec.cluster.detect import cluster_file
-    from arachnec.cluster.nvidia_tools import Device, is_device_list, parse_devices, parse_matrix
+    from arachnec.cluster.detect import Device, cluster_file, is_device_list, parse_devices, parse_matrix
 
     matrix, devices = None, tuple[Device, ...]()
     for file in files:

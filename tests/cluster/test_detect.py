@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from arachnec.cli import run
+from arachnec.cluster.detect import detected as this_machine
+from arachnec.cluster.detect import parse_matrix, shown_devices
 from arachnec.cluster.device_specs import DEVICE_SPECS, find_device_specs
 from arachnec.cluster.file import parse_cluster
-from arachnec.cluster.nvidia_tools import parse_matrix
-from arachnec.cluster.this_machine import detected as this_machine
-from arachnec.cluster.this_machine import shown_devices
 from arachnec.ir.nodes import Cluster, quantity
 
 MACHINES = Path(__file__).parent / "machines"
