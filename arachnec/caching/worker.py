@@ -39,7 +39,7 @@ def command(options: CacheOptions, cluster: str) -> None:
         from arachnec.caching.manifest import Encoding
         from arachnec.caching.rank import encode_batches
         from arachnec.cluster.file import parse_cluster
-        from arachnec.cluster.resize import cluster_for
+        from arachnec.cluster.topology import cluster_for
         from arachnec.data.manifest import read_manifest
         from arachnec.executable.folder import read_executable
         from arachnec.models.caption_tokens import CaptionCounter

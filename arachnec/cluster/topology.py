@@ -19,6 +19,7 @@ from typing import TypeAlias
 import networkx as nx
 
 from arachnec.cluster.device_specs import find_device_specs
+from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.nodes import Cluster, integer, quantity
 from arachnec.ir.values import Quantity, Value
 
@@ -392,3 +393,27 @@ def _device_speed(cluster: Cluster, source: int, target: int) -> float:
     if rack_of(cluster, source) != rack_of(cluster, target):
         speed = min(speed, uplink_of(cluster))
     return speed
+
+
+def cluster_for(cluster: Cluster, world: int) -> Cluster:
+    """The same machines with ``world`` ranks. Raises ``UserError`` where they cannot be divided so."""
+    if world == cluster.world:
+        return cluster
+    if world <= cluster.gpus:
+        changed = cluster.attrs.updated(nodes=1, gpus=world, nics=_first(cluster, world), mixed=mix_of(cluster, 1))
+        return replace(cluster, attrs=changed)
+    if world % cluster.gpus:
+        raise user_error(
+            f"the plan is for {counted(cluster.world, 'rank')} and cannot be made again for {world}",
+            help=(
+                f"give at most {counted(cluster.gpus, 'rank')}, or a multiple of {cluster.gpus}, or compile for "
+                "another cluster"
+            ),
+        )
+    nodes = world // cluster.gpus
+    return replace(cluster, attrs=cluster.attrs.updated(nodes=nodes, mixed=mix_of(cluster, nodes)))
+
+
+def _first(cluster: Cluster, count: int) -> str | None:
+    nics = cluster.attrs.get("nics")
+    return nics[:count] if isinstance(nics, str) else None

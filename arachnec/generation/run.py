@@ -14,7 +14,7 @@ from typing import Any, Literal
 import msgspec
 
 from arachnec.cluster.file import parse_cluster
-from arachnec.cluster.resize import cluster_for
+from arachnec.cluster.topology import cluster_for
 from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import parse_switch
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, PROGRAM

@@ -8,8 +8,7 @@ import pytest
 from arachnec.backends.simulator import simulate
 from arachnec.cluster.device_specs import DEVICE_SPECS
 from arachnec.cluster.file import parse_cluster
-from arachnec.cluster.resize import cluster_for
-from arachnec.cluster.topology import kinds_of_ranks, machines
+from arachnec.cluster.topology import cluster_for, kinds_of_ranks, machines
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quantity

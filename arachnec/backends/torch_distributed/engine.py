@@ -34,7 +34,7 @@ from arachnec.backends.torch_distributed.run.training_run import (
     Trainer,
 )
 from arachnec.cluster.file import parse_cluster
-from arachnec.cluster.resize import cluster_for
+from arachnec.cluster.topology import cluster_for
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches

@@ -16,7 +16,7 @@ from rich.console import Console
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.reporting.display import Display
 from arachnec.backends.torch_distributed.reporting.report import Note
-from arachnec.cluster.resize import cluster_for
+from arachnec.cluster.topology import cluster_for
 from arachnec.executable.folder import MODEL, demand_folder, read_executable
 from arachnec.executable.train_file import located
 from arachnec.executable.training_options import Training

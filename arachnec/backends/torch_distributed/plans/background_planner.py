@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from arachnec.backends.torch_distributed.plans.kept_plan import better_plan, with_densities
-from arachnec.cluster.resize import cluster_for
-from arachnec.cluster.topology import with_measured, with_slowdowns
+from arachnec.cluster.topology import cluster_for, with_measured, with_slowdowns
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import UserError, render, user_error

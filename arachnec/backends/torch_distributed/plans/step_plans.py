@@ -22,7 +22,7 @@ from arachnec.backends.torch_distributed.plans.other_options import demand_room
 from arachnec.backends.torch_distributed.plans.shape_trials import any_untried
 from arachnec.backends.torch_distributed.plans.supported import demand_supported
 from arachnec.backends.torch_distributed.reporting.report import PlannedTimes
-from arachnec.cluster.resize import cluster_for
+from arachnec.cluster.topology import cluster_for
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, ShapesKey, placed_in, shapes_key
 from arachnec.executable.folder import Executable, iteration_of

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from arachnec.cluster.file import parse_cluster
-from arachnec.cluster.resize import cluster_for
+from arachnec.cluster.topology import cluster_for
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.batch import clip_generator
