@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from arachnec.cluster.host_memory import copy_speed
+from arachnec.cluster.device_specs import copy_speed
 from arachnec.cost.compute import PASSES
 from arachnec.cost.gathering import Gathering
 from arachnec.ir.host_placement import layers_in_host

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from arachnec.cluster.device_specs import find_device_specs
-from arachnec.cluster.host_memory import copy_speed, update_bandwidth
+from arachnec.cluster.device_specs import copy_speed, find_device_specs, update_bandwidth
 from arachnec.cluster.topology import group_link, machines, penalty
 from arachnec.cost.communication import collective_time
 from arachnec.cost.memory import GIB

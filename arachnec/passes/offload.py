@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from arachnec.cluster.host_memory import stated_for, usable_host_memory
+from arachnec.cluster.device_specs import stated_for, usable_host_memory
 from arachnec.cost.model import CostModel
 from arachnec.cost.table import Rows
 from arachnec.ir.diagnostic import UserError, user_error

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from arachnec.cluster.host_memory import copy_speed, device_copy_speed, node_copy_speed
+from arachnec.cluster.device_specs import copy_speed, device_copy_speed, node_copy_speed
 from arachnec.cluster.topology import has_gpus, host_of, intra_of, moves_by_cores, nic_of, node_of, rack_of, uplink_of
 from arachnec.cost.gathering import measured_collective
 from arachnec.cost.model import CostModel

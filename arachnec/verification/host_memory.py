@@ -10,7 +10,7 @@ from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.stage_handoffs import forward_of
 from arachnec.analysis.uses import Values, gib, rank_list, written
-from arachnec.cluster.host_memory import stated_for, usable_host_memory
+from arachnec.cluster.device_specs import stated_for, usable_host_memory
 from arachnec.cluster.topology import node_of
 from arachnec.cost.host_copies import reduce_copies, step_copies, with_host_copies
 from arachnec.ir.diagnostic import Diagnostic, Mistake

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from arachnec.cluster.host_memory import copy_speed, device_copy_speed, usable_host_memory
+from arachnec.cluster.device_specs import copy_speed, device_copy_speed, usable_host_memory
 from arachnec.cluster.topology import node_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.host_placement import in_host, optimizer_in_host

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from arachnec.analysis.uses import Values
 from arachnec.backends.simulator import simulate
+from arachnec.cluster.device_specs import copy_speed, usable_host_memory
 from arachnec.cluster.file import parse_cluster
-from arachnec.cluster.host_memory import copy_speed, usable_host_memory
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.host_placement import PLACED, in_host

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from arachnec.analysis.execution_model import HARDWARE_QUEUES, HOST_HANDOFFS, STREAMS
 from arachnec.analysis.uses import Values
-from arachnec.cluster.host_memory import usable_host_memory
+from arachnec.cluster.device_specs import usable_host_memory
 from arachnec.cost.model import CostModel
 from arachnec.ir.head_density import CUT, parts_by_layer
 from arachnec.ir.names import index_of
