@@ -23,11 +23,13 @@ from arachnec.ir.head_density import (
     parts_by_layer,
     sparse_layers,
 )
-from arachnec.ir.nodes import Cascade, Phase, Stage, integer, quantity
-from arachnec.ir.stage_sizes import formula_in, squared
+from arachnec.ir.nodes import Cascade, Clip, Phase, Stage, integer, quantity
+from arachnec.ir.stage_sizes import count_in, formula_in, squared
+from arachnec.sparsity.clip_cubes import caption_blocks, clip_cubes
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
 from arachnec.sparsity.key_fetch import keys_sent, share_inside
 from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
+from arachnec.sparsity.list_room import heads_by_number
 
 ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD, Phase.DENOISE)
 NO_SPEEDS = (1.0, 1.0, 1.0)
@@ -252,3 +254,28 @@ def learning_overhead(stage: Stage) -> float:
     """The same for any clip: launches."""
     value = stage.attrs.get("learning_overhead")
     return 0.0 if value is None else quantity(value)
+
+
+GIB = 2**30
+ENTRY = 4  # bytes of a key block's number in a list, and of a list's length
+
+
+def lists_gib(stage: Stage, cascade: Cascade, ranks: int, clip: Clip | None = None) -> float:
+    """GiB of a cascade's lists on any of the ``ranks`` of a clip; kept from the forward to the end of the backward.
+    Without a ``clip`` its tokens stand in one row.
+
+    What a run that trains measures is not known: it counts all blocks in every list. Heads are counted as they are
+    where they go by number; a run divides them otherwise only where that keeps to it (``list_room``). Of a model that
+    samples densities stay as they are, and heads are divided as evenly as they can be.
+    """
+    layers = sparse_layers(cascade)
+    if not layers or not count_in(stage, "query_group") or not count_in(stage, "key_block"):
+        return 0.0
+    groups, blocks = clip_cubes(stage, cascade.tokens, clip)
+    captions, table, entries = caption_blocks(stage, cascade.text), latest_densities(stage), 0.0
+    for layer in layers:
+        densities = table[layer].at(cascade.tokens).heads
+        kept = [blocks if stage.trained else min(blocks, math.ceil(density * blocks)) for density in densities]
+        listed = sum(kept) + len(kept) * (captions + 1)  # with the length of each list
+        entries += groups * listed * heads_by_number(len(kept), ranks) / len(kept)
+    return cascade.batch * entries * ENTRY / GIB

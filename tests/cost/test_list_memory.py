@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
-from arachnec.cost.list_memory import lists_gib
+from arachnec.cost.sparse_attention import lists_gib
 from arachnec.ir.head_density import HeadPart, parts_by_layer
 from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase
 from arachnec.ir.values import Value
