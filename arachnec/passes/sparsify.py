@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
+from arachnec.cost.sparse_profile import KernelSpeeds, kernel_speeds
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.head_density import ByLength, learned_densities
 from arachnec.ir.limits import LARGEST, SMALLEST
@@ -20,7 +21,6 @@ from arachnec.kernels.sparse.cube_sides import CELL
 from arachnec.passes.infra.base import Duration, Pass, Scope
 from arachnec.planning.sparse_stages import Choice, sparse_stage
 from arachnec.sparsity.density_file import read_densities
-from arachnec.sparsity.kernel_speeds import KernelSpeeds, kernel_speeds
 
 DENSITY = 0.1  # that is taken before a run has measured
 LEARNS = "predictors of the device are taken to learn"
@@ -51,7 +51,7 @@ class Sparsify(Pass):
     ``block``, by a predictor of ``rank`` (by default 16, or a head's size where that is less), until they hold ``mass``
     of the attention, which takes ``overhead`` a layer for any clip. ``division`` is "groups" where heads may be cut
     between ranks, "heads" where they stay whole. The speeds are those of sparse kernels over dense ones, in FLOPs a
-    second; by default, as the overhead, those of ``arachnec.sparsity.kernel_speeds`` for the device. ``learning_speed``
+    second; by default, as the overhead, those of ``arachnec.cost.sparse_profile`` for the device. ``learning_speed``
     is how much faster than there a predictor learns.
     """
 

@@ -31,6 +31,7 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from arachnec.cost.sparse_attention import faster_sparse
+from arachnec.cost.sparse_profile import CPU
 from arachnec.ir.head_density import LayerDensity, density_rows
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
@@ -40,7 +41,6 @@ from arachnec.kernels.sparse.token_cubes import CELL, Grid, TokenCubes, token_cu
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
 from arachnec.passes.sparsify import Sparsify
 from arachnec.planning.sparse_stages import Choice, ClassAttention, choice_flops, learning_flops
-from arachnec.sparsity.kernel_speeds import CPU
 from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import LayerState, SparseCascade

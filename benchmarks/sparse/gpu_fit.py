@@ -1,4 +1,4 @@
-"""What a GPU's times of sparse attention come to in a plan: the numbers of ``arachnec.sparsity.kernel_speeds.GPU``.
+"""What a GPU's times of sparse attention come to in a plan: the numbers of ``arachnec.cost.sparse_profile.GPU``.
 
     python benchmarks/sparse/gpu_fit.py [benchmarks/results/gpu_acceptance_nvidia_h200.json]
 
@@ -29,7 +29,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from arachnec.cost.sparse_attention import WORTH
-from arachnec.sparsity.kernel_speeds import GPU, KernelSpeeds
+from arachnec.cost.sparse_profile import GPU, KernelSpeeds
 from arachnec.sparsity.learning_steps import SPARSE_EVERY
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu_acceptance_nvidia_h200.json"
