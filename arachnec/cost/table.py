@@ -27,7 +27,7 @@ from arachnec.cost.communication import Communication
 from arachnec.cost.compute import Compute, Load, shares
 from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
-from arachnec.cost.host_transfers import HostTransfers
+from arachnec.cost.host_memory import HostTransfers
 from arachnec.cost.memory import Memory
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import CHEAPEST, Attention, Strategy, even_ranks, first_ranks, widest_ulysses

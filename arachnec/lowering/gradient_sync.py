@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
-from arachnec.cost.host_copies import reduce_copies, step_copies
+from arachnec.cost.host_memory import reduce_copies, step_copies
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError
 from arachnec.ir.head_density import predictor_bytes, sparse_stages

@@ -15,7 +15,7 @@ from dataclasses import replace
 from arachnec.analysis.residency import resident_gib, resident_ranks
 from arachnec.analysis.stage_handoffs import handed_gib
 from arachnec.analysis.uses import split_backwards
-from arachnec.cost.host_copies import with_host_copies
+from arachnec.cost.host_memory import with_host_copies
 from arachnec.cost.memory import divided
 from arachnec.ir.diagnostic import Mistake, Span, UserError
 from arachnec.ir.nodes import (

@@ -12,7 +12,7 @@ from arachnec.analysis.stage_handoffs import forward_of
 from arachnec.analysis.uses import Values, gib, rank_list, written
 from arachnec.cluster.device_specs import stated_for, usable_host_memory
 from arachnec.cluster.topology import node_of
-from arachnec.cost.host_copies import reduce_copies, step_copies, with_host_copies
+from arachnec.cost.host_memory import reduce_copies, step_copies, with_host_copies
 from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.host_placement import HOST, in_host, inputs_in_host, layers_in_host
 from arachnec.ir.nodes import Cascade, Instruction, Program, Stage, integer, quantity

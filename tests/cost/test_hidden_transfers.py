@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.gathering import Gathering
-from arachnec.cost.host_transfers import HostTransfers
+from arachnec.cost.host_memory import HostTransfers
 from arachnec.cost.profile import GATHER, OVERLAPPED, SCATTER
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage
 from arachnec.ir.values import Attributes, Quantity, Value

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from arachnec.cost.host_copies import inputs_kept, reduce_copies, step_copies, with_host_copies
+from arachnec.cost.host_memory import inputs_kept, reduce_copies, step_copies, with_host_copies
 from arachnec.cost.profile import Measurement, exponent_of, find_undivided, fit_profile
 from arachnec.cost.sparse_attention import coarse_groups, faster_sparse, head_weights, most_received, speeds
 from arachnec.ir.head_density import LayerDensity
