@@ -11,23 +11,52 @@ cascade's ``per_clip``, where that was measured. More ranks than clips divide on
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 
-from arachnec.cost.recomputation import share_recomputed
-from arachnec.cost.sparse_attention import (
-    SparseLoads,
-    choice_overhead,
-    choice_time,
-    learning_overhead,
-    learning_time,
-)
+from arachnec.cost.sparse_attention import SparseLoads, choice_overhead, choice_time, learning_overhead, learning_time
 from arachnec.cost.strategy import Attention
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Phase, Stage
 from arachnec.ir.sampling import CODING, as_forward, planned_steps
-from arachnec.ir.stage_sizes import clip_time, count_in, formula_in, shards_of, term_value, uneven
+from arachnec.ir.stage_sizes import (
+    block_count,
+    clip_time,
+    count_in,
+    formula_in,
+    saved_by_recomputing,
+    shards_of,
+    term_value,
+    uneven,
+)
 from arachnec.ir.tensor_parallel import tensor_parallel
+from arachnec.ir.values import Formula
+
+Runs = Sequence[tuple[int, float]]  # so many blocks, and what recomputing each of them saves
+
+
+def runs_of(stage: Stage, size: Callable[[Formula], float]) -> Runs:
+    """The stage's runs of blocks, by what their formulas come to."""
+    return [(count, 1.0 if saves is None else size(saves)) for count, saves in saved_by_recomputing(stage)]
+
+
+def share_recomputed(stage: Stage, blocks: int) -> float:
+    """The share of a forward that runs again: blocks count as equally long."""
+    return blocks / block_count(stage) if blocks else 0.0
+
+
+def share_saved(runs: Runs, blocks: int) -> float:
+    """The share of what recomputing every block saves that the first ``blocks`` save."""
+    total = math.fsum(count * spared for count, spared in runs)
+    if total <= 0:
+        return 0.0
+    kept, left = [], blocks
+    for count, spared in runs:
+        again = min(count, left)
+        kept.append((count - again) * spared)
+        left -= again
+    return 1 - math.fsum(kept) / total
+
 
 # Forwards and backwards of its stage in which the ranks of a cascade meet. A weight gradient needs no other rank.
 PASSES = {

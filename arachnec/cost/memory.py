@@ -10,8 +10,7 @@ from functools import cached_property
 
 from arachnec.analysis.communicators import most_resident_gib
 from arachnec.cluster.device_kinds import Devices
-from arachnec.cost.compute import is_divided, on_busiest_rank
-from arachnec.cost.recomputation import Runs, runs_of, share_saved
+from arachnec.cost.compute import Runs, is_divided, on_busiest_rank, runs_of, share_saved
 from arachnec.cost.sparse_attention import lists_gib
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.host_placement import IN_FLIGHT, inputs_in_host

@@ -16,8 +16,7 @@ from itertools import groupby
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import rank_list
 from arachnec.cluster.topology import handoff_time, node_of
-from arachnec.cost.compute import Compute, Load
-from arachnec.cost.recomputation import share_recomputed
+from arachnec.cost.compute import Compute, Load, share_recomputed
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import Attention
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
+from arachnec.cost.compute import share_saved
 from arachnec.cost.model import CostModel
-from arachnec.cost.recomputation import share_saved
 from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.stage_sizes import recompute_value, recomputed_blocks, recomputed_layers
