@@ -25,9 +25,8 @@ from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import machines, node_of, packed_ranks
 from arachnec.cost import synchronisation
 from arachnec.cost.communication import Volumes
-from arachnec.cost.degrees import sides
 from arachnec.cost.memory import Memory
-from arachnec.cost.strategy import Attention, Strategy, grid_of, strategy_of
+from arachnec.cost.strategy import Attention, Strategy, grid_of, sides, strategy_of
 from arachnec.cost.table import CostTable, Rows, SharedCosts, costs_alike
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage

@@ -25,12 +25,20 @@ from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import node_of, packed_ranks
 from arachnec.cost.communication import Communication
 from arachnec.cost.compute import Compute, Load, shares
-from arachnec.cost.degrees import legal_degrees, sides
 from arachnec.cost.gathering import Gathering
 from arachnec.cost.host_memory import HostTransfers
 from arachnec.cost.memory import Memory
 from arachnec.cost.sparse_attention import SparseLoads
-from arachnec.cost.strategy import CHEAPEST, Attention, Strategy, even_ranks, first_ranks, widest_ulysses
+from arachnec.cost.strategy import (
+    CHEAPEST,
+    Attention,
+    Strategy,
+    even_ranks,
+    first_ranks,
+    legal_degrees,
+    sides,
+    widest_ulysses,
+)
 from arachnec.cost.timed_steps import TimedStep, correction, timed_steps
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Phase, Stage

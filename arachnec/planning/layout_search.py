@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from arachnec.cluster.device_kinds import Devices
-from arachnec.cost.degrees import FINE, wide_steps
+from arachnec.cost.strategy import FINE, wide_steps
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster, Module

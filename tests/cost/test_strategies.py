@@ -11,9 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
-from arachnec.cost.degrees import legal_degrees, sides, wide_steps
 from arachnec.cost.model import CostModel
-from arachnec.cost.strategy import Attention, Strategy, even_ranks, first_ranks, grid_of, widest_ulysses
+from arachnec.cost.strategy import (
+    Attention,
+    Strategy,
+    even_ranks,
+    first_ranks,
+    grid_of,
+    legal_degrees,
+    sides,
+    wide_steps,
+    widest_ulysses,
+)
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
