@@ -23,7 +23,7 @@ from arachnec.analysis.group_family import Grid, family_grids, heads_of
 from arachnec.analysis.uses import split_backwards
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import machines, node_of, packed_ranks
-from arachnec.cost import synchronisation
+from arachnec.cost import communication
 from arachnec.cost.communication import Volumes
 from arachnec.cost.memory import Memory
 from arachnec.cost.strategy import Attention, Strategy, grid_of, sides, strategy_of
@@ -271,23 +271,23 @@ class CostModel:
 
     def reduce_time(self, stage: Stage, ranks: tuple[int, ...], size: float | None = None) -> float:
         """ms of the all-reduce of a trained stage's gradients over these ranks, or of ``size`` bytes of them."""
-        return synchronisation.reduce_time(self.cluster, stage, ranks, size)
+        return communication.reduce_time(self.cluster, stage, ranks, size)
 
     def gather_time(self, stage: Stage, ranks: tuple[int, ...], layers: Sequence[int]) -> float:
         """ms of gathering what each of these ranks has updated of these layers."""
-        return synchronisation.gather_time(self.cluster, stage, ranks, layers)
+        return communication.gather_time(self.cluster, stage, ranks, layers)
 
     def norm_time(self, ranks: tuple[int, ...]) -> float:
         """ms of summing the norm of the gradients over these ranks."""
-        return synchronisation.norm_time(self.cluster, ranks)
+        return communication.norm_time(self.cluster, ranks)
 
     def all_reduce_time(self, ranks: tuple[int, ...], size: float) -> float:
         """ms of an all-reduce of so many bytes over these ranks, such as that of predictors' gradients."""
-        return synchronisation.all_reduce_time(self.cluster, ranks, size)
+        return communication.all_reduce_time(self.cluster, ranks, size)
 
     def step_time(self, stage: Stage) -> float:
         """ms of the optimizer's step."""
-        return synchronisation.step_time(self.cluster, stage)
+        return communication.step_time(self.cluster, stage)
 
 
 def one_of_its_sides(cascade: Cascade) -> Cascade:

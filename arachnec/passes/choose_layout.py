@@ -15,7 +15,7 @@ from functools import partial
 from typing import ClassVar
 
 from arachnec.analysis.uses import Values
-from arachnec.cost.synchronisation import reduce_time
+from arachnec.cost.communication import reduce_time
 from arachnec.cost.table import Rows
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.long_computations import Reporter, unreported

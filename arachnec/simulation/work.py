@@ -13,11 +13,11 @@ from dataclasses import dataclass, field, replace
 
 from arachnec.cluster.device_specs import copy_speed, device_copy_speed, node_copy_speed
 from arachnec.cluster.topology import has_gpus, host_of, intra_of, moves_by_cores, nic_of, node_of, rack_of, uplink_of
+from arachnec.cost.communication import ring_passes
 from arachnec.cost.gathering import measured_collective
 from arachnec.cost.model import CostModel
 from arachnec.cost.profile import HANDOFF, OVERLAPPED
 from arachnec.cost.strategy import Attention
-from arachnec.cost.synchronisation import ring_passes
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Stage, integer, quantity
 from arachnec.ir.parameter_cells import side_by_side
 from arachnec.ir.stage_sizes import crowding

@@ -11,10 +11,17 @@ from hypothesis import strategies as st
 
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import nic_of, penalty
-from arachnec.cost.communication import Volumes, volumes
+from arachnec.cost.communication import (
+    Volumes,
+    gather_time,
+    host_update_time,
+    norm_time,
+    reduce_time,
+    step_time,
+    volumes,
+)
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
-from arachnec.cost.synchronisation import gather_time, host_update_time, norm_time, reduce_time, step_time
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage, quantity
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 
