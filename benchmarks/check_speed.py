@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from scale import costed
 
-from arachnec.analysis.execution_model import DEVICE_HANDOFFS, HOST_HANDOFFS, ExecutionModel
+from arachnec.analysis.communicators import DEVICE_HANDOFFS, HOST_HANDOFFS, ExecutionModel
 from arachnec.ir.nodes import Module
 from arachnec.passes.check import find_problems
 from arachnec.passes.infra.pipeline import Pipeline

@@ -22,9 +22,7 @@ from pathlib import Path
 
 from traced_stages import module_of, video_mix
 
-from arachnec.analysis.communicators import Communicator, communicators
-from arachnec.analysis.execution_model import HOST_HANDOFFS
-from arachnec.analysis.group_family import family, family_grids, heads_of
+from arachnec.analysis.communicators import HOST_HANDOFFS, Communicator, communicators, family, family_grids, heads_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module
 from arachnec.lowering.programs import lower

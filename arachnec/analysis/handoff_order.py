@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from arachnec.analysis.execution_model import HARDWARE_QUEUES
+from arachnec.analysis.communicators import HARDWARE_QUEUES
 from arachnec.analysis.uses import Values, gib, moved_by
 from arachnec.ir.nodes import Instruction, quantity
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from arachnec.analysis.communicators import communicator_gib
-from arachnec.analysis.execution_model import HOST_HANDOFFS, ExecutionModel
+from arachnec.analysis.communicators import HOST_HANDOFFS, ExecutionModel, communicator_gib
 from arachnec.analysis.gathers import Gathers
 from arachnec.analysis.uses import Values, gib
 from arachnec.ir.nodes import Program, quantity

@@ -11,8 +11,7 @@ import math
 from collections.abc import Collection
 from typing import TypeAlias
 
-from arachnec.analysis.communicators import communicator_gib
-from arachnec.analysis.execution_model import HOST_HANDOFFS, ExecutionModel
+from arachnec.analysis.communicators import HOST_HANDOFFS, ExecutionModel, communicator_gib
 from arachnec.analysis.handoff_order import HandoffOrder
 from arachnec.analysis.memory import held, state_of
 from arachnec.analysis.uses import Values, gib

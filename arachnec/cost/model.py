@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from arachnec.analysis.group_family import Grid, family_grids, heads_of
+from arachnec.analysis.communicators import Grid, family_grids, heads_of
 from arachnec.analysis.uses import split_backwards
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cluster.topology import machines, node_of, packed_ranks
@@ -71,7 +71,7 @@ class CostModel:
 
     @cached_property
     def family_grids(self) -> tuple[Grid, ...]:
-        """The grids of Ulysses x ring of the family of process groups (``arachnec.analysis.group_family``)."""
+        """The grids of Ulysses x ring of the family of process groups (``arachnec.analysis.communicators``)."""
         return family_grids(self.cluster, heads_of(self.module.stages))
 
     @cached_property

@@ -9,13 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from arachnec.analysis.execution_model import (
-    HOST_HANDOFFS,
-    Connections,
-    ExecutionModel,
-    HandoffPath,
-    ReceivePosting,
-)
+from arachnec.analysis.communicators import HOST_HANDOFFS, Connections, ExecutionModel, HandoffPath, ReceivePosting
 from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import Values
 from arachnec.cost.model import CostModel

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 
-from arachnec.analysis.group_family import Ranks, aligned, in_family
+from arachnec.analysis.communicators import Ranks, aligned, in_family
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade
 from arachnec.planning.placement import end_of, in_order, on_ranks

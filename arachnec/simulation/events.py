@@ -20,7 +20,7 @@ import heapq
 from collections import Counter, defaultdict, deque
 from dataclasses import dataclass, field, replace
 
-from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.communicators import HOST_HANDOFFS
 from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import COMPUTE, READS_GRADIENTS, Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Cluster, Instruction, quantity

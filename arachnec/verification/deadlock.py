@@ -10,8 +10,14 @@ from typing import TypeAlias
 
 import networkx as nx
 
-from arachnec.analysis.communicators import Communicator, communicators, handoff_channel
-from arachnec.analysis.execution_model import HARDWARE_QUEUES, STREAMS, ExecutionModel
+from arachnec.analysis.communicators import (
+    HARDWARE_QUEUES,
+    STREAMS,
+    Communicator,
+    ExecutionModel,
+    communicators,
+    handoff_channel,
+)
 from arachnec.analysis.receive_prefetch import Prefetched
 from arachnec.analysis.uses import Values, bucket_of, moved_by, overlapped_reduces, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic

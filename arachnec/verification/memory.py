@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.communicators import ExecutionModel
 from arachnec.analysis.memory import high_water
 from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_handed
 from arachnec.analysis.uses import Values, gib, written

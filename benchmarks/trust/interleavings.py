@@ -19,7 +19,7 @@ from pathlib import Path
 
 import z3
 
-from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.communicators import HOST_HANDOFFS
 from arachnec.analysis.uses import Values, bucket_of, overlapped_reduces
 from arachnec.ir.nodes import Instruction, Module, Program
 from arachnec.verification.deadlock import check_deadlock

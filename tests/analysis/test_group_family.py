@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.analysis.group_family import (
+from arachnec.analysis.communicators import (
     ALWAYS,
     MOST_COMMUNICATORS,
     aligned,

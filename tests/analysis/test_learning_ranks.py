@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from arachnec.analysis.communicators import resident
-from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.communicators import HOST_HANDOFFS, resident
 from arachnec.analysis.residency import learning_ranks
 from arachnec.analysis.uses import Values
 from arachnec.ir.parser import parse_module

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.analysis.execution_model import ExecutionModel
+from arachnec.analysis.communicators import ExecutionModel
 from arachnec.analysis.receive_prefetch import Prefetched, in_place
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, Program

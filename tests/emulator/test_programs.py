@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.analysis.execution_model import DEVICE_HANDOFFS, HOST_HANDOFFS, ExecutionModel
+from arachnec.analysis.communicators import DEVICE_HANDOFFS, HOST_HANDOFFS, ExecutionModel
 from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import UserError

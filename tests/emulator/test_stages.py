@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from arachnec.analysis.execution_model import DEVICE_HANDOFFS, HOST_HANDOFFS
+from arachnec.analysis.communicators import DEVICE_HANDOFFS, HOST_HANDOFFS
 from arachnec.driver import plan_iteration, plan_model
 from arachnec.ir.nodes import Module
 from arachnec.ir.values import Quantity

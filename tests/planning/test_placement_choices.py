@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.analysis.group_family import aligned
+from arachnec.analysis.communicators import aligned
 from arachnec.cluster.topology import handoff_time, rack_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from arachnec.analysis.execution_model import HARDWARE_QUEUES, HOST_HANDOFFS, STREAMS
+from arachnec.analysis.communicators import HARDWARE_QUEUES, HOST_HANDOFFS, STREAMS
 from arachnec.analysis.uses import Values
 from arachnec.cluster.device_specs import usable_host_memory
 from arachnec.cost.model import CostModel

@@ -10,18 +10,16 @@ from hypothesis import strategies as st
 
 from arachnec.analysis.communicators import (
     COMMUNICATOR_MIB,
-    communicator_gib,
-    communicators,
-    most_resident_gib,
-)
-from arachnec.analysis.execution_model import (
     DEVICE_HANDOFFS,
     HARDWARE_QUEUES,
     HOST_HANDOFFS,
     STREAMS,
     ExecutionModel,
+    communicator_gib,
+    communicators,
+    family,
+    most_resident_gib,
 )
-from arachnec.analysis.group_family import family
 from arachnec.analysis.memory import high_water
 from arachnec.analysis.receive_prefetch import in_place, prefetch_receives, prefetched_receives
 from arachnec.analysis.uses import Values

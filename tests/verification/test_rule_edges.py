@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.communicators import HOST_HANDOFFS
 from arachnec.analysis.uses import Values, written
 from arachnec.ir.diagnostic import Diagnostic, counted
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, quantity

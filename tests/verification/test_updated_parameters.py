@@ -10,7 +10,7 @@ from functools import cache
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.analysis.execution_model import HOST_HANDOFFS
+from arachnec.analysis.communicators import HOST_HANDOFFS
 from arachnec.analysis.receive_prefetch import prefetched_receives
 from arachnec.analysis.uses import Values, rank_list
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, Span, Stage, integers

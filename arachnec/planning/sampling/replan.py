@@ -18,8 +18,7 @@ from itertools import pairwise
 
 import networkx as nx
 
-from arachnec.analysis.communicators import cascade_groups
-from arachnec.analysis.group_family import family, heads_of
+from arachnec.analysis.communicators import cascade_groups, family, heads_of
 from arachnec.analysis.uses import COMPUTE
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, integer, quantity

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from arachnec.analysis.group_family import ALWAYS, MOST_COMMUNICATORS
+from arachnec.analysis.communicators import ALWAYS, MOST_COMMUNICATORS
 from arachnec.backends.cascade_step import in_step, trained_parameters
 from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.rank.cell_parameters import CellParameters, dealt_out_stage
