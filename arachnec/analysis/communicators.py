@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, TypeAlias
 
-from arachnec.analysis.residency import learning_ranks
+from arachnec.analysis.stage_ranks import learning_ranks
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Program, Stage, integer, integers
 from arachnec.ir.parameter_cells import side_by_side

@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.stage_ranks import resident_ranks
 from arachnec.analysis.uses import COMPUTE, Values
 from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.ir.values import Quantity

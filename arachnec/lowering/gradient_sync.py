@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from arachnec.analysis.gradient_ranks import Places, norm_ranks, tied_parts, tied_ranks
+from arachnec.analysis.stage_ranks import Places, norm_ranks, tied_parts, tied_ranks
 from arachnec.cost.host_memory import reduce_copies, step_copies
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError

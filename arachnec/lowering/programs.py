@@ -12,8 +12,8 @@ from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from arachnec.analysis.residency import resident_gib, resident_ranks
 from arachnec.analysis.stage_handoffs import handed_gib
+from arachnec.analysis.stage_ranks import resident_gib, resident_ranks
 from arachnec.analysis.uses import split_backwards
 from arachnec.cost.host_memory import with_host_copies
 from arachnec.cost.memory import divided

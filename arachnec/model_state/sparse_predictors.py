@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.stage_ranks import resident_ranks
 from arachnec.checkpoint.class_states import CLASSES, ClassState, class_tensor
 from arachnec.checkpoint.parts import Part, part_of
 from arachnec.cost.sparse_attention import faster_sparse

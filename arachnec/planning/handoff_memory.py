@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 from arachnec.analysis.memory import Usage, usages
-from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.stage_ranks import resident_ranks
 from arachnec.analysis.uses import Values, written
 from arachnec.cluster.topology import machines, node_of
 from arachnec.cost.model import CostModel

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from arachnec.analysis.communicators import cascade_groups, family, heads_of
-from arachnec.analysis.residency import learning_ranks
+from arachnec.analysis.stage_ranks import learning_ranks
 from arachnec.ir.nodes import Module, integers
 
 

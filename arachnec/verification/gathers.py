@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from arachnec.analysis.gathers import layers_listed
-from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.stage_ranks import resident_ranks
 from arachnec.analysis.uses import Values, rank_list, split_backwards, written
 from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
 from arachnec.ir.nodes import Instruction, Program, Stage, integers

@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from arachnec.analysis.gradient_ranks import Ranks, norm_ranks, tied_ranks
-from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.stage_ranks import Ranks, norm_ranks, resident_ranks, tied_ranks
 from arachnec.analysis.uses import BACKWARDS, Values, bucket_of, gib, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Instruction, Module, Program, integers

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from arachnec.analysis.gathers import layers_listed
-from arachnec.analysis.residency import resident_ranks
 from arachnec.analysis.stage_handoffs import forward_of
+from arachnec.analysis.stage_ranks import resident_ranks
 from arachnec.analysis.uses import Values, gib, rank_list, written
 from arachnec.cluster.device_specs import stated_for, usable_host_memory
 from arachnec.cluster.topology import node_of

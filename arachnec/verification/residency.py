@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from arachnec.analysis.memory import state_of
-from arachnec.analysis.residency import resident_gib, resident_ranks
+from arachnec.analysis.stage_ranks import resident_gib, resident_ranks
 from arachnec.analysis.uses import Values
 from arachnec.ir.diagnostic import Diagnostic
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from arachnec.analysis.communicators import HOST_HANDOFFS, resident
-from arachnec.analysis.residency import learning_ranks
+from arachnec.analysis.stage_ranks import learning_ranks
 from arachnec.analysis.uses import Values
 from arachnec.ir.parser import parse_module
 from arachnec.runtime.process_groups import wanted_gradient_groups

@@ -11,7 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from arachnec.analysis.receive_prefetch import Prefetched
-from arachnec.analysis.residency import learning_ranks
+from arachnec.analysis.stage_ranks import learning_ranks
 from arachnec.analysis.uses import Values, moved_by, overlapped_reduces, written
 from arachnec.ir.nodes import Instruction, Program, integer, integers
 from tests.emulator.machine import COMPUTE, Action, Await, Connect, Fence, Launch, Post, Send

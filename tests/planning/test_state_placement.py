@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from arachnec.analysis.residency import resident_gib
+from arachnec.analysis.stage_ranks import resident_gib
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.torch_distributed.rank.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.weights import dealt_out_model as dealt

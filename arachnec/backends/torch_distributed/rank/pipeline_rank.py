@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.analysis.residency import resident_ranks
+from arachnec.analysis.stage_ranks import resident_ranks
 from arachnec.backends.cascade_step import trained_parameters
 from arachnec.backends.staged_model import Cuts, parts_of
 from arachnec.backends.torch_distributed.weights.dealt_out_model import DealtStage
