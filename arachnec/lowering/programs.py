@@ -35,7 +35,7 @@ from arachnec.ir.stage_sizes import largest_share
 from arachnec.ir.values import Attributes, Quantity, Value
 from arachnec.lowering.attention import with_attention
 from arachnec.lowering.gathers import on_rank, updated_parameters
-from arachnec.lowering.gradient_sync import gradient_synchronisation
+from arachnec.lowering.gradient_sync import gradient_synchronisation, overlapped_backwards
 from arachnec.lowering.head_division import with_heads
 from arachnec.lowering.order import (
     COMPUTE,
@@ -54,7 +54,6 @@ from arachnec.lowering.order import (
     reads_saved,
     round_bounds,
 )
-from arachnec.lowering.reduce_overlap import overlapped_backwards
 
 # of a denoise
 SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "unconditional", "attention")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.ir.nodes import Instruction
-from arachnec.lowering.reduce_overlap import overlapped_backwards
+from arachnec.lowering.gradient_sync import overlapped_backwards
 
 Lists = dict[int, list[Instruction]]
 Node = tuple[int, int]  # a rank and a place in its list
