@@ -51,7 +51,7 @@ from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ending import exit_with
 from arachnec.launch.ranks import as_rank
-from arachnec.lowering.attention import head_size
+from arachnec.lowering.programs import head_size
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import Optimizer

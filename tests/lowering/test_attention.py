@@ -12,8 +12,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Span, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
-from arachnec.lowering.attention import demand_known, with_attention
-from arachnec.lowering.programs import lower
+from arachnec.lowering.programs import demand_known, lower, with_attention
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.report import plan_report
 from tests.passes.plans import cluster, equal_clips, module_of, timed

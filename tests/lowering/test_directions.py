@@ -8,8 +8,8 @@ import pytest
 
 from arachnec.ir.nodes import Module, Phase, Reduce, Stage, Step
 from arachnec.ir.values import Attributes, Quantity, Value
-from arachnec.lowering.attention import head_size
 from arachnec.lowering.buckets import time_reversed, with_buckets
+from arachnec.lowering.programs import head_size
 from tests.passes.plans import DIT, cluster, equal_clips, module_of, timed
 
 LAYERS = tuple((f"blocks.{number}", 2**30) for number in range(4))

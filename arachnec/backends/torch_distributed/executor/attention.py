@@ -11,7 +11,7 @@ from arachnec.analysis.communicators import grid
 from arachnec.ir.nodes import Instruction, Module, Stage
 from arachnec.kernels.attention.attention_backend import attention_backend
 from arachnec.kernels.attention.fused_attention import capability_of
-from arachnec.lowering.attention import demand_known, head_size
+from arachnec.lowering.programs import demand_known, head_size
 from arachnec.tracing.graph import dtype_name
 
 
