@@ -21,8 +21,7 @@ from arachnec.cost.strategy import Attention
 from arachnec.ir.nodes import Cascade, Cluster, Instruction, Module, Stage, integer, quantity
 from arachnec.ir.parameter_cells import side_by_side
 from arachnec.ir.stage_sizes import crowding
-from arachnec.simulation.network import LinkName, Load, Work
-from arachnec.simulation.routes import Route, handoff_route, route
+from arachnec.simulation.network import LinkName, Load, Route, Work, handoff_route, route
 
 Needed = dict[LinkName, float]  # ms for which each link is needed
 

@@ -14,7 +14,7 @@ from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.ir.verify import verify
 from arachnec.planning.rank_choice import pick_ranks
-from arachnec.simulation.routes import route
+from arachnec.simulation.network import route
 
 
 def racks(nodes: int = 4, gpus: int = 1, rack: int = 2, uplink: float = 1.0) -> Cluster:

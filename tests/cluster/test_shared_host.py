@@ -10,7 +10,7 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import group_link, handoff_time, host_of, ring_link, ulysses_link
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import quantity
-from arachnec.simulation.routes import route
+from arachnec.simulation.network import route
 
 
 def test_an_all_to_all_goes_through_the_host_whole() -> None:
