@@ -25,7 +25,7 @@ from arachnec.ir.head_density import (
 )
 from arachnec.ir.nodes import Cascade, Clip, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import count_in, formula_in, squared
-from arachnec.sparsity.clip_cubes import caption_blocks, clip_cubes
+from arachnec.sparsity.clip_grid import caption_blocks, clip_cubes
 from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
 from arachnec.sparsity.key_fetch import keys_sent, share_inside
 from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY

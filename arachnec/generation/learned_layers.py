@@ -18,7 +18,7 @@ from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.kernels.sparse.predictor import MASS, Projections
 from arachnec.kernels.sparse.token_cubes import CELL
 from arachnec.planning.sparse_stages import ClassAttention, attentions_of
-from arachnec.sparsity.token_grid import token_grid
+from arachnec.sparsity.clip_grid import token_grid
 from arachnec.spmd.sharded_model import SequenceModel
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
 

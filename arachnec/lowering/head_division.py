@@ -11,7 +11,7 @@ from arachnec.cost.sparse_attention import divided
 from arachnec.ir.head_density import HeadPart, head_rows, latest_densities, length_class, sparse_layers
 from arachnec.ir.nodes import Cascade, Module, Stage
 from arachnec.ir.values import Value
-from arachnec.sparsity.clip_cubes import clip_cubes
+from arachnec.sparsity.clip_grid import clip_cubes
 
 
 def with_heads(module: Module) -> tuple[Cascade, ...]:

@@ -59,10 +59,9 @@ from arachnec.model_state.measured_layers import (
 )
 from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
 from arachnec.planning.sparse_summary import forecasts
-from arachnec.sparsity.clip_cubes import caption_blocks
+from arachnec.sparsity.clip_grid import caption_blocks, token_grid
 from arachnec.sparsity.learning_steps import learns
 from arachnec.sparsity.list_room import lists_fit
-from arachnec.sparsity.token_grid import token_grid
 from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
 

@@ -68,7 +68,7 @@ from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
 from arachnec.profiling.sparse_kernels import measure_sparse, sparse_grids
 from arachnec.runtime.agreement import gather, share_text
-from arachnec.sparsity.token_grid import token_grid
+from arachnec.sparsity.clip_grid import token_grid
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.spmd.spatial.peers import Group
 from arachnec.tracing.cost import dtype_of

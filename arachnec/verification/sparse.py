@@ -12,7 +12,7 @@ from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
 from arachnec.ir.head_density import HeadPart, parts_by_layer, predictor_bytes, sparse_layers, sparse_stages
 from arachnec.ir.names import label
 from arachnec.ir.nodes import Cascade, Program, integer
-from arachnec.sparsity.clip_cubes import clip_cubes
+from arachnec.sparsity.clip_grid import clip_cubes
 
 
 @dataclass(frozen=True)

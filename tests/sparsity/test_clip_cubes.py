@@ -7,7 +7,7 @@ import pytest
 from arachnec.ir.nodes import Clip, Stage
 from arachnec.ir.values import Attributes, Value
 from arachnec.kernels.sparse.token_cubes import token_cubes
-from arachnec.sparsity.clip_cubes import caption_blocks, clip_cubes
+from arachnec.sparsity.clip_grid import caption_blocks, clip_cubes
 
 CLIP = Clip(0, 5, 16, 16, 0, 1000)
 

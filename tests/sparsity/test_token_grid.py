@@ -2,7 +2,7 @@
 
 import pytest
 
-from arachnec.sparsity.token_grid import token_grid
+from arachnec.sparsity.clip_grid import token_grid
 
 
 @pytest.mark.parametrize(
