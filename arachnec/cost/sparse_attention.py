@@ -26,10 +26,18 @@ from arachnec.ir.head_density import (
 from arachnec.ir.nodes import Cascade, Clip, Phase, Stage, integer, quantity
 from arachnec.ir.stage_sizes import count_in, formula_in, squared
 from arachnec.sparsity.clip_grid import caption_blocks, clip_cubes
-from arachnec.sparsity.head_shares import Division, Share, balanced, imbalance, longest_first
-from arachnec.sparsity.key_fetch import keys_sent, share_inside
-from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
-from arachnec.sparsity.list_room import heads_by_number
+from arachnec.sparsity.head_shares import (
+    DENSE_EVERY,
+    SPARSE_EVERY,
+    Division,
+    Share,
+    balanced,
+    heads_by_number,
+    imbalance,
+    keys_sent,
+    longest_first,
+    share_inside,
+)
 
 ATTENDS = (Phase.TRAIN, Phase.FORWARD, Phase.BACKWARD, Phase.DENOISE)
 NO_SPEEDS = (1.0, 1.0, 1.0)

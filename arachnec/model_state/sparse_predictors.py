@@ -60,8 +60,7 @@ from arachnec.model_state.measured_layers import (
 from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
 from arachnec.planning.sparse_summary import forecasts
 from arachnec.sparsity.clip_grid import caption_blocks, token_grid
-from arachnec.sparsity.learning_steps import learns
-from arachnec.sparsity.list_room import lists_fit
+from arachnec.sparsity.head_shares import learns, lists_fit
 from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_layers import Layer, LayerState, Measured, SparseCascade, after
 

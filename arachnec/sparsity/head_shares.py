@@ -1,8 +1,4 @@
-"""Heads of unequal density over the ranks of a clip: who computes which query groups of which head.
-
-Whole heads first, longest first; what fits on no rank below the mean is cut between query groups. At most ranks - 1
-places are cut, and a head's keys and values go to one more rank at each.
-"""
+"""Heads of unequal density over the ranks of a clip: who computes what, which keys travel, and when layers learn."""
 
 from __future__ import annotations
 
@@ -11,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import TypeAlias
+
+from arachnec.ir.head_density import HeadPart
 
 
 @dataclass(frozen=True, order=True)
@@ -152,3 +150,53 @@ def _fill(
 
 def _sorted(shares: Sequence[Sequence[Share]]) -> Division:
     return tuple(tuple(sorted(of_rank)) for of_rank in shares)
+
+
+FIRST = 256  # steps, in each of which a layer that is dense learns
+SPARSE_EVERY = 8  # steps, of a layer that is sparse
+DENSE_EVERY = 16  # steps behind the first, of one that is dense: what it gains is not known, so it may cost little
+
+
+def learns(layer: int, step: int, sparse: bool, sparse_every: int = SPARSE_EVERY) -> bool:
+    """Whether a layer, by its number in the model, learns in a step. A benchmark asks for other ``sparse_every``."""
+    if not sparse and step < FIRST:
+        return True
+    return (step + layer) % (sparse_every if sparse else DENSE_EVERY) == 0
+
+
+MARGIN = 1.5  # of room over what groups took when it was last measured
+
+
+def independent(density: float, groups: int) -> float:
+    """The share of key blocks that some of so many groups take, if each chooses by itself. Neighbours choose alike, so
+    it is at most this."""
+    return 1 - (1 - density) ** groups if density < 1 else 1.0
+
+
+def keys_sent(density: float, groups: int, inside: float = 1.0) -> float:
+    """The share of a head's keys that a rank gets for so many groups, mean over steps. ``inside`` is the share of the
+    other ranks that are on its own machine."""
+    chosen = min(1.0, MARGIN * independent(density, groups))
+    between = 1 / SPARSE_EVERY + (1 - 1 / SPARSE_EVERY) * chosen
+    return inside + (1 - inside) * between
+
+
+def share_inside(degree: int, node: int) -> float:
+    """Of the other ranks of a clip, those on one's own machine of ``node`` ranks; all of one rank's."""
+    return 1.0 if degree <= max(1, node) else (node - 1) / (degree - 1)
+
+
+def heads_by_number(heads: int, ranks: int) -> int:
+    """On the rank that has most."""
+    return -(-heads // ranks)
+
+
+def lists_fit(
+    parts: Sequence[HeadPart], kept: Sequence[int], ranks: int, groups: int, blocks: int, captions: int
+) -> bool:
+    """Whether the lists of no rank are longer than was planned, where each head keeps so many of the ``blocks`` of
+    video and all of ``captions``."""
+    held = [0.0] * ranks
+    for part in parts:
+        held[part.place] += (part.stop - part.start) / groups * (kept[part.head] + captions) + 1
+    return math.ceil(max(held)) <= heads_by_number(len(kept), ranks) * (blocks + captions + 1)

@@ -23,7 +23,7 @@ from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.predictor import cell_features
 from arachnec.kernels.sparse.token_cubes import TokenCubes, order_on
-from arachnec.sparsity.key_fetch import MARGIN, independent
+from arachnec.sparsity.head_shares import MARGIN, independent
 
 Shares = tuple[HeadShare, ...]
 

@@ -41,7 +41,7 @@ from arachnec.kernels.sparse.predictor import (
 )
 from arachnec.kernels.sparse.token_cubes import CELL, KEYS, QUERIES, Grid, TokenCubes, order_on, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
-from arachnec.sparsity.key_fetch import independent
+from arachnec.sparsity.head_shares import independent
 from arachnec.spmd.chosen_fetch import LayerFetch, Room
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_runtime import Shares

@@ -18,7 +18,7 @@ from acceptance.runs import compiled, jsonl, losses, median, ran, wan_file
 from arachnec.kernels.sparse import predictor
 from arachnec.model_state import sparse_predictors
 from arachnec.passes.infra.named_pipelines import PIPELINES
-from arachnec.sparsity.learning_steps import SPARSE_EVERY
+from arachnec.sparsity.head_shares import SPARSE_EVERY
 
 LAYERS, HEAD = 6, 128
 WAN = f'"Wan2.1-T2V-1.3B", num_layers={LAYERS}, dtype=torch.bfloat16'

@@ -41,7 +41,7 @@ from arachnec.kernels.sparse.token_cubes import CELL, Grid, TokenCubes, token_cu
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
 from arachnec.passes.sparsify import Sparsify
 from arachnec.planning.sparse_stages import Choice, ClassAttention, choice_flops, learning_flops
-from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
+from arachnec.sparsity.head_shares import DENSE_EVERY, SPARSE_EVERY
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import LayerState, SparseCascade
 

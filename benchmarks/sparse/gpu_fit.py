@@ -30,7 +30,7 @@ from scipy.optimize import nnls
 
 from arachnec.cost.sparse_attention import WORTH
 from arachnec.cost.sparse_profile import GPU, KernelSpeeds
-from arachnec.sparsity.learning_steps import SPARSE_EVERY
+from arachnec.sparsity.head_shares import SPARSE_EVERY
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu_acceptance_nvidia_h200.json"
 HEAD, RANK, CELL = 128, 16, 8  # features of a head and of a predictor, tokens of a cell

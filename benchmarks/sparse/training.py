@@ -5,7 +5,7 @@
 
 Tasks are ``twins``, ``clips`` and ``clips-16`` (`training_tasks.py`). ``sparse`` begins dense, trains its predictors,
 and each layer turns sparse and dense again by its own measurements; its layers learn in every step. In ``sparse-N``
-they learn in the steps in which a run's do (`learning_steps.py`), those that are sparse in every Nth. ``window`` and
+they learn in the steps in which a run's do (`head_shares.py`), those that are sparse in every Nth. ``window`` and
 ``random`` attend to the nearest blocks and to drawn ones, in every step and layer as many as ``sparse`` kept there.
 All ways see the same clips. Loss is that of clips that none has trained on, every layer as it is then.
 
@@ -51,7 +51,7 @@ from arachnec.kernels.sparse.predictor import (
 )
 from arachnec.kernels.sparse.token_cubes import TokenCubes
 from arachnec.kernels.sparse.video_attention import predicted_lists
-from arachnec.sparsity.learning_steps import learns
+from arachnec.sparsity.head_shares import learns
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, after
 from arachnec.tracing.blocks import capture_blocks

@@ -17,8 +17,7 @@ from arachnec.ir.values import Value
 from arachnec.kernels.sparse.predictor import kept_blocks
 from arachnec.kernels.sparse.token_cubes import token_cubes
 from arachnec.lowering.head_division import with_heads
-from arachnec.sparsity.head_shares import Share, by_number
-from arachnec.sparsity.list_room import lists_fit
+from arachnec.sparsity.head_shares import Share, by_number, lists_fit
 from tests.cost.test_sparse_attention import clip, model, stage
 
 GPU: dict[str, Value] = {"sparse_speed": (0.4, 0.4, 1.0), "key_block": 64, "query_group": 64}

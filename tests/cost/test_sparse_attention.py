@@ -24,8 +24,7 @@ from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term, Value
 from arachnec.lowering.head_division import with_heads
 from arachnec.lowering.order import forward_share
-from arachnec.sparsity.key_fetch import keys_sent, share_inside
-from arachnec.sparsity.learning_steps import DENSE_EVERY, SPARSE_EVERY
+from arachnec.sparsity.head_shares import DENSE_EVERY, SPARSE_EVERY, keys_sent, share_inside
 from arachnec.verification.sparse import check_heads
 
 TOKENS = 40_000

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from arachnec.sparsity.learning_steps import DENSE_EVERY, FIRST, SPARSE_EVERY, learns
+from arachnec.sparsity.head_shares import DENSE_EVERY, FIRST, SPARSE_EVERY, learns
 
 
 def test_a_dense_layer_learns_in_each_of_the_first_steps_and_then_in_some() -> None:

@@ -35,7 +35,7 @@ from arachnec.model_state.key_list_files import read_lists, share_that_differs
 from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.model_state.sparsity_history import HISTORY, STEPS_KEPT
 from arachnec.models.file import load_model_file
-from arachnec.sparsity.learning_steps import FIRST
+from arachnec.sparsity.head_shares import FIRST
 from arachnec.spmd.chosen_fetch import Room
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState

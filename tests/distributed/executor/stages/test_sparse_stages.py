@@ -25,7 +25,7 @@ from arachnec.model_state.key_list_files import read_lists, share_that_differs
 from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.sparsity.learning_steps import learns
+from arachnec.sparsity.head_shares import learns
 from arachnec.spmd.sparse_block import Site
 from arachnec.spmd.sparse_layers import Layer, LayerState
 from tests.distributed.executor_cases import FOUR_BLOCKS, QUICK, clip, train
