@@ -14,7 +14,7 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.passes.infra import errors as pipeline_errors
+from arachnec.passes.infra import pipeline as pipeline_errors
 from arachnec.passes.infra.base import Duration, Pass, Scope
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
