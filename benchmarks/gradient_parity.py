@@ -194,8 +194,8 @@ def run_plans(model_file: Path, data: Path, plans: dict[str, str], folder: Path)
     from arachnec.driver import front_end, plan_iteration, plan_model, trace_file
     from arachnec.executable.folder import write_executable
     from arachnec.models.file import load_model_file
+    from arachnec.passes.infra.base import installed, load_file
     from arachnec.passes.infra.pipeline import Pipeline
-    from arachnec.passes.infra.registry import installed, load_file
 
     loaded = load_model_file(model_file)
     manifest = read_manifest(data)

@@ -9,10 +9,10 @@ import click
 from arachnec.commands.opt import read_text, wanted_passes
 from arachnec.commands.pass_options import load_option
 from arachnec.ir.parser import parse_module
+from arachnec.passes.infra.base import installed, load_file
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import write_reproducer
 from arachnec.passes.infra.pipeline import Pipeline, pass_text
-from arachnec.passes.infra.registry import installed, load_file
 
 
 @click.command("bisect")

@@ -73,8 +73,8 @@ def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, .
     from arachnec.executable.folder import HEADER, read_executable, samples
     from arachnec.executable.sampling_folder import read_sampling_executable
     from arachnec.ir.sampling import is_sampling
+    from arachnec.passes.infra.base import installed, load_file
     from arachnec.passes.infra.pipeline import Pipeline
-    from arachnec.passes.infra.registry import installed, load_file
     from arachnec.views.what_if import begin_of, what_if
 
     if not (program / HEADER).is_file():

@@ -12,9 +12,9 @@ from typing import Any, TypeVar
 import click
 
 from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.passes.infra.base import Registry, installed, load_file
 from arachnec.passes.infra.instruments import Dump, Instrument, PrintAfter, Reproducer, Timing
 from arachnec.passes.infra.pipeline import Pipeline, UnknownPass, did_you_mean
-from arachnec.passes.infra.registry import Registry, installed, load_file
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 

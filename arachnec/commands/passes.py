@@ -12,9 +12,8 @@ import click
 from arachnec.commands.pass_options import load_option
 from arachnec.ir.nodes import Level
 from arachnec.passes.infra import options
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import Pass, Registry, Scope, installed, load_file
 from arachnec.passes.infra.named_pipelines import NAMED
-from arachnec.passes.infra.registry import Registry, installed, load_file
 
 
 @click.command("passes")

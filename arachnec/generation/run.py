@@ -34,9 +34,9 @@ from arachnec.ir.nodes import Cluster, Module, Stage
 from arachnec.ir.printer import print_module
 from arachnec.launch.local_ranks import RankDied, launch
 from arachnec.passes.check import checked
+from arachnec.passes.infra.base import installed, load_file
 from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.passes.infra.registry import installed, load_file
 from arachnec.runtime.clock import Interval
 
 PLAN, OUTCOMES, REPORT = "plan", "outcomes", "report.json"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arachnec.cost.model import CostModel
-    from arachnec.passes.infra import registry
+    from arachnec.passes.infra import base
     from arachnec.passes.infra.base import Count, Duration, Pass, Scope
     from arachnec.passes.infra.pipeline import Pipeline
     from arachnec.planning.formulate import with_times
@@ -33,7 +33,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "registry":
-        return importlib.import_module("arachnec.passes.infra.registry")
+        return importlib.import_module("arachnec.passes.infra.base")
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module 'arachnec.passes' has no attribute {name!r}")

@@ -26,7 +26,7 @@ from arachnec.cluster.file import parse_cluster
 from arachnec.commands.pass_options import PassOptions
 from arachnec.driver import Compiled, compile, plan_iteration, plan_model
 from arachnec.executable.folder import read_executable
-from arachnec.passes.infra.registry import installed
+from arachnec.passes.infra.base import installed
 
 HEAD = "import torch\nfrom arachnec.models.diffusers import wan\n\n"
 END = "build, sample, loss = model.build, model.sample, model.loss\n"

@@ -15,12 +15,11 @@ from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.infra import pipeline as pipeline_errors
-from arachnec.passes.infra.base import Duration, Pass, Scope
+from arachnec.passes.infra.base import Duration, Pass, Registry, Scope, builtin, installed, load_file
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
 from arachnec.passes.infra.named_pipelines import NAMED, PIPELINES
 from arachnec.passes.infra.pipeline import BrokenPass, Pipeline
-from arachnec.passes.infra.registry import Registry, builtin, installed, load_file
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,9 @@ from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, user_er
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.verify import verify
 from arachnec.passes.infra import options
-from arachnec.passes.infra.base import Pass, Scope
+from arachnec.passes.infra.base import Pass, Registry, Scope, builtin, installed
 from arachnec.passes.infra.instruments import Instrument, Moment
 from arachnec.passes.infra.named_pipelines import LAYOUT_SCHEDULERS, NAMED, OUR_SCHEDULER
-from arachnec.passes.infra.registry import Registry, builtin, installed
 
 
 @dataclass(frozen=True)

@@ -128,8 +128,8 @@ class IterationPlanner:
     @cached_property
     def _pipeline(self) -> Pipeline:
         from arachnec.backends.torch_distributed.plans.other_ranks import on_other_ranks
+        from arachnec.passes.infra.base import installed, load_file
         from arachnec.passes.infra.pipeline import Pipeline
-        from arachnec.passes.infra.registry import installed, load_file
 
         registry = installed()
         for name in self.executable.header.load:

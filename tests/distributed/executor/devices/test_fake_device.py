@@ -34,8 +34,8 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.model_state.gradient_precision import keep_gradients
 from arachnec.model_state.optimizer import Optimizer
 from arachnec.model_state.updated_parameters import layers_of_stages, updated_parameters
+from arachnec.passes.infra.base import installed, load_file
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.passes.infra.registry import installed, load_file
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoff_connections import HandoffConnections
