@@ -20,19 +20,16 @@ from arachnec.lowering.programs import no_cluster_error
 from arachnec.passes.infra.base import Pass
 from arachnec.verification.deadlock import check_deadlock, check_device_limits
 from arachnec.verification.encoders import check_encoders
-from arachnec.verification.gathers import check_gathers
 from arachnec.verification.gradient import check_gradient
 from arachnec.verification.handoffs import check_message_sizes, check_sources
 from arachnec.verification.host_memory import check_host_copies, check_host_memory
 from arachnec.verification.inputs import check_cascade_inputs, check_forwards, check_inputs
-from arachnec.verification.listed_layers import check_listed_layers
 from arachnec.verification.memory import check_memory, check_memory_claims, handed_sizes
-from arachnec.verification.residency import check_residency
 from arachnec.verification.sampling import check_sampling
+from arachnec.verification.shards import check_gathers, check_listed_layers, check_residency, check_updated_parameters
 from arachnec.verification.sparse import check_heads, check_learning, check_sparse_paths
 from arachnec.verification.structure import check_structure
 from arachnec.verification.times import check_times
-from arachnec.verification.updated_parameters import check_updated_parameters
 
 
 @dataclass(frozen=True)

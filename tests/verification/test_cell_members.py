@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from arachnec.analysis.uses import Values
 from arachnec.ir.nodes import integers
-from arachnec.verification.gathers import UnequalGathers, check_gathers
+from arachnec.verification.shards import UnequalGathers, check_gathers
 from tests.lowering.test_reduce_overlap import split
 
 

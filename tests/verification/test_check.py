@@ -26,7 +26,7 @@ from arachnec.verification import inputs as forwards
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
 from arachnec.verification import memory as memory_claims
-from arachnec.verification import residency as residency
+from arachnec.verification import shards as residency
 from arachnec.verification import structure as structure
 from tests.passes.plans import cluster, equal_clips, linear, module_of, placed_modules, timed
 

@@ -22,7 +22,7 @@ from arachnec.verification.inputs import (
     check_cascade_inputs,
     check_inputs,
 )
-from arachnec.verification.listed_layers import NoneHeld, UnknownLayer, check_listed_layers
+from arachnec.verification.shards import NoneHeld, UnknownLayer, check_listed_layers
 
 STAGES = (Stage("vae", False), Stage("dit", True))
 CASCADES = (

@@ -18,7 +18,7 @@ from arachnec.ir.diagnostic import Diagnostic, render
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integers
 from arachnec.ir.values import Attributes
 from arachnec.passes.check import find_problems
-from arachnec.verification import gathers, gradient_sync, handoffs, host_memory
+from arachnec.verification import gradient_sync, handoffs, host_memory, shards
 from tests.distributed.executor_cases import clip
 from tests.distributed.pipeline_cases import pipeline_of, planned
 
@@ -176,9 +176,9 @@ def test_clips_side_by_side_keep_what_lies_outside_the_blocks_of_their_own_alone
 def test_a_layer_left_out_of_a_list_is_found(name: str, data: st.DataObject) -> None:
     module = program(name)
     expected = {
-        "gather": gathers.NotGathered,
-        "scatter": gathers.NotScattered,
-        "release": gathers.UnequalGathers,
+        "gather": shards.NotGathered,
+        "scatter": shards.NotScattered,
+        "release": shards.UnequalGathers,
     }
     word = data.draw(st.sampled_from(sorted(expected)))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=word)))
@@ -191,7 +191,7 @@ def test_members_of_a_cell_in_two_orders_are_found(name: str, data: st.DataObjec
     module = program(name)
     word = data.draw(st.sampled_from(["gather", "scatter"]))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=word)))
-    assert gathers.UnequalGathers in problem_kinds(changed(module, place, reordered(word, data)))
+    assert shards.UnequalGathers in problem_kinds(changed(module, place, reordered(word, data)))
 
 
 @settings(max_examples=12)
@@ -213,7 +213,7 @@ def test_a_release_that_all_members_of_a_cell_lack_is_found(name: str, data: st.
         module = changed(module, (member, index), kept)
     later = [s for s in module.programs[rank].instructions[at + 1 :] if "gather" in s.attrs]
     again = any(layer in layers_listed(s, "gather") for s in later if _stage(module, s) == _stage(module, step))
-    assert (gathers.GatheredTwice if again else gathers.NotReleased) in problem_kinds(module)
+    assert (shards.GatheredTwice if again else shards.NotReleased) in problem_kinds(module)
 
 
 def _stage(module: Module, step: Instruction) -> str:

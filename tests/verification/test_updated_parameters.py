@@ -16,7 +16,7 @@ from arachnec.analysis.uses import Values, rank_list
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, Span, Stage, integers
 from arachnec.ir.values import Attributes
 from arachnec.passes.check import find_problems
-from arachnec.verification.updated_parameters import NotUpdated, WrongGather, check_updated_parameters
+from arachnec.verification.shards import NotUpdated, WrongGather, check_updated_parameters
 from tests.distributed.executor_cases import Work, clip, lowered, traced
 from tests.emulator.machine import Machine, Standstill
 from tests.emulator.translate import Backend, actions_of

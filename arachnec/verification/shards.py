@@ -1,29 +1,22 @@
-"""Rule 5, of stages whose parameters are dealt out over cells: no layer is read where it is not whole.
-
-Every layer that a forward or backward reads is gathered by it or still whole, and none is at the end of a step, whose
-update changes the shards. All members of a cell gather, release
-and reduce-scatter the same layers in the same order. They are all in the cascade, so these collectives are parts of an
-event at which they meet anyway: the rule on deadlocks, which orders those events, holds for them as well.
-
-Of a split backward the second half, which has all gradients of a layer, reduce-scatters them.
-"""
+"""Rules 4 and 5, of what is dealt out over ranks: state is held, and layers are whole and updated when read."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from arachnec.analysis.gathers import layers_listed
-from arachnec.analysis.stage_ranks import resident_ranks
+from arachnec.analysis.memory import state_of
+from arachnec.analysis.stage_ranks import resident_gib, resident_ranks
 from arachnec.analysis.uses import Values, rank_list, split_backwards, written
 from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
-from arachnec.ir.nodes import Instruction, Program, Stage, integers
-from arachnec.ir.parameter_cells import cell_of, last_layer, layer_sizes, own_cell, replicas
+from arachnec.ir.nodes import Instruction, Program, Stage, integer, integers
+from arachnec.ir.parameter_cells import cell_of, last_layer, layer_sizes, own_cell, replicas, updated_layers
 
 OPS = ("forward", "backward", "weight")
-LISTS = ("gather", "release", "scatter", "held")
+COMPARED = ("gather", "release", "scatter", "held")
 
 
 @dataclass(frozen=True)
@@ -223,7 +216,7 @@ def _alike(rank: int, expected: Steps, program: Program, steps: Steps) -> Iterat
     for (a, one), (b, _) in zip(expected, steps, strict=False):
         if a is b:
             continue
-        for word in LISTS:
+        for word in COMPARED:
             if a.attrs.get(word) != b.attrs.get(word):
                 texts = (_text(step.attrs, word) for step in (b, a))
                 yield UnequalGathers(b.span, rank, program.rank, one.stage.name, written(b), word, *texts)
@@ -233,3 +226,188 @@ def _alike(rank: int, expected: Steps, program: Program, steps: Steps) -> Iterat
 def _text(attrs: Mapping[str, object], word: str) -> str:
     value = attrs.get(word)
     return rank_list(value) if isinstance(value, tuple) else "nothing" if value is None else str(value)
+
+
+READING = ("forward", "backward", "weight")
+
+
+@dataclass(frozen=True)
+class NotUpdated(Diagnostic):
+    title = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} {reason}"
+    label = "layer {layer}"
+    help = (
+        "a program of each of ranks {ranks} gathers every layer that trains once, before the first forward of @{stage}"
+    )
+    rank: int
+    instruction: str
+    layer: int
+    stage: str
+    reason: str
+    ranks: str
+
+
+@dataclass(frozen=True)
+class WrongGather(Diagnostic):
+    title = "rank {rank} has `{instruction}`, and {reason}"
+    label = "{reason}"
+    help = "what an optimizer that is dealt out has updated of a stage is gathered over the ranks of its `reduce`"
+    rank: int
+    instruction: str
+    reason: str
+
+
+def check_updated_parameters(values: Values) -> Iterator[Diagnostic]:
+    places = _places(values)
+    layers = {
+        stage.name: updated_layers(stage) for stage in values.module.stages if len(places.get(stage.name, ())) > 1
+    }
+    for program in values.module.programs:
+        own = {stage.name: _holding(stage, program.rank, places[stage.name]) for stage in _dealt_out(values, places)}
+        yield from _gathers_named(program, own, layers)
+        for stage in values.module.stages:
+            if program.rank in own.get(stage.name, ()) and layers.get(stage.name):
+                yield from _gathered(values, program, stage, layers[stage.name], own[stage.name])
+
+
+def _dealt_out(values: Values, places: Mapping[str, tuple[int, ...]]) -> list[Stage]:
+    return [stage for stage in values.module.stages if stage.name in places]
+
+
+def _holding(stage: Stage, rank: int, place: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks that hold what ``rank`` holds of a stage: one in each cell, or all of its place."""
+    return replicas(rank, cell_of(stage) or 1, place)
+
+
+def _places(values: Values) -> dict[str, tuple[int, ...]]:
+    """The ranks over which the optimizer of a stage is dealt out: those of its reduce-scatters."""
+    dealt_out = {stage.name for stage in values.module.stages if "sharded" in stage.attrs}
+    places: dict[str, set[int]] = defaultdict(set)
+    for program in values.module.programs:
+        for step in program.instructions:
+            if step.op == "reduce" and step.target in dealt_out and "tied" not in step.attrs:
+                places[step.target].update(step.peers)
+    return {stage: tuple(sorted(ranks)) for stage, ranks in places.items()}
+
+
+def _gathers_named(
+    program: Program, places: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, ...]]
+) -> Iterator[WrongGather]:
+    """Every gather is of a dealt-out stage, over its ranks, and of layers that train."""
+    for step in program.instructions:
+        if step.op != "gather":
+            continue
+        known = layers.get(step.target, ())
+        unknown = [layer for layer in layers_listed(step, "layers") if layer not in known]
+        if not known:
+            reason = f"every rank has updated all of @{step.target} itself"
+        elif step.peers != places[step.target]:
+            reason = f"ranks {rank_list(places[step.target])} have updated its parts"
+        elif unknown:
+            reason = f"layer {unknown[0]} is not one of those that train"
+        else:
+            continue
+        yield WrongGather(step.span, program.rank, written(step), reason)
+
+
+def _gathered(
+    values: Values, program: Program, stage: Stage, layers: tuple[int, ...], ranks: tuple[int, ...]
+) -> Iterator[NotUpdated]:
+    """Each layer once, before it is read, and before the next update."""
+    counts: Counter[int] = Counter()
+
+    def wrong(step: Instruction, layer: int, reason: str) -> NotUpdated:
+        return NotUpdated(step.span, program.rank, written(step), layer, stage.name, reason, rank_list(ranks))
+
+    for step in program.instructions:
+        if step.op == "gather" and step.target == stage.name:
+            for layer in layers_listed(step, "layers"):
+                counts[layer] += 1
+                if counts[layer] == 2:
+                    yield wrong(step, layer, "is gathered a second time")
+        reads = step.op in READING and values.cascades[step.target].stage == stage.name
+        if reads or (step.op == "step" and step.target == stage.name):
+            missing = next((layer for layer in layers if not counts[layer]), None)
+            if missing is not None:
+                yield wrong(step, missing, "is not whole yet")
+                return
+
+
+# Which lists an instruction may have, and whether they may name what lies outside the blocks: one more number.
+NAMED_LAYERS = {"gather": True, "release": True, "scatter": True, "offload": False, "reload": False}
+
+
+@dataclass(frozen=True)
+class UnknownLayer(Diagnostic):
+    title = "rank {rank} has `{instruction}` {word} layer {layer}, and @{stage} has {layers} layers"
+    label = "no layer {layer}"
+    help = "write numbers of {known}"
+    rank: int
+    instruction: str
+    word: str
+    layer: int
+    stage: str
+    layers: int
+    known: str
+
+
+@dataclass(frozen=True)
+class NoneHeld(Diagnostic):
+    title = "rank {rank} has `{instruction}` with held = {held}"
+    label = "held = {held}"
+    help = "a layer that computes is whole: write 1 or more, or leave `held` out"
+    rank: int
+    instruction: str
+    held: int
+
+
+def check_listed_layers(values: Values) -> Iterator[UnknownLayer | NoneHeld]:
+    last = {stage.name: last_layer(stage) for stage in values.module.stages}
+    for program in values.module.programs:
+        for step in program.instructions:
+            if step.op == "gather":
+                yield from _unknown(program.rank, step, "layers", step.target, last[step.target] + 1)
+            elif step.op in ("forward", "backward", "weight"):
+                stage = values.cascades[step.target].stage
+                for word, value in step.attrs.pairs:
+                    if word in NAMED_LAYERS:
+                        yield from _unknown(program.rank, step, word, stage, last[stage] + NAMED_LAYERS[word])
+                    elif word == "held" and integer(value) < 1:
+                        span = step.attrs.span("held") or step.span
+                        yield NoneHeld(span, program.rank, written(step), integer(value))
+
+
+def _unknown(rank: int, step: Instruction, word: str, stage: str, end: int) -> Iterator[UnknownLayer]:
+    """The first layer of a list from ``end`` on."""
+    listed = layers_listed(step, word)
+    if listed and not 0 <= min(listed) <= max(listed) < end:
+        layer = next(number for number in listed if not 0 <= number < end)
+        known = f"0 to {end - 1}" if end else "layers that there are: it has none"
+        span = step.attrs.span(word) or step.span
+        verb = word if word != "layers" else "of"
+        yield UnknownLayer(span, rank, written(step), verb, layer, stage, end, known)
+
+
+TOLERANCE = 1e-6  # of a sum that was printed
+
+
+@dataclass(frozen=True)
+class StateTooLow(Diagnostic):
+    title = "program rank {rank} claims {claimed:.3f} GiB of state, its stages hold {right:.3f} GiB"
+    label = "state = {claimed:.3f} GiB"
+    help = "`state` is the sum over the stages on the rank, {stages}: write `state = {right:.6g} GiB`"
+    rank: int
+    claimed: float
+    right: float
+    stages: str
+
+
+def check_residency(values: Values) -> Iterator[Diagnostic]:
+    module = values.module
+    assert module.cluster is not None
+    resident = [(stage, resident_ranks(module, module.cluster, stage)) for stage in module.stages]
+    for program in module.programs:
+        here = [stage for stage, ranks in resident if program.rank in ranks]
+        right, claimed = resident_gib(here, "state"), state_of(program)
+        if claimed < right * (1 - TOLERANCE):
+            names = ", ".join(f"@{stage.name}" for stage in here)
+            yield StateTooLow(program.span, program.rank, claimed, right, names)
