@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.dataset_item import bad_item_error, clip_of_item
-from arachnec.data.dataset_raised import dataset_raised
-from arachnec.data.source_state import from_text, to_text
+from arachnec.data.dataset import bad_item_error, clip_of_item, dataset_raised, from_text, to_text
 from arachnec.ir.diagnostic import UserError, counted, user_error
 
 EMPTY = hashlib.sha256(b"").hexdigest()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from arachnec.data.source_state import from_text, to_text
+from arachnec.data.dataset import from_text, to_text
 from arachnec.ir.diagnostic import user_error
 
 NUMBERS = (bool, int, float, str, type(None))

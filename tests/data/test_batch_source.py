@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.clip import VideoClip
-from arachnec.data.source_state import from_text, to_text
+from arachnec.data.dataset import from_text, to_text
 from arachnec.ir.diagnostic import UserError, render
 
 

@@ -1,9 +1,13 @@
-"""One item of a dataset as a clip: a ``VideoClip``, or a mapping with the keys of a manifest and tensors."""
+"""Somebody's dataset: an item as a clip, what it raises told at its own line, its state as text and back."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+import base64
+import json
+import re
+import traceback
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +16,10 @@ from arachnec.data.columns import CLIP_KEYS
 from arachnec.data.manifest import clips_of_row
 from arachnec.data.rows import Row as ManifestRow
 from arachnec.data.rows import normalised
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
+from arachnec.ir.limits import LONGEST_EXCEPTION
+from arachnec.ir.nodes import Span
+from arachnec.ir.users_code import is_users, line_of, users_line
 
 VIDEO = "video"  # pixels: channels x frames x height x width
 SIZES = ("frames", "height", "width")
@@ -115,3 +122,108 @@ def _tensor(value: Any, name: str, number: int) -> Any:
         kind = f"a {type(value).__name__} of {value.dtype}{place}"
         remedy = "give a tensor or an array of numbers; or leave it out"
         raise bad_item_error(number, f"a dict whose `{name}` is {kind}", remedy) from None
+
+
+# torch's loader raises a worker's exception again, with the worker's traceback as its text
+OF_A_WORKER = "Original Traceback (most recent call last):"
+FRAME = re.compile(r'^\s*File "(?P<file>[^"]+)", line (?P<line>\d+), in ', re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class DatasetRaised(Diagnostic):
+    title = "the dataset raised {exception} after {drawn}"
+    label = "raised here"
+    help = "{remedy}"
+    exception: str
+    drawn: str
+    remedy: str
+
+
+def dataset_raised(error: BaseException, clips: int) -> DatasetRaised:
+    """What to say of an ``error`` after so many clips."""
+    text = str(error)
+    if OF_A_WORKER in text:
+        trace = text.partition(OF_A_WORKER)[2]
+        named = trace.strip().splitlines()[-1]
+        frames = [(match["file"], int(match["line"])) for match in FRAME.finditer(trace)]
+        span = _last_of_the_users(frames)
+    else:
+        message = " ".join(text.split())
+        named = f"{type(error).__name__}{': ' if message else ''}{message}"
+        frames = [(frame.filename, frame.lineno or 1) for frame in traceback.extract_tb(error.__traceback__)]
+        span = users_line(error)
+    from_shards = any("webdataset" in Path(file).parts for file, _ in frames)
+    return DatasetRaised(span, named[:LONGEST_EXCEPTION], counted(clips, "clip"), _what_to_do(named, from_shards))
+
+
+def _what_to_do(named: str, from_shards: bool) -> str:
+    if "nodesplitter" in named:  # of WebDataset, where torchrun has set a number of ranks
+        return "only rank 0 draws, for all ranks: give WebDataset nodesplitter=None"
+    short = "unexpected end of data" in named or "ReadError" in named or "EOFError" in named
+    if from_shards and named.startswith("KeyError"):
+        return "no file of the item has this name, or its shard is cut short: look with `tar tf FILE`"
+    return (
+        "the file is cut short or damaged: check it with `tar tf FILE`, and copy or write it again"
+        if short
+        else "correct the dataset; what was trained so far is in the checkpoint, where one is kept"
+    )
+
+
+def _last_of_the_users(frames: Iterable[tuple[str, int]]) -> Span | None:
+    own = [frame for frame in frames if is_users(frame[0])]
+    return line_of(*own[-1]) if own else None
+
+
+TAG = "__kind__"
+
+
+def to_text(state: object) -> str:
+    """As JSON. Raises ``UserError`` for an object of another kind, with its place."""
+    return json.dumps(_encoded(state, "state"))
+
+
+def from_text(text: str) -> Any:
+    """The state that ``to_text`` was given."""
+    return _decoded(json.loads(text))
+
+
+def _encoded(value: Any, place: str) -> Any:
+    import torch
+
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, bytes):
+        return {TAG: "bytes", "data": base64.b64encode(value).decode()}
+    if isinstance(value, torch.Tensor):
+        own = value.detach().cpu().contiguous()
+        data = base64.b64encode(own.reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
+        return {TAG: str(own.dtype).removeprefix("torch."), "shape": list(own.shape), "data": data}
+    if isinstance(value, list | tuple):
+        rows = [_encoded(item, f"{place}[{number}]") for number, item in enumerate(value)]
+        return rows if isinstance(value, list) else {TAG: "tuple", "rows": rows}
+    if isinstance(value, Mapping):
+        pairs = [[_encoded(key, place), _encoded(item, f"{place}[{key!r}]")] for key, item in value.items()]
+        return {TAG: "dict", "rows": pairs}
+    raise user_error(
+        f"the dataset's state_dict() has a {type(value).__name__} at `{place}`, which no checkpoint holds",
+        help="return numbers, text, bytes, lists, dicts and tensors",
+    )
+
+
+def _decoded(value: Any) -> Any:
+    import torch
+
+    if isinstance(value, list):
+        return [_decoded(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    kind = value[TAG]
+    if kind == "dict":
+        return {_decoded(key): _decoded(item) for key, item in value["rows"]}
+    if kind == "tuple":
+        return tuple(_decoded(item) for item in value["rows"])
+    data = base64.b64decode(value["data"])
+    if kind == "bytes":
+        return data
+    flat = torch.frombuffer(bytearray(data), dtype=getattr(torch, kind)) if data else torch.empty(0)
+    return flat.view(value["shape"])
