@@ -35,7 +35,7 @@ from typing import Annotated, Any
 import msgspec
 
 from arachnec.data.clip import VideoClip
-from arachnec.data.long_manifest import LongManifest
+from arachnec.data.parquet_clips import LongManifest
 from arachnec.executable.part_files import demand_readable, json_part, not_executable_error, read_part, text_of
 from arachnec.executable.training_options import Training, verified
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error

@@ -26,8 +26,7 @@ from pathlib import Path
 
 from arachnec.backends.torch_distributed.plans.step_plans import KEPT
 from arachnec.data.batch_source import BatchSource
-from arachnec.data.long_manifest import read_long_manifest
-from arachnec.data.parquet_clips import WINDOW, ParquetClips
+from arachnec.data.parquet_clips import WINDOW, ParquetClips, read_long_manifest
 from arachnec.data.stratified import stratified
 
 MODEL = Path(__file__).parents[2] / "tests" / "acceptance" / "models" / "wan.py"

@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from arachnec.checkpoint.files import stored_runs
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import TENSOR, read_encoded
-from arachnec.data.long_manifest import read_long_manifest
 from arachnec.data.manifest import read_manifest
+from arachnec.data.parquet_clips import read_long_manifest
 from arachnec.kernels.sparse.cube_sides import VERSION
 from arachnec.model_state.key_list_files import RULE, read_lists
 from arachnec.models.weight_files import weight_files

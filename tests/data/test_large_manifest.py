@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from arachnec.data import rows
-from arachnec.data.long_manifest import read_long_manifest
 from arachnec.data.manifest import read_manifest
+from arachnec.data.parquet_clips import read_long_manifest
 from arachnec.data.requests import read_requests
 from arachnec.ir.diagnostic import UserError, render_all
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from arachnec.data import long_manifest
+from arachnec.data import parquet_clips
 from arachnec.data.clip import VideoClip
-from arachnec.data.long_manifest import is_long, read_long_manifest
 from arachnec.data.manifest import read_manifest
+from arachnec.data.parquet_clips import is_long, read_long_manifest
 from arachnec.ir.diagnostic import UserError
 
 pyarrow: Any = pytest.importorskip("pyarrow")
@@ -58,7 +58,7 @@ def written(folder: Path, **columns: list[Any]) -> Path:
 def test_shapes_and_count_are_those_of_the_list(
     columns: dict[str, list[Any]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(long_manifest, "WINDOW", 16)
+    monkeypatch.setattr(parquet_clips, "WINDOW", 16)
     path = written(tmp_path, **columns)
     listed = read_manifest(path).clips
     long, clips = read_long_manifest(path, 8)
@@ -76,7 +76,7 @@ def test_captions_that_are_no_texts_are_told(captions: list[Any], tmp_path: Path
 def test_only_a_long_parquet_file_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = written(tmp_path)
     assert not is_long(path)
-    monkeypatch.setattr(long_manifest, "LISTED", ROWS - 1)
+    monkeypatch.setattr(parquet_clips, "LISTED", ROWS - 1)
     assert is_long(path)
     assert not is_long(tmp_path / "none.parquet")
     (tmp_path / "bad.parquet").write_text("x")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from arachnec.data import long_manifest
+from arachnec.data import parquet_clips
 from arachnec.data.manifest import read_manifest
 from arachnec.driver import compile as compile_model
 from arachnec.executable.folder import read_executable
@@ -26,7 +26,7 @@ def test_it_trains_the_clips_of_the_list_and_goes_on_where_it_stood(
     pyarrow.parquet.write_table(pyarrow.table(columns), path)
     (tmp_path / "model.py").write_text(MODEL)
     clips = read_manifest(path).clips
-    monkeypatch.setattr(long_manifest, "LISTED", 9)
+    monkeypatch.setattr(parquet_clips, "LISTED", 9)
     compiled = compile_model(tmp_path / "model.py", path, "2:cpu", passes=QUICK, batch=4)
     folder = compiled.write(tmp_path / "build")
     assert read_executable(folder).clips == clips[:4]
