@@ -20,9 +20,8 @@ from arachnec.cluster.topology import has_gpus, machines, node_of
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.manifest import Batch, Manifest, demand_plannable, read_manifest
 from arachnec.data.parquet_clips import LongManifest, is_long, read_long_manifest
-from arachnec.executable.batch_size import require_batch
+from arachnec.executable.batches import mixed_manifest, require_batch
 from arachnec.executable.folder import REPORT, iteration_of, write_executable
-from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.long_computations import Reporter, unreported

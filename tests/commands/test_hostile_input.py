@@ -22,8 +22,8 @@ from arachnec.commands.opt import read_text
 from arachnec.cost.profile import read_profile
 from arachnec.data.manifest import read_manifest
 from arachnec.data.requests import read_requests
+from arachnec.executable.batches import mixed_manifest
 from arachnec.executable.folder import read_header
-from arachnec.executable.mixed_batches import mixed_manifest
 from arachnec.executable.train_file import training_of
 from arachnec.executable.training_options import Training
 from arachnec.generation.switches_seen import read_seen

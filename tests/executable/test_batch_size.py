@@ -8,7 +8,7 @@ import pytest
 from arachnec.cluster.file import parse_cluster
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import Batch, Manifest
-from arachnec.executable.batch_size import require_batch
+from arachnec.executable.batches import require_batch
 from arachnec.ir.diagnostic import UserError, render_all
 
 CLIP = VideoClip("a", 81, 480, 832, 20, path=Path("cat.mp4"))

@@ -10,8 +10,8 @@ import pytest
 
 from arachnec.backends.torch_distributed.batches.drawn_batches import demand_no_order
 from arachnec.driver import compile
+from arachnec.executable.batches import CHUNK, MixedBatches, Mixture, mixed_manifest
 from arachnec.executable.folder import read_executable
-from arachnec.executable.mixed_batches import CHUNK, MixedBatches, Mixture, mixed_manifest
 from arachnec.executable.training_options import Mix, Source, Training, verified
 from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import MODEL, Work, executable, plain_loop, train_on

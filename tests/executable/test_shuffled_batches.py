@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from arachnec.executable.batches import ManifestBatches
+from arachnec.executable.batches import ManifestBatches, ShuffledBatches, StratifiedBatches
 from arachnec.executable.folder import read_executable
-from arachnec.executable.shuffled_batches import ShuffledBatches
-from arachnec.executable.stratified_batches import StratifiedBatches
 from tests.distributed.executor_cases import Work, clip, executable
 
 BATCHES = ([clip(n, 1 + n % 3) for n in range(4)], [clip(n, 1 + n % 3) for n in range(4, 7)], [clip(7, 2)])
