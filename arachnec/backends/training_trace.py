@@ -11,8 +11,8 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.header_check import hold_against_headers
 from arachnec.data.manifest import Manifest, read_manifest
+from arachnec.executable.other_manifests import validation_text
 from arachnec.executable.training_options import Training
-from arachnec.executable.validation import validation_text
 from arachnec.ir.diagnostic import user_error
 from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Module

@@ -9,8 +9,8 @@ import msgspec
 import pytest
 
 from arachnec.data.clip import VideoClip
-from arachnec.executable.editions import Edition, continued, ordered
 from arachnec.executable.folder import Executable, read_executable
+from arachnec.executable.other_manifests import Edition, continued, ordered
 from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable
 

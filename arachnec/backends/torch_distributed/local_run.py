@@ -18,9 +18,9 @@ from arachnec.backends.torch_distributed.reporting.display import Display
 from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.cluster.topology import cluster_for
 from arachnec.executable.folder import MODEL, demand_folder, read_executable
+from arachnec.executable.other_manifests import demand_same_manifests
 from arachnec.executable.train_file import located
 from arachnec.executable.training_options import Training
-from arachnec.executable.validation import demand_same_manifests
 from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.local_ranks import RankCrashed, launch

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from arachnec.checkpoint.folder import Position
 from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Batches, ManifestBatches, Mark, MixedBatches, ShuffledBatches, StratifiedBatches
-from arachnec.executable.editions import Edition, GrownBatches
 from arachnec.executable.folder import Executable
+from arachnec.executable.other_manifests import Edition, GrownBatches
 from arachnec.executable.training_options import Training, bad_value
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.caption_tokens import CaptionCounter

@@ -1,4 +1,4 @@
-"""The editions of a run's manifest (``arachnec.executable.editions``) beside its checkpoints, in ``clips.json``."""
+"""The editions of a run's manifest (``arachnec.executable.other_manifests``) beside its checkpoints, in ``clips.json``."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
-from arachnec.executable.editions import Edition, continued, ordered
 from arachnec.executable.folder import Executable
+from arachnec.executable.other_manifests import Edition, continued, ordered
 from arachnec.ir.diagnostic import user_error, writing
 from arachnec.runtime.agreement import share_text
 

@@ -58,8 +58,8 @@ from arachnec.checkpoint.folder import Position
 from arachnec.checkpoint.parts import ENTRIES, IN_USE, Part, State
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
-from arachnec.executable.editions import Edition, Epochs
 from arachnec.executable.folder import MODEL, Executable, planning_ms
+from arachnec.executable.other_manifests import Edition, Epochs
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
 from arachnec.launch.ending import StopRequest

@@ -25,8 +25,8 @@ from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of
+from arachnec.executable.other_manifests import STEP, ValidationBatches, demand_same_manifests
 from arachnec.executable.training_options import Training
-from arachnec.executable.validation import STEP, ValidationBatches, demand_same_manifests
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.clock import Clock
 from arachnec.runtime.handoffs import TensorSpec

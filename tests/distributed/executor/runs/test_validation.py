@@ -14,8 +14,8 @@ from torch import nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import HEADER, VALIDATION, read_executable
+from arachnec.executable.other_manifests import STEP, demand_same_manifests, validation_text
 from arachnec.executable.training_options import TorchClass, Training
-from arachnec.executable.validation import STEP, demand_same_manifests, validation_text
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.file import load_model_file
 from tests.distributed import pipeline_cases
