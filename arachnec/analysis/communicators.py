@@ -1,4 +1,16 @@
-"""What a back end does with a program: handoffs, process groups of a fixed family, communicators and their memory."""
+"""What a back end does with a program: handoffs, process groups of a fixed family, communicators and their memory.
+
+A handoff over the *host* network (gloo, CPU tensors in pinned memory) occupies no stream of a device. A handoff from
+*device* to device (NCCL) is a kernel on both ranks: it spins from where it is posted until the other side is there.
+
+A group of the family is consecutive ranks from a multiple of its size on. Its subgroups of Ulysses and ring are few as
+well: those of Ulysses are smaller groups of the family, those of the ring have one stride.
+
+A group of ranks has one communicator for the collectives of cascades, whatever the order of its ranks. Gradient
+all-reduces have their own, because they run beside those, and so has a cell that gathers its parameters. Updated
+parameters are gathered on that of the all-reduces, which is idle then. A device-to-device handoff has one per
+direction.
+"""
 
 from __future__ import annotations
 

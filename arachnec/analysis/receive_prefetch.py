@@ -3,6 +3,11 @@
 A transfer runs once both sides have started it. A receive that starts ahead of its place lets a rank get its next input
 while it still computes. Order and memory limit how far ahead; from device to device, also what the send depends on.
 ``check``, the simulator and the executor all ask this file.
+
+A device-to-device receive occupies its device from where it starts. So nothing that its send waits for, through any
+chain of ranks, may stand behind it; and two receives that are each right alone may wait for each other. Both are
+excluded by construction: the programs are run once in the abstract, every send waiting for its receive, and each rank
+starts its receives in the order in which the handoffs of that one run happen.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The ranks of stages: which hold parameters, and over which gradients are shared or clipped."""
+"""The ranks of stages: which hold parameters, and over which gradients are shared or clipped.
+
+``stages`` are those of a module, ``places`` the ranks of every trained one by name.
+"""
 
 from __future__ import annotations
 

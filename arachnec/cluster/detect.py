@@ -2,6 +2,11 @@
 
 What the machine cannot say stands in the file as a comment, with what was assumed instead: how many such nodes there
 are, and how fast the network between them is.
+
+``nvidia-smi topo -m`` prints a square of GPUs and NICs. A cell is ``X`` (itself), ``NV18`` (eighteen NVLinks), or how
+far apart two are on PCIe: ``PIX`` (one switch), ``PXB`` (several switches), ``PHB`` (a host bridge), ``NODE`` (the host
+bridges of a NUMA node), ``SYS`` (between NUMA nodes); the legend stands below it. ``nvidia-smi
+--query-gpu=index,name,memory.total --format=csv`` prints a line for each device.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""What is known of devices and their hosts before anybody has measured them, and what a cluster says of hosts."""
+"""What is known of devices and hosts before anybody has measured them: specifications, and how much of them lasts.
+
+The specified peak is never reached. ``efficiency`` is the part of it that a video transformer sustains, and ``source``
+says where that number is from: derived from a published run, or an assumption. ``arachnec profile`` replaces all of
+this by measurements.
+"""
 
 from __future__ import annotations
 

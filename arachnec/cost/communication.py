@@ -1,4 +1,8 @@
-"""What ranks send each other in cascades and between iterations, and how long it takes, the optimizer's step included."""
+"""What ranks send each other in cascades and between iterations, and how long it takes, the optimizer's step too.
+
+Ulysses all-to-all (arXiv 2309.14509, section 3), ring attention (arXiv 2310.01889), the gather behind the last block;
+each alpha-beta over the links that its groups really use.
+"""
 
 from __future__ import annotations
 

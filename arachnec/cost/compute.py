@@ -6,6 +6,10 @@ chosen keys for the rank that has most of these (``arachnec.cost.sparse_attentio
 whole clips and wait for the one with the most, which takes the formula's time for so many, or so many times the
 cascade's ``per_clip``, where that was measured. More ranks than clips divide one clip after the other, all but the
 ``undivided`` part; so do ranks that each have a part of its weights.
+
+``saved`` is kept for the backward where no block is recomputed, ``saved_recompute`` where all are, one whole block
+included: the one that runs again. In between memory falls by what the blocks save, scaled to these two. Time grows with
+the number of blocks, from no further forward to one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""What host memory adds to a cascade: bytes that its instructions copy, and ms that copies take longer."""
+"""What host memory adds to a cascade: the bytes that its instructions copy, and the ms that copies take longer.
+
+A forward brings every layer, a backward brings it again and takes its gradients back; where inputs of blocks lie in
+the host, too, the forward takes them there and the backward brings them. Both directions of a link, and the cell's
+collectives, run beside compute and beside each other. So each layer shows what the slowest of them takes longer than
+its compute; the first layers of a pass and the last gradients have nothing to hide behind. All devices of a node are
+taken to copy at once.
+"""
 
 from __future__ import annotations
 

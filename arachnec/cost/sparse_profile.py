@@ -3,6 +3,10 @@
 Of one head, in ms: dense attention takes a S^2 + b S, attention over chosen keys c d S^2 + e S at density d, forward
 and backward apart, prediction and choice f S^2 + g S + h. Fitted by non-negative least squares on the relative error.
 Out for a plan: how fast sparse kernels are beside dense ones, and what everything else about them comes to.
+
+Before anybody has measured times are told in FLOPs of dense attention that take as long, so that they follow the
+device's own speed, or in ms where no size of a clip changes them. What they are measured on: docs/sparse_planning.md.
+``arachnec profile`` replaces all but what is told of learning.
 """
 
 from __future__ import annotations

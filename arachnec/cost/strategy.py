@@ -1,4 +1,9 @@
-"""How many ranks a cascade may take, and how they do its work together."""
+"""How many ranks a cascade may take, and how they do its work together.
+
+One set of degrees: schedulers choose from it, lower bounds minimise over it, and a schedule by hand with another degree
+is refused (``planning.validate``). So no schedule that is accepted can end before the bound. A further way to do the
+work is a further field of ``Strategy``: the cost table then has a row for it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""A Parquet manifest of any length as a dataset: rows are read as they are drawn, and no list of them is built."""
+"""A Parquet manifest of any length as a dataset: rows are read as they are drawn, and no list of them is built.
+
+Of one too long for a list ``compile`` has to know how many clips it has, and one clip of every shape: the columns of
+sizes are read once, window by window; captions are measured, and not kept.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,10 @@ converted by the stream's matrix and range (without one BT.601, limited, as FFmp
 stretched in width; then the display matrix, which is also what FFmpeg makes of EXIF orientation, turns and mirrors.
 High dynamic range and wide gamuts are converted in ``arachnec/data/shown_picture.py``. What cannot be shown is a
 ``NotShown``, by its name.
+
+Of high dynamic range PQ (SMPTE ST 2084) and HLG (ARIB STD-B67, at its nominal peak of 1,000 cd/m2, BT.2100) become
+light, whose largest component is tone-mapped by BT.2390's curve from 1,000 to 203 cd/m2 (BT.2408's reference white): up
+to 90 cd/m2 nothing changes, and hues do not. Primaries become those of BT.709; what lies outside is clipped.
 """
 
 from __future__ import annotations

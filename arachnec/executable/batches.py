@@ -2,6 +2,10 @@
 
 A batch's clips have ids in the IR. Which plan a batch can use depends on its shapes alone: ``shapes_key``. A plan that
 was made for other clips of the same shapes is used with ``placed_in``: the clip that each of its ids stands for.
+
+In a mix every place of a batch is drawn from one of the manifests, with a probability that goes with its weight. Each
+manifest gives its clips in an order of its own, another one in every round, all of them before one comes again. All
+follows from the seed and the step alone, so a resumed run goes on where it was.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""Manifests of an executable beside the first: validation clips, and editions of a run that got more clips."""
+"""Manifests of an executable beside the first: validation clips, and editions of a run that got more clips.
+
+An epoch that has begun keeps the clips and the order that it began with; the clips that a manifest has more come in the
+next one. A batch of validation is planned as one of training is. Noise and timestep of its clips are drawn for
+``STEP``, in whatever step the loss is asked for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Parse tree to nodes: lark calls one method of ``ModuleBuilder`` per rule of ``grammar.lark``."""
+"""Parse tree to nodes: lark calls one method of ``ModuleBuilder`` per rule of ``grammar.lark``.
+
+``PARSED`` says which file is being parsed. Tokens become values with a span; one that has none raises UserError.
+"""
 
 from __future__ import annotations
 

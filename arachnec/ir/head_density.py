@@ -1,4 +1,10 @@
-"""Which layers of a stage attend to chosen keys, and to how many. In: the attribute ``density``."""
+"""Sparse attention in a module. In: the attributes ``density`` and ``heads``. Out: densities by layer, parts of heads.
+
+A class of length is named by the fewest tokens of its clips, a power of two, and has those up to the next; the last has
+all longer ones too. It follows from the clip alone, so it is the same in every plan. A row of ``heads`` is ``[layers,
+place of each head, parts]``. A place is a number into the ranks of a clip, -1 for a head that is cut; of these the
+parts follow, four numbers each: head, place, first group, and the group behind the last.
+"""
 
 from __future__ import annotations
 

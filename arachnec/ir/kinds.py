@@ -1,4 +1,10 @@
-"""Kinds of attributes. In: the text of a type in a table. Out: a predicate on values, its bounds, and words for messages."""
+"""Attribute types: from the text in a table to a predicate on values, to their bounds, and to words for messages.
+
+``int``, ``float``, ``str``, ``bool``; a unit (``ms``, ``GiB``, ...); ``ms formula``; ``@graph``; lists ``[int]`` and
+``[str]``, lists of rows ``[[int, ms]]``, whose last item may be left out where it says ``int?``. Numbers are zero or
+more; above zero where the type says ``int > 0``; of any sign where it says ``any int``, and in formulas. Costs divide
+by some of them and take powers of others, so a number out of bounds must not come that far.
+"""
 
 from __future__ import annotations
 

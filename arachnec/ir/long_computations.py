@@ -1,4 +1,8 @@
-"""Long computations: each takes a ``Reporter`` that it calls at each step, and may put off the garbage collector."""
+"""Long computations: each takes a ``Reporter`` that it calls at each step, and may put off the garbage collector.
+
+A line says what is being done, without a full stop: ``tracing``, ``verifying block 1 of 2``, ``planning layout 7 of
+41``. Its first word names the phase. ``arachnec.commands.progress.progress_on_stderr`` gives the reporter of a command.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Sampling, as a module says it: requests, the steps of a `denoise` cascade, the outcomes of a switch, the plan's measure."""
+"""Sampling, as a module says it: requests, steps of a ``denoise`` cascade, outcomes of a switch, the plan's measure.
+
+A request is a clip with ``steps``. Its first model takes the steps before its switch, its second model the others. An
+*outcome* is how many the first one takes: K. Of steps f to l a segment of the first model takes f to min(l, K - 1), one
+of the second max(f, K) to l. What is left of neither hands its input on. A request's latency is the time from its
+arrival to the end of its last cascade.
+"""
 
 from __future__ import annotations
 

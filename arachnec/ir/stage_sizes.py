@@ -1,4 +1,8 @@
-"""Typed readings of the attributes of stages, cascades and clusters: sizes, times, gradient buckets, recomputed blocks."""
+"""Attributes of stages, cascades and clusters, typed: sizes, times, runs of layers reduced together, recomputed blocks.
+
+Of recomputed blocks these are the first ones in the order of the model: what they save lives longest, and when the
+backward comes to them, it has freed what the others saved.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,11 @@
 """The end of every list: all-reduces of gradients, one per stage or bucket, their norm, the optimizer steps, and what
-sparse layers learn."""
+sparse layers learn.
+
+Backwards inside which gradients may start to be summed: a split backward has no whole gradients, its ``weight`` stands
+for it, which nothing waits for. A rank that starts an all-reduce inside its last backward waits there, as far as a
+proof knows, for every other rank that starts it so: each comes to its own last backward, and may have to wait for what
+this rank hands on behind it.
+"""
 
 from __future__ import annotations
 

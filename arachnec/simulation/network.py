@@ -7,6 +7,11 @@ cannot take, because its bottleneck is another link, goes to the others (max-min
 A transfer uses its links all the time. A cascade uses them for the share of its time that is communication, and counts
 as that share of a user. For users that never pause this is fair sharing. For others it is mean-value analysis of a
 shared server (Schweitzer's approximation, 1979).
+
+A transfer takes, within a node, the devices' ports, and the host's memory where devices have no links of their own;
+between nodes the NICs, each shared by the devices of one letter; between racks also the uplinks, each shared by its
+rack. What encoders hand over travels from host to host: where the speed of the hosts' network is known it takes that,
+one link a node, and nothing of the devices'. Links are full duplex: the two directions do not share.
 """
 
 from __future__ import annotations

@@ -1,4 +1,14 @@
-"""Heads of unequal density over the ranks of a clip: who computes what, which keys travel, and when layers learn."""
+"""Heads of unequal density over the ranks of a clip: who computes what, which keys travel, and when layers learn.
+
+Whole heads first, longest first; what fits on no rank below the mean is cut between query groups. At most ranks - 1
+places are cut, and a head's keys and values go to one more rank at each. Inside a machine all keys travel. Between
+machines those that the groups chose, as far as there is room for them, and in the steps in which the layer learns all,
+since what is measured there needs them. Layers take turns in learning, so that steps take equally long.
+
+A plan counts for each rank all blocks in the lists of as many heads as it has where heads go by number. A rank with
+many light heads, as they were assumed, may have more when they turn out heavy. It then computes more than a rank of a
+dense layer does, so that this division is worth nothing.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,24 @@
-"""Rule 2: no deadlock, as a back end posts, connects, and starts kernels on streams and hardware queues."""
+"""Rule 2: no deadlock, as a back end posts and connects. In: a lowered module and an execution model. Out: problems.
+
+Every collective is one event. So is every send together with its matched receive, and every connection that two hosts
+make. Each rank comes to its events in one order: that in which its host *posts* them, which for a prefetched receive is
+not where it stands in the list. Over all ranks this order must have no cycle.
+
+Without a cycle nothing stands still, whatever a rank waits for. Take the first event, in an order of all events that
+every rank keeps, that has not happened. On each of its ranks all that was posted before has happened. So its host comes
+to it: no wait for the whole device, for a connection or for a full queue holds it. And its kernel comes to the head of
+its stream, though the stream is shared and has fences. With a cycle, device-to-device ranks that wait for their whole
+device after every operation do stand still. So the rule is exact for "a device-wide wait anywhere".
+
+A handoff over the host network occupies no device, and posting a receive holds up nobody. Its event stands where the
+receive stands in the list, the latest place that a back end may post it: a send may then even wait for it.
+
+A reduce with ``early`` starts inside a backward, or inside its ``weight`` where that is split. It is an event inside:
+the backward's own collectives stand before it and after it.
+
+Every communicator runs on a stream of its own, until torch's pool is used up and two of them share one. Every kernel
+that spins, waiting for other ranks, holds a hardware queue; a device with none left starts nothing else.
+"""
 
 from __future__ import annotations
 

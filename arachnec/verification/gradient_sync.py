@@ -1,4 +1,4 @@
-"""Rule 1, of sums: every gradient is all-reduced once over all ranks that compute it, clipped by one norm, then stepped."""
+"""Rule 1, of sums: every gradient is all-reduced once over all ranks that compute it, clipped by one norm, stepped."""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Rule 6, of stages that lie in their hosts' memory in part: what comes from there comes, sizes hold, the hosts hold it."""
+"""Rule 6, of stages that lie in their hosts' memory in part: what comes from there comes, and the hosts hold it.
+
+That no layer is read before it is brought in is rule 5: a layer from the host is gathered and released like another.
+Instructions claim to copy as much as follows from the stage, the cascade and their own lists, or more.
+"""
 
 from __future__ import annotations
 

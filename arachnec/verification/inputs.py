@@ -1,4 +1,8 @@
-"""Rules 2 and 3, of cascades: their ranks split them alike and have their inputs, which are those of their own clips."""
+"""Rules 2 and 3, of cascades: their ranks split them alike, and have the inputs, which are of their own clips.
+
+The executor takes the split of a forward from the instruction. Ranks that disagree on it exchange messages of other
+sizes, or wait for partners that are elsewhere.
+"""
 
 from __future__ import annotations
 

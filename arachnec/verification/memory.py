@@ -1,4 +1,8 @@
-"""Rule 4: every rank's memory stays under its device's limit, and no claim is below its stages' formulas."""
+"""Rule 4: every rank's memory stays under its device's limit, and no claim is below its stages' formulas.
+
+A program carries the memory of each instruction, so that the walk over its lists needs no model. Here every claim is
+computed again from the stage's formulas, the cascade's shape, degree and recomputation, and compared.
+"""
 
 from __future__ import annotations
 

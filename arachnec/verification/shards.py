@@ -1,4 +1,14 @@
-"""Rules 4 and 5, of what is dealt out over ranks: state is held, and layers are whole and updated when read."""
+"""Rules 4 and 5, of what is dealt out over ranks: state is held, and layers are whole and updated when read.
+
+Every layer that a forward or backward reads is gathered by it or still whole, and none is at the end of a step, whose
+update changes the shards. All members of a cell gather, release and reduce-scatter the same layers in the same order.
+They are all in the cascade, so these collectives are parts of an event at which they meet anyway: the rule on
+deadlocks, which orders those events, holds for them as well. Of a split backward the second half, which has all
+gradients of a layer, reduce-scatters them.
+
+Where the optimizer is dealt out, a rank has updated its part of every parameter in the step before. Its program gathers
+each layer once, before the first forward that reads it, in the order of all ranks of the stage.
+"""
 
 from __future__ import annotations
 

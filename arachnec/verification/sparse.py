@@ -1,4 +1,10 @@
-"""Sparse attention: every query group computed once, the faster path on all ranks, predictors alike everywhere."""
+"""Sparse attention: every query group computed once, the faster path on all ranks, predictors alike everywhere.
+
+None of these shows in a shape. A group that is left out gives its queries no output, one that is computed twice counts
+twice in the gradients of its keys. Both ways of attending give a tensor of the same shape. A rank that learns otherwise
+chooses keys by other predictors in the next step. Of a clip that has another number of groups a run leaves `heads`
+aside, and divides heads by number.
+"""
 
 from __future__ import annotations
 

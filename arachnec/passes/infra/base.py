@@ -1,6 +1,7 @@
-"""What a pass is: a frozen dataclass whose fields are its options, with one pure method.
+"""What a pass is, a frozen dataclass whose fields are its options, with one pure method; and which passes there are.
 
-Class ``ScheduleZ3`` has the name ``schedule-z3`` and lives in ``passes/schedule_z3.py``.
+Class ``ScheduleZ3`` has the name ``schedule-z3`` and lives in ``passes/schedule_z3.py``. Built-in passes are found by
+the names of their files, without importing them: listing names is free of torch and z3.
 """
 
 from __future__ import annotations
