@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from arachnec.cost.model import CostModel
-    from arachnec.passes.infra import base
+    from arachnec.passes.infra import base as registry
     from arachnec.passes.infra.base import Count, Duration, Pass, Scope
     from arachnec.passes.infra.pipeline import Pipeline
     from arachnec.planning.formulate import with_times

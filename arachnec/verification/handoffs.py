@@ -1,4 +1,9 @@
-"""Rule 2, of messages: every send has its receive, first in, first out, and all ends say the same bytes."""
+"""Rule 2, of messages: every send has its receive, first in, first out, as gloo and NCCL match them, of the same bytes.
+
+A program carries the bytes of every message. The simulator and the limits of a phase's time are computed with them,
+and ranks that mean messages of other sizes do not understand each other. They are as many as the stages' formulas
+and parameters say, or more.
+"""
 
 from __future__ import annotations
 
@@ -173,11 +178,11 @@ def _unmatched(
 ) -> Iterator[Diagnostic]:
     surplus = Counter(i.target for _, i in sent)
     surplus.subtract(i.target for _, i in received)
-    for name, count in surplus.items():
-        if count > 0:
+    for name, more in surplus.items():
+        if more > 0:
             last = [i for _, i in sent if i.target == name][-1]
             yield UnmatchedSend(last.span, source, target, written(last), name)
-        if count < 0:
+        if more < 0:
             last = [i for _, i in received if i.target == name][-1]
             yield UnmatchedReceive(last.span, target, source, written(last), name)
 

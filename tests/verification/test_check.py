@@ -21,12 +21,9 @@ from arachnec.verification import deadlock as deadlock
 from arachnec.verification import gradient as gradient
 from arachnec.verification import gradient_sync as sync
 from arachnec.verification import handoffs as handoffs
-from arachnec.verification import inputs as cascade_inputs
-from arachnec.verification import inputs as forwards
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
-from arachnec.verification import memory as memory_claims
-from arachnec.verification import shards as residency
+from arachnec.verification import shards as shards
 from arachnec.verification import structure as structure
 from tests.passes.plans import cluster, equal_clips, linear, module_of, placed_modules, timed
 
@@ -181,7 +178,7 @@ SPLITS: tuple[tuple[str, Value], ...] = (
     ("side", 7),
 )  # fmt: skip
 MUTATIONS = [
-    *((split_otherwise(name, value), {forwards.SplitUnlikeCascade}) for name, value in SPLITS),
+    *((split_otherwise(name, value), {inputs.SplitUnlikeCascade}) for name, value in SPLITS),
     (leave_an_idle_rank_out, {sync.LeftOut}),
     (drop("receive"), {handoffs.UnmatchedSend}),
     (drop("send"), {handoffs.UnmatchedReceive}),
@@ -256,7 +253,7 @@ def test_a_train_cascade_reads_the_encodings_of_its_own_clips(module: Module, da
     of_another = replace(encoded, clips=(max(clip.id for clip in lowered.clips) + 1,))
     for broken, original in ((without, chosen), (of_another, encoded)):
         cascades = tuple(broken if c is original else c for c in lowered.cascades)
-        assert cascade_inputs.NotItsEncoding in kinds(replace(lowered, cascades=cascades))
+        assert inputs.NotItsEncoding in kinds(replace(lowered, cascades=cascades))
 
 
 @given(placed_modules(), st.data())
@@ -264,7 +261,7 @@ def test_a_cascade_is_as_long_as_its_clips(module: Module, data: st.DataObject) 
     lowered = lower(module)
     chosen = data.draw(st.sampled_from(lowered.cascades))
     shorter = tuple(replace(c, tokens=c.tokens - 1) if c is chosen else c for c in lowered.cascades)
-    assert cascade_inputs.NotItsClips in kinds(replace(lowered, cascades=shorter))
+    assert inputs.NotItsClips in kinds(replace(lowered, cascades=shorter))
 
 
 @given(placed_modules(), st.data())
@@ -273,7 +270,7 @@ def test_a_rank_holds_the_state_of_its_stages_whatever_its_program_claims(module
     chosen = data.draw(st.sampled_from(lowered.programs))
     free = Quantity(data.draw(st.floats(0.0, 11.9)), "GiB")
     programs = tuple(replace(p, attrs=p.attrs.updated(state=free)) if p is chosen else p for p in lowered.programs)
-    assert residency.StateTooLow in kinds(replace(lowered, programs=programs))
+    assert shards.StateTooLow in kinds(replace(lowered, programs=programs))
 
 
 @given(placed_modules(), st.data())
@@ -286,13 +283,13 @@ def test_an_instruction_holds_what_its_stage_says_whatever_it_claims(module: Mod
     lowered = lower(replace(module, stages=saving))
     lists = lists_of(lowered)
     rank, at, chosen = pick(data, places(lists, "forward", "encode"))
-    assert memory_claims.MemoryTooLow not in kinds(lowered)
+    assert memory.MemoryTooLow not in kinds(lowered)
     stage, cascade = saving[-1 if chosen.op == "forward" else 0], Values(lowered).cascades[chosen.target]
     need = cascade.tokens * (2e-4 * uneven(cascade.tokens, cascade.degree) if stage.trained else 1e-6)
     for share, refused in ((0.0, True), (0.9, True), (1.001, False)):
         claim = Quantity(need * share, "GiB")
         lists[rank][at] = replace(chosen, attrs=chosen.attrs.updated(memory=claim, workspace=None))
-        assert (memory_claims.MemoryTooLow in kinds(with_lists(lowered, lists))) == refused
+        assert (memory.MemoryTooLow in kinds(with_lists(lowered, lists))) == refused
 
 
 def two_cascades_on(ranks: tuple[int, ...]) -> Module:

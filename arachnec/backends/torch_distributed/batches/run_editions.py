@@ -1,4 +1,4 @@
-"""The editions of a run's manifest (``arachnec.executable.other_manifests``) beside its checkpoints, in ``clips.json``."""
+"""The editions of a run's manifest, beside its checkpoints in ``clips.json``."""
 
 from __future__ import annotations
 
