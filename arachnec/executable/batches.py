@@ -27,7 +27,7 @@ from arachnec.data.manifest import Batch, Manifest, read_manifest
 from arachnec.data.stratified import stratified
 from arachnec.executable.folder import Executable, batch_sizes, data_digest, iteration_of
 from arachnec.executable.training_options import Mix, Training, bad_value
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Clip, Cluster
 
 ShapesKey = tuple[tuple[tuple[int, ...], int], ...]  # every shape, and how many clips have it
@@ -181,7 +181,7 @@ class StratifiedBatches:
 
     @cached_property
     def _shapes(self) -> tuple[tuple[int, ...], ...]:
-        return tuple((c.frames, c.height, c.width, c.text, c.tokens) for c in self.executable.traced.clips)
+        return tuple(map(_shape, self.executable.traced.clips))
 
 
 @lru_cache(maxsize=2)  # of this epoch, and of the next one, which is planned meanwhile
@@ -339,26 +339,16 @@ TOKEN_PIXELS = 4 * 16 * 16  # of a video VAE with strides 4 x 8 x 8 and patches 
 TOKEN_BYTES = 140e3  # activations of a token while a transformer of 14B parameters is trained, blocks recomputed
 
 
-@dataclass(frozen=True)
-class NoBatch(Diagnostic):
-    title = "`{path}` lists {clips}, and nothing says how many of them make a global batch"
-    help = "give --batch N, such as --batch {most}: {reason}; --batch all makes one step of all of them"
-    path: str
-    clips: str
-    most: int
-    reason: str
-
-
 def require_batch(manifest: Manifest, batch: Batch, cluster: Cluster) -> Manifest:
     """The manifest itself. Raises ``UserError`` where its clips are real, and neither it nor ``batch`` says how many
     make a global batch."""
     real = any(clip.path is not None or clip.cached for clip in manifest.clips)
     if batch is None and not manifest.grouped and real:
-        raise UserError(_no_batch(manifest, cluster))
+        raise _no_batch(manifest, cluster)
     return manifest
 
 
-def _no_batch(manifest: Manifest, cluster: Cluster) -> NoBatch:
+def _no_batch(manifest: Manifest, cluster: Cluster) -> UserError:
     """Proposes as many clips as the devices can train at once, if each needs half of their memory at most for its
     activations."""
     clips = manifest.clips
@@ -367,4 +357,7 @@ def _no_batch(manifest: Manifest, cluster: Cluster) -> NoBatch:
     ranks = max(1, math.ceil(tokens * TOKEN_BYTES / (memory / 2)))
     size = min(max(1, cluster.world // ranks), len(clips))
     reason = f"a clip for {'each device' if ranks == 1 else f'every {ranks} devices'} of this cluster"
-    return NoBatch(None, str(manifest.path), counted(len(clips), "clip"), size, reason)
+    return user_error(
+        f"`{manifest.path}` lists {counted(len(clips), 'clip')}, and nothing says how many of them make a global batch",
+        help=f"give --batch N, such as --batch {size}: {reason}; --batch all makes one step of all of them",
+    )

@@ -6,9 +6,8 @@ In: a ``ModuleIndex`` whose names are right. Out: a diagnostic per mistake. Stag
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.diagnostic import Mistake, counted
 from arachnec.ir.names import ModuleIndex, label
 from arachnec.ir.nodes import Stage, integer, integers
 from arachnec.ir.printer import number
@@ -25,53 +24,30 @@ OF_BORDERS = ("cuts", "token_cuts")
 OF_SOME_LAYERS = ("tied_layers", "between_params", "between_flops", "between_saved")
 
 
-@dataclass(frozen=True)
-class WrongFigures(Diagnostic):
-    title = "{node} has {found} in `{name}`"
-    label = "expected {expected}"
-    help = "trace the model again, or leave out what `trace` says of the stage's parts"
-    node: str
-    name: str
-    found: str
-    expected: str
-
-
-@dataclass(frozen=True)
-class BelowZero(Diagnostic):
-    title = "`{name}` of {node} comes to {value} at {shape}"
-    label = "below zero"
-    help = "no cascade takes less than nothing: mend the formula's coefficients"
-    node: str
-    name: str
-    value: str
-    shape: str
-
-
-@dataclass(frozen=True)
-class WrongCards(Diagnostic):
-    title = "{node} names {cards} in `nics`"
-    label = "expected one letter for each of {devices}"
-    help = "give devices that share a network card the same letter, or leave `nics` out"
-    node: str
-    cards: str
-    devices: str
-
-
-def every_device_has_a_network_card(index: ModuleIndex) -> Iterator[WrongCards]:
+def every_device_has_a_network_card(index: ModuleIndex) -> Iterator[Mistake]:
     cluster = index.module.cluster
     nics = cluster.attrs.get("nics") if cluster is not None else None
     if cluster is not None and isinstance(nics, str) and len(nics) != cluster.gpus:
-        cards, devices = counted(len(nics), "network card"), counted(cluster.gpus, "device")
-        yield WrongCards(cluster.attrs.span("nics") or cluster.span, label(cluster), cards, devices)
+        yield Mistake(
+            cluster.attrs.span("nics") or cluster.span,
+            f"{label(cluster)} names {counted(len(nics), 'network card')} in `nics`",
+            label=f"expected one letter for each of {counted(cluster.gpus, 'device')}",
+            help="give devices that share a network card the same letter, or leave `nics` out",
+        )
 
 
-def figures_agree(index: ModuleIndex) -> Iterator[WrongFigures]:
+def figures_agree(index: ModuleIndex) -> Iterator[Mistake]:
     """Of every stage the first that does not."""
     for stage in index.module.stages:
         wrong = next(_figures(stage), None)
         if wrong is not None:
             name, text, expected = wrong
-            yield WrongFigures(stage.attrs.span(name) or stage.span, label(stage), name, text, expected)
+            yield Mistake(
+                stage.attrs.span(name) or stage.span,
+                f"{label(stage)} has {text} in `{name}`",
+                label=f"expected {expected}",
+                help="trace the model again, or leave out what `trace` says of the stage's parts",
+            )
 
 
 def _figures(stage: Stage) -> Iterator[tuple[str, str, str]]:
@@ -107,7 +83,7 @@ def _figures(stage: Stage) -> Iterator[tuple[str, str, str]]:
             yield "classes", f"classes {sorted(set(lists['classes']), key=str)}", f"those of `blocks`, {listed} times"
 
 
-def costs_are_no_gains(index: ModuleIndex) -> Iterator[BelowZero]:
+def costs_are_no_gains(index: ModuleIndex) -> Iterator[Mistake]:
     """At no size of a cascade, and of no clip alone. Most formulas have no coefficient below zero."""
     module = index.module
     alone = {(1, clip.tokens, clip.text) for clip in module.clips}
@@ -118,9 +94,13 @@ def costs_are_no_gains(index: ModuleIndex) -> Iterator[BelowZero]:
             for batch, tokens, text in sorted(alone | own):
                 value = one(B=batch, S=tokens, T=text)
                 if value < 0:
-                    span = stage.attrs.span(name) or stage.span
-                    shown, shape = f"{number(value)} {one.unit}", f"B = {batch}, S = {tokens}, T = {text}"
-                    yield BelowZero(span, label(stage), name, shown, shape)
+                    size, shape = f"{number(value)} {one.unit}", f"B = {batch}, S = {tokens}, T = {text}"
+                    yield Mistake(
+                        stage.attrs.span(name) or stage.span,
+                        f"`{name}` of {label(stage)} comes to {size} at {shape}",
+                        label="below zero",
+                        help="no cascade takes less than nothing: mend the formula's coefficients",
+                    )
                     break
 
 

@@ -17,7 +17,6 @@ from typing import Any, cast
 from lark import Lark, Token
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken
 
-from arachnec.ir import diagnostic
 from arachnec.ir.builder import PARSED, ModuleBuilder
 from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, close_to
 from arachnec.ir.long_computations import without_garbage_collector
@@ -43,6 +42,7 @@ _WORDS = {
     "STAGE_OP": [f"`{op}`" for op in STAGE_WORDS],
     "$END": ["the end of the text"],
 }
+BEGINNING = 'a module begins with `module @name attributes { level = "traced" } {`'
 _VALUE_STARTS = {"INT", "FLOAT", "QUANTITY", "STRING", "SYMBOL", "LBRACE"}
 
 
@@ -95,7 +95,7 @@ def _accepted(state: Any) -> set[str]:
 def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Diagnostic:
     """What stands there, what was expected, and the closest expected word."""
     if not re.sub(r"//[^\n]*", "", text).strip():
-        return diagnostic.NoModule(None, file=file)
+        return Mistake(None, f"there is no module in {file}", help=BEGINNING)
     words = _expected(_accepted(error.state), grammar)
     if isinstance(error, UnexpectedToken) and error.token.type == "$END":
         rows = text.rstrip().split("\n")
@@ -135,7 +135,12 @@ def diagnose(error: UnexpectedInput, grammar: Lark, text: str, file: str) -> Dia
             help=f"did you mean `{close[0]}`?",
         )
     if words == ["`module`"]:
-        return diagnostic.NotAModule(span, found=shown)
+        return Mistake(
+            span,
+            f"expected `module`, found {shown}",
+            label="not the beginning of a module",
+            help=f"{BEGINNING}; give a file that `arachnec opt` or `arachnec compile` wrote",
+        )
     return Mistake(
         span,
         f"expected {_joined(words)}, found {shown}",

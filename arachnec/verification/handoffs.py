@@ -16,7 +16,7 @@ from typing import TypeAlias
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.stage_handoffs import between_stages, in_ranges, ranges_to, source_of
 from arachnec.analysis.uses import COMPUTE, Values, bucket_of, moved_by, written
-from arachnec.ir.diagnostic import Diagnostic, Span
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
 from arachnec.ir.nodes import Instruction, Program, Stage, integer
 from arachnec.ir.parameter_cells import cell_of, layer_sizes
 from arachnec.ir.stage_sizes import element_bytes, gradient_bytes, gradient_element_bytes, layers_of
@@ -83,17 +83,6 @@ class PartMissing(Diagnostic):
 
 
 @dataclass(frozen=True)
-class UnequalSides(Diagnostic):
-    title = "%{producer} has {others} clips side by side, and %{consumer}, which reads it, has {sides}"
-    label = "{sides} side by side"
-    help = "a micro-batch has as many clips side by side on every stage: write `side = {others}`"
-    producer: str
-    others: int
-    consumer: str
-    sides: int
-
-
-@dataclass(frozen=True)
 class Handoff:
     """A send and the receive that it is matched to, by their indices in the lists of their ranks."""
 
@@ -123,7 +112,7 @@ def match_handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Hando
             yield Handoff(source, i, target, j)
 
 
-def check_sources(values: Values) -> Iterator[WrongSource | PartMissing | UnequalSides]:
+def check_sources(values: Values) -> Iterator[WrongSource | PartMissing | Mistake]:
     """What goes from stage to stage comes from the ranks that have the receiver's parts of it, from each of them."""
     stages = {stage.name: stage for stage in values.module.stages}
     sources: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -133,7 +122,15 @@ def check_sources(values: Values) -> Iterator[WrongSource | PartMissing | Unequa
             if producer is None or not between_stages(producer, consumer):
                 continue
             if producer.side != consumer.side:
-                yield UnequalSides(consumer.span, name, producer.side, consumer.name, consumer.side)
+                yield Mistake(
+                    consumer.span,
+                    f"%{name} has {producer.side} clips side by side, and %{consumer.name}, which reads it, has "
+                    f"{consumer.side}",
+                    label=f"{consumer.side} side by side",
+                    help=(
+                        f"a micro-batch has as many clips side by side on every stage: write `side = {producer.side}`"
+                    ),
+                )
             elif in_ranges(producer, consumer, stages, values.cascades):
                 for rank in consumer.ranks:
                     parts = ranges_to(producer, consumer, rank, values.cascades)

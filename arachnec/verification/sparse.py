@@ -112,16 +112,6 @@ def _span(cascade: Cascade) -> Span | None:
 BEFORE = ("reduce", "norm", "step", "backward", "weight")
 
 
-@dataclass(frozen=True)
-class NotLearned(Diagnostic):
-    title = "rank {rank} does not learn which keys matter as the others do: {reason}"
-    label = "{reason}"
-    help = "{remedy}"
-    rank: int
-    reason: str
-    remedy: str
-
-
 def check_learning(values: Values) -> Iterator[Diagnostic]:
     """One ``learn`` on every rank, of all ranks and of the first stage with predictors; none where there are none."""
     learning, cluster = list(sparse_stages(values.module).values()), values.module.cluster
@@ -136,22 +126,27 @@ def check_learning(values: Values) -> Iterator[Diagnostic]:
         at = [index for index, step in enumerate(program.instructions) if step.op == "learn"]
         if len(at) != bool(learning):
             span = program.instructions[at[-1]].span if at else program.span
-            yield NotLearned(span, program.rank, f"it learns {counted(len(at), 'time')}", remedy)
+            yield _not_learned(span, program.rank, f"it learns {counted(len(at), 'time')}", remedy)
         elif at:
             yield from _learn(program, at[0], learning[0].name, everyone, predictor_bytes(learning), remedy)
 
 
 def _learn(
     program: Program, at: int, stage: str, everyone: tuple[int, ...], size: int, remedy: str
-) -> Iterator[NotLearned]:
+) -> Iterator[Mistake]:
     step = program.instructions[at]
     if step.target != stage or step.peers != everyone:
-        yield NotLearned(step.span, program.rank, f"it has `{written(step)}`", remedy)
+        yield _not_learned(step.span, program.rank, f"it has `{written(step)}`", remedy)
     if step.attrs.get("bytes") != size:
         remedy = f"give it `bytes = {size}`, four for each of the `predictors` of the stages"
-        yield NotLearned(step.span, program.rank, "the bytes are not those of all predictors", remedy)
+        yield _not_learned(step.span, program.rank, "the bytes are not those of all predictors", remedy)
     if any(later.op in BEFORE for later in program.instructions[at:]):
-        yield NotLearned(step.span, program.rank, "a gradient or an update comes after it", remedy)
+        yield _not_learned(step.span, program.rank, "a gradient or an update comes after it", remedy)
+
+
+def _not_learned(span: Span | None, rank: int, reason: str, remedy: str) -> Mistake:
+    title = f"rank {rank} does not learn which keys matter as the others do: {reason}"
+    return Mistake(span, title, label=reason, help=remedy)
 
 
 @dataclass(frozen=True)
