@@ -102,10 +102,11 @@ def _candidates(cluster: Cluster, heads: tuple[int, ...]) -> Iterator[Grid]:
     others = [*range(2 * cluster.gpus, cluster.world, cluster.gpus), *range(3, cluster.gpus)]
     split_as_heads = {size for size in others if size > cluster.gpus and widest(size) == min(size, most)}
     for size in sorted({*_sizes(cluster), *split_as_heads}):
-        yield _grid(size, widest(size))
+        yield widest(size), size // widest(size)
         if size <= 2 * cluster.gpus:
-            yield _grid(size, max(u for u in _divisors(size) if u <= min(most, cluster.gpus)))
-    yield from (_grid(size, widest(size)) for size in others)
+            ulysses = max(u for u in _divisors(size) if u <= min(most, cluster.gpus))
+            yield ulysses, size // ulysses
+    yield from ((widest(size), size // widest(size)) for size in others)
 
 
 def _sizes(cluster: Cluster) -> Iterator[int]:
@@ -117,10 +118,6 @@ def _sizes(cluster: Cluster) -> Iterator[int]:
         size *= 2
     if cluster.world > 1:
         yield cluster.world
-
-
-def _grid(size: int, ulysses: int) -> Grid:
-    return ulysses, size // ulysses
 
 
 def _divisors(number: int) -> list[int]:

@@ -88,7 +88,7 @@ def costs_are_no_gains(index: ModuleIndex) -> Iterator[Mistake]:
     module = index.module
     alone = {(1, clip.tokens, clip.text) for clip in module.clips}
     for stage in module.stages:
-        doubtful = [(name, one) for name, value in stage.attrs.pairs for one in _formulas(value) if _falls(one)]
+        doubtful = [(name, one) for name, value in stage.attrs.pairs for one in _falling(value)]
         own = {(c.batch, c.tokens, c.text) for c in module.cascades if c.stage == stage.name} if doubtful else set()
         for name, one in doubtful:
             for batch, tokens, text in sorted(alone | own):
@@ -104,16 +104,12 @@ def costs_are_no_gains(index: ModuleIndex) -> Iterator[Mistake]:
                     break
 
 
-def _formulas(value: Value) -> Iterator[Formula]:
-    if isinstance(value, Formula):
-        yield value
-    elif isinstance(value, tuple):
+def _falling(value: Value) -> Iterator[Formula]:
+    if isinstance(value, tuple):
         for item in value:
-            yield from _formulas(item)
-
-
-def _falls(one: Formula) -> bool:
-    return any(term.coefficient < 0 for term in one.terms)
+            yield from _falling(item)
+    elif isinstance(value, Formula) and any(term.coefficient < 0 for term in value.terms):
+        yield value
 
 
 FIGURE_RULES = (every_device_has_a_network_card, figures_agree, costs_are_no_gains)

@@ -52,19 +52,10 @@ def _expected(terminals: set[str], grammar: Lark) -> list[str]:
     terminals = terminals - {"PLAIN"}  # which is a special case of what LBRACE begins
     if "INTS" in terminals:
         terminals = terminals - {"LSQB"}
-    words = [
-        word for name in sorted(terminals, key=_order) for word in _WORDS.get(name) or [f"`{_literal(name, grammar)}`"]
-    ]
+    words = []
+    for name in sorted(terminals, key=lambda terminal: (terminal not in _WORDS, terminal)):
+        words += _WORDS.get(name) or [f"`{grammar.get_terminal(name).pattern.value}`"]
     return list(dict.fromkeys(words))
-
-
-def _order(terminal: str) -> tuple[bool, str]:
-    return terminal not in _WORDS, terminal
-
-
-def _literal(terminal: str, grammar: Lark) -> str:
-    pattern = grammar.get_terminal(terminal).pattern
-    return str(pattern.value)
 
 
 def _joined(words: list[str]) -> str:

@@ -169,14 +169,14 @@ def _attributes(attrs: Attributes, indent: int | None, used: int = 30) -> str:
 
 def _broken(item: str, value: Value, pad: str) -> str:
     """A long list of sentences, or of rows that begin with a list, has one in a line."""
-    if len(item) <= WIDTH or not isinstance(value, tuple) or not all(map(_is_a_line, value)):
+    if len(item) <= WIDTH or not isinstance(value, tuple):
+        return item
+    if not all(
+        type(part) is str or (isinstance(part, tuple) and part and isinstance(part[0], tuple)) for part in value
+    ):
         return item
     name = item[: item.index(" = [")]
     return f"{name} = [\n" + "".join(f"{pad}    {_value(part)},\n" for part in value) + f"{pad}  ]"
-
-
-def _is_a_line(part: Value) -> bool:
-    return type(part) is str or (isinstance(part, tuple) and bool(part) and isinstance(part[0], tuple))
 
 
 def value_text(value: Value) -> str:

@@ -116,7 +116,13 @@ def _node(node: Attributed, rows: Tables, level: Level) -> Iterator[Diagnostic]:
         elif type(value) is Formula and not isinstance(node, Fused):  # a graph has symbols of its own
             yield from _variables(node, name, value)
         if row is not None and kinds.test(row.kind)(value) and (wrong := out_of_bounds(row.kind)(value)):
-            yield out_of_bounds_error(_place(node, name), label(node), name, *wrong, row.meaning)
+            found, expected = wrong
+            yield Mistake(
+                _place(node, name),
+                f"`{name}` of {label(node)} has {found}",
+                label=f"expected {expected}",
+                help=f"`{name}`: {row.meaning}",
+            )
     for row in required:
         if row.name not in names:
             yield Mistake(
@@ -177,7 +183,3 @@ def _variables(node: Attributed, name: str, value: Formula) -> Iterator[Diagnost
 
 def _place(node: Attributed, name: str) -> Span | None:
     return node.attrs.span(name) or node.span
-
-
-def out_of_bounds_error(span: Span | None, node: str, name: str, found: str, expected: str, meaning: str) -> Mistake:
-    return Mistake(span, f"`{name}` of {node} has {found}", label=f"expected {expected}", help=f"`{name}`: {meaning}")

@@ -10,7 +10,7 @@ this rank hands on behind it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from arachnec.analysis.stage_ranks import Places, norm_ranks, tied_parts, tied_ranks
@@ -211,7 +211,7 @@ def _last_backwards(lists: Lists, stage_of: Mapping[str, str]) -> dict[int, _Tai
         for index in range(len(items) - 1, -1, -1):
             item = items[index]
             if item.op in BACKWARDS:
-                if not behind or behind == {("reduce", stage_of[item.target])} or _only_sends(behind):
+                if not behind or behind == {("reduce", stage_of[item.target])} or {op for op, _ in behind} == {"send"}:
                     last[rank] = _Tail(rank, item, index)
                 break
             if item.op == "reduce" or (item.op == "send" and item.target in handed_on):
@@ -223,10 +223,6 @@ def _last_backwards(lists: Lists, stage_of: Mapping[str, str]) -> dict[int, _Tai
         for rank, tail in last.items()
         if all(peer in last and last[peer].backward.target == tail.backward.target for peer in tail.peers)
     }
-
-
-def _only_sends(behind: Collection[tuple[str, str]]) -> bool:
-    return all(op == "send" for op, _ in behind)
 
 
 def _holding_up(lists: Lists, tails: Mapping[int, _Tail], stage_of: Mapping[str, str]) -> _Tail | None:

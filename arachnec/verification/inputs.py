@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from arachnec.analysis.stage_handoffs import STAGED
 from arachnec.analysis.uses import COMPUTE, Values, gib, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Phase, Program, quantity
 from arachnec.ir.printer import value_text
 from arachnec.ir.stage_sizes import is_encoder
@@ -111,7 +111,7 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
             freed.add(instruction.target)
         value = values.makes(instruction)
         if value is not None:
-            part = instruction.op == "receive" and _in_parts(values, instruction)
+            part = instruction.op == "receive" and values.cascades[instruction.target].phase in STAGED
             again = value in held and (not part or value not in received or instruction.peers in received[value])
             if again or value in freed:
                 yield AlreadyThere(instruction.span, program.rank, written(instruction), value)
@@ -120,10 +120,6 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
                 received[value].add(instruction.peers)
         if values.saves(instruction):
             saved.add(instruction.target)
-
-
-def _in_parts(values: Values, receive: Instruction) -> bool:
-    return values.cascades[receive.target].phase in STAGED
 
 
 def _needs(
@@ -214,24 +210,6 @@ class SplitUnlikeCascade(Diagnostic):
     remedy: str
 
 
-def several_kernels_error(span: Span | None, rank: int, instruction: str, value: str, right: str) -> Mistake:
-    return Mistake(
-        span,
-        f"rank {rank} runs `{instruction}` with attention {value}, and others with {right}",
-        label=f"{value} here",
-        help="all ranks of a cascade run its attention with one kernel family",
-    )
-
-
-def unknown_kernels_error(span: Span | None, rank: int, instruction: str, value: str, known: str) -> Mistake:
-    return Mistake(
-        span,
-        f"rank {rank} runs `{instruction}` with attention {value}, which no kernel family is called",
-        label=f"attention is {value}",
-        help=f"write one of {known}, or leave `attention` out",
-    )
-
-
 def check_forwards(values: Values) -> Iterator[Diagnostic]:
     families: dict[str, Value | None] = {
         cascade.name: cascade.attrs["attention"] for cascade in values.module.cascades if "attention" in cascade.attrs
@@ -251,10 +229,20 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
             family = step.attrs.get("attention")
             if family is not None and family not in PREFERENCE:
                 span = step.attrs.span("attention") or step.span
-                yield unknown_kernels_error(span, program.rank, written(step), _shown(family), ", ".join(PREFERENCE))
+                yield Mistake(
+                    span,
+                    f"rank {program.rank} runs `{written(step)}` with attention {_shown(family)}, which no kernel "
+                    "family is called",
+                    label=f"attention is {_shown(family)}",
+                    help=f"write one of {', '.join(PREFERENCE)}, or leave `attention` out",
+                )
             if families.setdefault(cascade.name, family) != family:
-                yield several_kernels_error(
-                    step.span, program.rank, written(step), _shown(family), _shown(families[cascade.name])
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} runs `{written(step)}` with attention {_shown(family)}, and others with "
+                    f"{_shown(families[cascade.name])}",
+                    label=f"{_shown(family)} here",
+                    help="all ranks of a cascade run its attention with one kernel family",
                 )
 
 

@@ -51,15 +51,6 @@ class GatheredTwice(Diagnostic):
     stage: str
 
 
-def not_releasable_error(span: Span | None, rank: int, instruction: str, layer: int, stage: str) -> Mistake:
-    return Mistake(
-        span,
-        f"rank {rank} has `{instruction}` release layer {layer} of @{stage}, which is not whole there",
-        label=f"releases layer {layer}",
-        help="a layer is released once after each gather",
-    )
-
-
 @dataclass(frozen=True)
 class NotReleased(Diagnostic):
     title = "rank {rank} ends its step with layer {layer} of @{stage} whole, since `{instruction}`"
@@ -175,7 +166,13 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                 here[layer] = step  # one message for one mistake
         for layer in layers_listed(step, "release"):
             if layer not in here:
-                yield not_releasable_error(*where, layer, name)
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} has `{written(step)}` release layer {layer} of @{name}, which is not whole "
+                    "there",
+                    label=f"releases layer {layer}",
+                    help="a layer is released once after each gather",
+                )
             here.pop(layer, None)
         if step.op in ("backward", "weight"):
             counts = Counter(layers_listed(step, "scatter"))
@@ -272,20 +269,16 @@ def check_updated_parameters(values: Values) -> Iterator[Diagnostic]:
         stage.name: updated_layers(stage) for stage in values.module.stages if len(places.get(stage.name, ())) > 1
     }
     for program in values.module.programs:
-        own = {stage.name: _holding(stage, program.rank, places[stage.name]) for stage in _dealt_out(values, places)}
+        # the ranks that hold what this one holds of a stage: one in each cell, or all of its place
+        own = {
+            stage.name: replicas(program.rank, cell_of(stage) or 1, places[stage.name])
+            for stage in values.module.stages
+            if stage.name in places
+        }
         yield from _gathers_named(program, own, layers)
         for stage in values.module.stages:
             if program.rank in own.get(stage.name, ()) and layers.get(stage.name):
                 yield from _gathered(values, program, stage, layers[stage.name], own[stage.name])
-
-
-def _dealt_out(values: Values, places: Mapping[str, tuple[int, ...]]) -> list[Stage]:
-    return [stage for stage in values.module.stages if stage.name in places]
-
-
-def _holding(stage: Stage, rank: int, place: tuple[int, ...]) -> tuple[int, ...]:
-    """The ranks that hold what ``rank`` holds of a stage: one in each cell, or all of its place."""
-    return replicas(rank, cell_of(stage) or 1, place)
 
 
 def _places(values: Values) -> dict[str, tuple[int, ...]]:
