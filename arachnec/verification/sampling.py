@@ -58,6 +58,30 @@ class WrongDecode(Diagnostic):
 
 
 @dataclass(frozen=True)
+class WrongRound(Diagnostic):
+    title = "rank {rank} has `{instruction}` in round {round}, and {reason}"
+    label = "round {round}"
+    help = "every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says"
+    rank: int
+    instruction: str
+    round: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class WrongSegmentRuns(Diagnostic):
+    title = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
+    label = "its ranks are {ranks}"
+    help = "every rank of a cascade runs it exactly once, as that group, and no other rank does"
+    rank: int
+    op: str
+    cascade: str
+    count: int
+    right: int
+    ranks: str
+
+
+@dataclass(frozen=True)
 class WrongSegmentGroup(Diagnostic):
     title = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
     label = "not the cascade's ranks"
@@ -75,7 +99,7 @@ def check_sampling(values: Values) -> Iterator[Diagnostic]:
         for program in values.module.programs:
             for step in program.instructions:
                 if step.op == "replan":
-                    yield _wrong_round(step.span, program.rank, step, 0, "no clip is a request with a switch")
+                    yield WrongRound(step.span, program.rank, written(step), 0, "no clip is a request with a switch")
         return
     own: dict[int, list[Cascade]] = defaultdict(list)
     for cascade in values.module.cascades:
@@ -93,7 +117,7 @@ def check_sampling(values: Values) -> Iterator[Diagnostic]:
     yield from _rounds(values)
 
 
-def _rounds(values: Values) -> Iterator[Mistake]:
+def _rounds(values: Values) -> Iterator[WrongRound]:
     """Where a rank may be given other instructions: at the same rounds as all ranks."""
     last = max((cascade.round for cascade in values.module.cascades), default=0)
     for program in values.module.programs:
@@ -101,23 +125,15 @@ def _rounds(values: Values) -> Iterator[Mistake]:
         for step in program.instructions:
             if step.op == "replan":
                 if step.attrs.get("round") != at + 1:
-                    yield _wrong_round(step.span, program.rank, step, at, f"{at + 1} is next")
+                    yield WrongRound(step.span, program.rank, written(step), at, f"{at + 1} is next")
                 at += 1
             elif step.op in PHASES and values.cascades[step.target].round != at:
                 own = values.cascades[step.target].round
-                yield _wrong_round(step.span, program.rank, step, at, f"its cascade is of round {own}")
+                yield WrongRound(step.span, program.rank, written(step), at, f"its cascade is of round {own}")
         if at != last:
-            replan = Instruction("replan", models_of(values.module)[0])
-            yield _wrong_round(program.span, program.rank, replan, at, f"its list ends there, of {last + 1} rounds")
-
-
-def _wrong_round(span: Span | None, rank: int, instruction: Instruction, at: int, reason: str) -> Mistake:
-    return Mistake(
-        span,
-        f"rank {rank} has `{written(instruction)}` in round {at}, and {reason}",
-        label=f"round {at}",
-        help="every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says",
-    )
+            where = Instruction("replan", models_of(values.module)[0])
+            reason = f"its list ends there, of {last + 1} rounds"
+            yield WrongRound(program.span, program.rank, written(where), at, reason)
 
 
 def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Iterator[Diagnostic]:
@@ -206,7 +222,7 @@ def _inputs(values: Values, cascade: Cascade, encoders: Mapping[int, Sequence[st
                 )
 
 
-def _runs(values: Values) -> Iterator[Mistake | WrongSegmentGroup]:
+def _runs(values: Values) -> Iterator[WrongSegmentRuns | WrongSegmentGroup]:
     """Every rank of a cascade's group runs it exactly once, as that group."""
     ops = {phases[0]: op for op, phases in PHASES.items() if phases[0] in SAMPLING}
     counts: Counter[tuple[str, int]] = Counter()
@@ -221,14 +237,13 @@ def _runs(values: Values) -> Iterator[Mistake | WrongSegmentGroup]:
             if instruction.peers and instruction.peers != cascade.ranks:
                 ranks = rank_list(cascade.ranks)
                 yield WrongSegmentGroup(instruction.span, program.rank, written(instruction), cascade.name, ranks)
-    asked = [cascade for cascade in values.module.cascades if cascade.phase in ops and values.module.programs]
-    expected = dict.fromkeys((cascade.name, rank) for cascade in asked for rank in cascade.ranks)
-    for name, rank in [*expected, *(place for place in counts if place not in expected)]:
-        cascade, count, right = values.cascades[name], counts[name, rank], int((name, rank) in expected)
-        if count != right:
-            yield Mistake(
-                spans.get((name, rank), cascade.span),
-                f"rank {rank} runs `{ops[cascade.phase]} %{name}` {count} times instead of {right}",
-                label=f"its ranks are {rank_list(cascade.ranks)}",
-                help="every rank of a cascade runs it exactly once, as that group, and no other rank does",
-            )
+    for cascade in values.module.cascades if values.module.programs else ():
+        for rank in cascade.ranks if cascade.phase in ops else ():
+            count = counts.pop((cascade.name, rank), 0)
+            if count != 1:
+                where = spans.get((cascade.name, rank), cascade.span), rank, ops[cascade.phase], cascade.name
+                yield WrongSegmentRuns(*where, count, 1, rank_list(cascade.ranks))
+    for (name, rank), count in counts.items():
+        cascade = values.cascades[name]
+        where = spans[name, rank], rank, ops[cascade.phase], name
+        yield WrongSegmentRuns(*where, count, 0, rank_list(cascade.ranks))

@@ -71,7 +71,8 @@ def test_the_reference_holds_the_tables(request: pytest.FixtureRequest) -> None:
 
 def titles() -> Iterator[tuple[str, str]]:
     """Each message of the verifier: the file, and a pattern of its first line."""
-    for path in [ROOT / "arachnec/ir/verify.py", *(ROOT / "arachnec/ir").glob("*_rules.py")]:
+    ir = ROOT / "arachnec/ir"
+    for path in (ir / "verify.py", ir / "names.py", *ir.glob("*_rules.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Mistake":
                 title = node.args[1]
