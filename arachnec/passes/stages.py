@@ -12,9 +12,9 @@ from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.partition import Partition
 from arachnec.planning.gradient_precision import with_gradient_precision
-from arachnec.planning.layer_costs import CostedLayers, costed_layers
 from arachnec.planning.stage_count import fitting_stages
 from arachnec.planning.stage_cuts import balanced_cuts, demand_cuts, demand_cuttable, on_ranks, parts_of
+from arachnec.planning.stage_planners import CostedLayers, costed_layers
 
 
 def cut_by(planner: Callable[[CostedLayers, Stage], tuple[Stage, ...]], module: Module, profile: str | None) -> Module:

@@ -1,4 +1,4 @@
-"""``stages-adaptis``: stages and where they lie by AdaPtis' joint search (``arachnec.planning.adaptis_stages``)."""
+"""``stages-adaptis``: stages and where they lie by AdaPtis' joint search (``arachnec.planning.stage_planners``)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ClassVar
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.stages import cut_by
-from arachnec.planning.adaptis_stages import adaptis_stages
+from arachnec.planning.stage_planners import adaptis_stages
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""``stages-dapple``: stages and their replicas by DAPPLE's planner (``arachnec.planning.dapple_stages``)."""
+"""``stages-dapple``: stages and their replicas by DAPPLE's planner (``arachnec.planning.stage_planners``)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Count, Pass, Scope
 from arachnec.passes.stages import cut_by
 from arachnec.pipelining.profile_file import read_profile_file
-from arachnec.planning.dapple_stages import dapple_stages
+from arachnec.planning.stage_planners import dapple_stages
 
 
 @dataclass(frozen=True)
