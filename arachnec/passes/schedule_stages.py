@@ -13,9 +13,8 @@ from arachnec.ir.nodes import Level, Module, quantity
 from arachnec.passes.infra.base import CountFromZero, Pass
 from arachnec.planning.layout_bound import least_by_degree
 from arachnec.planning.pipeline_module import with_bound
-from arachnec.planning.pipeline_orders import ScheduleName, stages_each
+from arachnec.planning.pipeline_orders import DECODED, DECODED_QUICKLY, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined
-from arachnec.planning.replica_orders import DECODED, DECODED_QUICKLY
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,16 @@ from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfk
 from arachnec.planning.formulate import decided
 from arachnec.planning.pipeline_errors import PipelineDoesNotFit, cell_does_not_divide_error
 from arachnec.planning.pipeline_module import at_level_placed
-from arachnec.planning.pipeline_orders import ScheduleName, orders_of, pipeline_ranks
+from arachnec.planning.pipeline_orders import (
+    DECODED,
+    Replica,
+    ScheduleName,
+    exceeds_alone,
+    group_size,
+    orders_of,
+    pipeline_ranks,
+    planned_order,
+)
 from arachnec.planning.pipeline_places import (
     Lane,
     MicroBatch,
@@ -48,7 +57,6 @@ from arachnec.planning.pipeline_places import (
 )
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.program_memory import overflow
-from arachnec.planning.replica_orders import DECODED, Replica, exceeds_alone, group_size, planned_order
 
 ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them

@@ -14,7 +14,7 @@ from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times
 from arachnec.pipelining.grouping import choose_k, groupings, require_held
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import kfkb
-from arachnec.planning.replica_orders import Replica, group_size
+from arachnec.planning.pipeline_orders import Replica, group_size
 
 ONES = [[1] * 16] * 4
 HALF = Fraction(1, 2)
