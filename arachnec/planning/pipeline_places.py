@@ -12,11 +12,17 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations, pairwise
 from math import gcd
 
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.cost.memory import stages_apart
+from arachnec.cost.model import CostModel
+from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers
 from arachnec.ir.stage_sizes import shape_of
+from arachnec.lowering.order import reads_saved
 from arachnec.pipelining.action import Order, PipelineSchedule
 from arachnec.planning.pipeline_orders import ScheduleName, pipeline_ranks
+from arachnec.planning.placed_cascade import on
+from arachnec.planning.placement import in_order, place_among
+from arachnec.planning.rank_choice import pick_ranks
 
 Ranks = tuple[int, ...]
 
@@ -222,3 +228,70 @@ def lanes_in_turns(
         )
         for number, (stage, group) in enumerate(groups)
     ]
+
+
+PIPELINED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
+
+
+@dataclass(frozen=True)
+class PlaceTooSmall(Diagnostic):
+    title = "%{cascade} takes {degree} ranks, and stage @{stage} lies on {ranks}"
+    label = "does not fit its stage's place"
+    help = "use a lower degree, fewer stages, or give `reduce @{stage}` more `ranks`"
+    cascade: str
+    degree: int
+    stage: str
+    ranks: str
+
+
+def is_pipeline(module: Module) -> bool:
+    """Whether some trained stage runs forward and backward as cascades of their own."""
+    trained = {stage.name for stage in module.stages if stage.trained}
+    return any(cascade.phase in PIPELINED and cascade.stage in trained for cascade in module.cascades)
+
+
+def stage_places(module: Module) -> dict[str, tuple[int, ...]]:
+    """The ranks of every stage: those that its reduce states; else runs of ranks in the order of the stages."""
+    assert module.cluster is not None
+    world = module.cluster.world
+    apart = stages_apart(module)
+    stages = [stage.name for stage in module.stages if stage.name in apart]
+    stated = {node.stage: integers(node.attrs["ranks"]) for node in module.reductions if "ranks" in node.attrs}
+    places = {stage.name: tuple(range(world)) for stage in module.stages}
+    for number, name in enumerate(stages):
+        first = number * world // len(stages)
+        places[name] = tuple(range(first, max(first + 1, (number + 1) * world // len(stages))))
+    return places | {name: ranks for name, ranks in stated.items() if name in apart}
+
+
+def staged_placements(
+    cascades: Sequence[Cascade], cost: CostModel, places: Mapping[str, tuple[int, ...]]
+) -> list[Cascade]:
+    """Every cascade with its ranks, as early as its inputs, their handoffs and its ranks allow."""
+    free = [0.0] * cost.cluster.world
+    done: dict[str, Cascade] = {}
+    for cascade in in_order(cascades):
+        inputs = [done[name] for name in cascade.inputs if name in done]
+        saved = next((source for source in inputs if reads_saved(cascade, source)), None)
+        if saved is not None and cascade.width != saved.width:
+            ranks, others = (counted(one.width, "rank") for one in (cascade, saved))
+            raise user_error(
+                f"%{cascade.name} takes {ranks}, and %{saved.name}, whose saved values it reads, {others}",
+                label="runs where they lie",
+                help="give both the same `degree` and `side`",
+                span=cascade.span,
+            )
+        if "assigned" in cascade.attrs:
+            placed = on(cascade.with_attrs(assigned=None), integers(cascade.attrs["assigned"]), inputs, free, cost)
+        elif saved is not None:
+            placed = on(cascade, saved.ranks, inputs, free, cost)
+        else:
+            place = places[cascade.stage]
+            if len(place) < cascade.degree:
+                ranks = counted(len(place), "rank")
+                raise UserError(PlaceTooSmall(cascade.span, cascade.name, cascade.degree, cascade.stage, ranks))
+            placed = place_among(cascade, place, inputs, free, cost, pick_ranks)
+        done[cascade.name] = placed
+        for rank in placed.ranks:
+            free[rank] = placed.end
+    return list(done.values())

@@ -19,6 +19,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module, Phase, Reduce
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.planning.family_placement import PRICE, family_placements, markup, placed_on_few_groups, priced_placement
+from arachnec.planning.pipeline_places import PlaceTooSmall, is_pipeline, stage_places, staged_placements
 from arachnec.planning.placed_cascade import on
 from arachnec.planning.placement import (
     best_placements,
@@ -31,7 +32,6 @@ from arachnec.planning.placement import (
     quick_placements,
 )
 from arachnec.planning.rank_choice import TOLERANCE
-from arachnec.planning.staged_placement import PlaceTooSmall, is_pipeline, stage_places, staged_placements
 from tests.planning.costed_modules import module
 
 GIB = 2**30
