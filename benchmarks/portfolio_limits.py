@@ -24,7 +24,7 @@ from traced_stages import video_mix
 
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Module
-from arachnec.planning import family_placement, rank_trades
+from arachnec.planning import family_placement
 from arachnec.planning.formulate import problem_of, scheduled
 from arachnec.planning.placement import end_of
 from arachnec.solver import chain_bound, portfolio, search
@@ -40,8 +40,8 @@ STEPS, SEEDS = 2000, range(100, 105)
 LIMITS = {
     "FLOOR": ((portfolio,), 0.0),
     "GRACE": ((search, chain_bound), float(NEVER)),
-    "PLACED": ((rank_trades, family_placement), NEVER),
-    "LOOKS": ((rank_trades,), NEVER),
+    "PLACED": ((family_placement, family_placement), NEVER),
+    "LOOKS": ((family_placement,), NEVER),
 }
 Row = dict[str, object]
 
@@ -86,7 +86,7 @@ def groups() -> Iterator[Row]:
             "problem": f"{clips} clips, {cluster}",
             "seconds": round(time.process_time() - before, 2),
             "end": round(end_of(placed), 1),
-            "outside": len(rank_trades.outside(placed, cost)),
+            "outside": len(family_placement.outside(placed, cost)),
         }
 
 

@@ -27,12 +27,11 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module
 from arachnec.lowering.programs import lower
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.family_placement import placed_on_few_groups
+from arachnec.planning.family_placement import outside, placed_on_few_groups
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of, scheduled
 from arachnec.planning.placed_search import solve_placed
 from arachnec.planning.placement import best_placements, end_of
-from arachnec.planning.rank_trades import outside
 from arachnec.solver.budget import Clock
 
 MODELS = ("wan2_1_14b", "wan2_1_1_3b_vae", "hunyuanvideo")
