@@ -20,9 +20,8 @@ from arachnec.cluster.topology import rack_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Cluster
-from arachnec.planning.placed_cascade import on
+from arachnec.planning.cascade_ranks import TOLERANCE, on, pick_ranks
 from arachnec.planning.placement import end_of, in_order, on_ranks, place_among, pools, quick_placements, within_memory
-from arachnec.planning.rank_choice import TOLERANCE, pick_ranks
 from arachnec.solver.bound import NEGLIGIBLE
 
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.lowering.order import global_order
 from arachnec.pipelining.pipeline_model import Performance, bottleneck_of
-from arachnec.planning.placed_cascade import arrival
+from arachnec.planning.cascade_ranks import arrival
 
 
 def module_performance(module: Module, cost: CostModel) -> Performance:

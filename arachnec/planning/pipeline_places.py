@@ -19,10 +19,9 @@ from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.lowering.order import reads_saved
 from arachnec.pipelining.action import Order, PipelineSchedule
+from arachnec.planning.cascade_ranks import on, pick_ranks
 from arachnec.planning.pipeline_orders import ScheduleName, pipeline_ranks
-from arachnec.planning.placed_cascade import on
 from arachnec.planning.placement import in_order, place_among
-from arachnec.planning.rank_choice import pick_ranks
 
 Ranks = tuple[int, ...]
 

@@ -32,6 +32,7 @@ from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.evaluate import StageTimes, Table
 from arachnec.pipelining.held import held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
+from arachnec.planning.cascade_ranks import on
 from arachnec.planning.formulate import decided
 from arachnec.planning.pipeline_errors import PipelineDoesNotFit, cell_does_not_divide_error
 from arachnec.planning.pipeline_module import at_level_placed
@@ -55,7 +56,6 @@ from arachnec.planning.pipeline_places import (
     replica_lanes,
     runs_of,
 )
-from arachnec.planning.placed_cascade import on
 from arachnec.planning.program_memory import overflow
 
 ATTEMPTS = 4  # to leave enough memory free for what waits

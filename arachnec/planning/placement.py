@@ -20,15 +20,15 @@ from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Phase
 from arachnec.ir.parameter_cells import own_cell
 from arachnec.ir.tensor_parallel import ranks_together
-from arachnec.planning.handoff_memory import Late, find_overflow, is_roomy, late_order
-from arachnec.planning.placed_cascade import on
-from arachnec.planning.rank_choice import (
+from arachnec.planning.cascade_ranks import (
     TOLERANCE,
+    on,
     pick_ranks,
     ranks_from_the_end,
     ranks_from_the_start,
     spread_ranks,
 )
+from arachnec.planning.handoff_memory import Late, find_overflow, is_roomy, late_order
 from arachnec.solver.bound import NEGLIGIBLE
 
 

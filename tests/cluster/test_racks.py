@@ -13,7 +13,7 @@ from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.ir.verify import verify
-from arachnec.planning.rank_choice import pick_ranks
+from arachnec.planning.cascade_ranks import pick_ranks
 from arachnec.simulation.network import route
 
 

@@ -22,11 +22,11 @@ from arachnec.passes.infra.base import Pass
 from arachnec.passes.place import Place
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
+from arachnec.planning.cascade_ranks import pick_ranks
 from arachnec.planning.family_placement import PRICE
 from arachnec.planning.formulate import problem_of, with_times
 from arachnec.planning.placed_search import Measure
 from arachnec.planning.placement import placements
-from arachnec.planning.rank_choice import pick_ranks
 from arachnec.planning.validate import validate_schedule
 from arachnec.report import imbalance, plan_report
 from arachnec.solver.budget import Clock

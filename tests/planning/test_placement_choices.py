@@ -18,9 +18,9 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module, Phase, Reduce
 from arachnec.ir.values import Attributes, Quantity
+from arachnec.planning.cascade_ranks import TOLERANCE, on
 from arachnec.planning.family_placement import PRICE, family_placements, markup, placed_on_few_groups, priced_placement
 from arachnec.planning.pipeline_places import PlaceTooSmall, is_pipeline, stage_places, staged_placements
-from arachnec.planning.placed_cascade import on
 from arachnec.planning.placement import (
     best_placements,
     cell_placements,
@@ -31,7 +31,6 @@ from arachnec.planning.placement import (
     placements,
     quick_placements,
 )
-from arachnec.planning.rank_choice import TOLERANCE
 from tests.planning.costed_modules import module
 
 GIB = 2**30

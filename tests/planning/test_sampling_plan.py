@@ -19,7 +19,7 @@ from arachnec.ir.printer import print_module
 from arachnec.ir.sampling import Objective, objective_ms, objective_of
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.placed_cascade import arrival
+from arachnec.planning.cascade_ranks import arrival
 from arachnec.planning.sampling.chains import Rates, request_chains
 from arachnec.planning.sampling.objectives import MEASURED
 from arachnec.planning.sampling.plan import CLOSE, Plan

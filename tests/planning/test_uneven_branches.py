@@ -12,7 +12,7 @@ from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.placed_cascade import with_ranks
+from arachnec.planning.cascade_ranks import with_ranks
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
 from tests.planning.test_sampling_plan import SHAPES, TEXT, request, tokens
 

@@ -16,7 +16,7 @@ from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.sampling import arrival_of, models_of, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
-from arachnec.planning.placed_cascade import divided
+from arachnec.planning.cascade_ranks import divided
 from arachnec.planning.sampling.segments import Segment, begun_before, chain
 from arachnec.solver.malleable import Chain, Piece, Rate, Run
 from arachnec.solver.problem import TICKS

@@ -8,7 +8,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, integers
 from arachnec.ir.sampling import arrivals
 from arachnec.ir.values import Quantity
-from arachnec.planning.placed_cascade import on
+from arachnec.planning.cascade_ranks import on
 from arachnec.planning.placement import in_order
 
 
