@@ -14,7 +14,7 @@ from arachnec.passes.infra.base import Pass
 from arachnec.planning.cascade_ranks import TOLERANCE
 from arachnec.planning.family_placement import placed_on_few_groups
 from arachnec.planning.formulate import problem_of
-from arachnec.planning.mixed_bound import bound_of
+from arachnec.planning.lower_bounds import bound_of
 from arachnec.planning.pipeline_places import is_pipeline, stage_places, staged_placements
 from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
 from arachnec.planning.sampling.placed_segments import placed_segments

@@ -17,7 +17,7 @@ from arachnec.lowering.order import forward_share
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.infra.base import Pass
 from arachnec.planning.formulate import problem_of
-from arachnec.planning.mixed_bound import bound_of
+from arachnec.planning.lower_bounds import bound_of
 from arachnec.planning.placement import in_order
 from arachnec.solver.problem import TICKS
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Level, Module, Reduce, Step, quantity
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.planning import mixed_bound
+from arachnec.planning import lower_bounds
 from arachnec.planning.formulate import has_gradient, problem_of
 from arachnec.solver.problem import TICKS
 
@@ -16,7 +16,7 @@ from arachnec.solver.problem import TICKS
 def with_bound(plan: Module, cost: CostModel) -> Module:
     """A plan of the module of ``cost`` with the bound: before that no schedule of any kind ends."""
     problem = problem_of(cost.module, cost)
-    bound = max(0, mixed_bound.bound_of(cost.module, cost, problem) - len(problem.jobs)) / TICKS
+    bound = max(0, lower_bounds.bound_of(cost.module, cost, problem) - len(problem.jobs)) / TICKS
     bound_ms = Quantity(min(quantity(plan.attrs["makespan"]), bound), "ms")
     return replace(plan, attrs=plan.attrs.updated(bound=bound_ms))
 

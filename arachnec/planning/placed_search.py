@@ -28,7 +28,7 @@ from arachnec.planning.family_degrees import inside, with_family_degrees
 from arachnec.planning.family_placement import PRICE, markup, priced_placement
 from arachnec.planning.following import Following
 from arachnec.planning.formulate import decided
-from arachnec.planning.mixed_bound import mixed_bound
+from arachnec.planning.lower_bounds import mixed_bound
 from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
 from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.solver.annealing import neighbour

@@ -18,7 +18,7 @@ from arachnec.ir.limits import MOST_CASCADES, MOST_LINKS
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.ir.sampling import is_sampling, objective_ms, objective_of
 from arachnec.ir.stage_sizes import times_of
-from arachnec.planning.bound_parts import BoundParts, bound_parts
+from arachnec.planning.lower_bounds import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.explain_pipeline import pipeline_sentences
 from arachnec.views.explain_sparse import sparse_sentences

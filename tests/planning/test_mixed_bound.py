@@ -13,7 +13,7 @@ from arachnec.ir.nodes import Cascade, Clip, Level, Module, Phase, Stage, quanti
 from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.formulate import problem_of
-from arachnec.planning.mixed_bound import bound_of
+from arachnec.planning.lower_bounds import bound_of
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 

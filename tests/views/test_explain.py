@@ -18,8 +18,8 @@ from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.programs import lower
 from arachnec.passes.infra.base import Pass, Scope
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.bound_parts import bound_parts
 from arachnec.planning.formulate import problem_of
+from arachnec.planning.lower_bounds import bound_parts
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.problem import TICKS
 from arachnec.views.explain import explain
