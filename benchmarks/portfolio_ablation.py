@@ -36,8 +36,8 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Module
 from arachnec.planning import placed_search
 from arachnec.planning.duration_table import read_table
-from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of
+from arachnec.planning.placed_objective import Following
 from arachnec.planning.placed_search import Measure, solve_placed
 from arachnec.solver import search
 from arachnec.solver.budget import Clock

@@ -28,8 +28,8 @@ from arachnec.ir.nodes import Cascade, Level, Module
 from arachnec.lowering.programs import lower
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.family_placement import outside, placed_on_few_groups
-from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of, scheduled
+from arachnec.planning.placed_objective import Following
 from arachnec.planning.placed_search import solve_placed
 from arachnec.planning.placement import best_placements, end_of
 from arachnec.solver.budget import Clock

@@ -26,8 +26,8 @@ from arachnec.passes.bucket import Bucket
 from arachnec.passes.infra.base import CountFromZero, Duration, InformedPass
 from arachnec.passes.lower import Lower
 from arachnec.passes.place import Place
-from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of, scheduled
+from arachnec.planning.placed_objective import Following
 from arachnec.planning.placed_search import solve_placed
 from arachnec.solver.budget import Clock
 from arachnec.solver.search import solve

@@ -23,14 +23,12 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
 from arachnec.planning.candidates import baseline_layouts
-from arachnec.planning.exposed_sync import ExposedSync
 from arachnec.planning.family_degrees import inside, with_family_degrees
 from arachnec.planning.family_placement import PRICE, markup, priced_placement
-from arachnec.planning.following import Following
 from arachnec.planning.formulate import decided
 from arachnec.planning.lower_bounds import mixed_bound
+from arachnec.planning.placed_objective import ExposedSync, Following, simulated_ms
 from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
-from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.solver.annealing import neighbour
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import LISTED, Clock

@@ -23,10 +23,9 @@ from arachnec.planning.baselines.dynamic_cp import dynamic_rounds
 from arachnec.planning.baselines.flexsp import buckets_of, cut_by_length, solve_groups
 from arachnec.planning.baselines.knapformer import cuts
 from arachnec.planning.family_placement import markup
-from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of
+from arachnec.planning.placed_objective import Following, simulated_ms
 from arachnec.planning.placed_search import Measure
-from arachnec.planning.simulated_objective import simulated_ms
 from arachnec.planning.validate import validate_schedule
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.group_rounds import Group, in_rounds, least_loaded, power_sizes, sinks_of, ticks_at

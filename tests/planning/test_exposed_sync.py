@@ -13,7 +13,7 @@ from arachnec.ir.nodes import Cascade, Clip, Module, Phase
 from arachnec.ir.stage_sizes import buckets_of, gradient_bytes
 from arachnec.lowering.buckets import finish
 from arachnec.passes.bucket import Bucket
-from arachnec.planning.exposed_sync import ExposedSync, StageSync, sync_of, through
+from arachnec.planning.placed_objective import ExposedSync, StageSync, sync_of, through
 from tests.passes.plans import DIT, bucket_sizes, cluster, module_of, timed
 
 LAYERS = tuple((f"blocks.{i}", 2_000_000_000) for i in range(8))

@@ -7,8 +7,8 @@ import pytest
 from arachnec.cost.model import CostModel
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.schedule_z3 import ScheduleZ3
-from arachnec.planning.following import Following
 from arachnec.planning.formulate import problem_of
+from arachnec.planning.placed_objective import Following
 from arachnec.planning.placed_search import Measure, solve_placed
 from arachnec.solver.budget import Clock
 from tests.planning.test_placement import module

@@ -16,7 +16,7 @@ from arachnec.passes.schedule_knapformer import ScheduleKnapformer
 from arachnec.passes.schedule_same_bucket import ScheduleSameBucket
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
-from arachnec.planning.simulated_objective import simulated_ms
+from arachnec.planning.placed_objective import simulated_ms
 from tests.planning.test_baselines import module
 
 LENGTHS = [3000, 500, 400, 2500, 900, 60, 60, 1200]

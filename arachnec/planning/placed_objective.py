@@ -1,22 +1,59 @@
-"""When the gradients of a placed plan are synchronised: what an iteration lasts but for the optimizer's step.
-
-``bucket`` hides all-reduces behind the last backward of every rank, so that of two plans of equal makespan the one that
-ends with long cascades on all ranks is through first; with short cascades and slow links that is worth more than a
-percent of makespan. Counted here is what ever smaller buckets come to, each reduced once its gradients are whole on
-every rank and the buckets before it are through; ``bucket`` finds the real ones.
-"""
+"""How long an iteration of a placed plan takes: links shared by its cascades, synchronisation, and the passes after it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from arachnec.analysis.uses import READS_GRADIENTS, Values
 from arachnec.cost.model import CostModel
-from arachnec.ir.nodes import Cascade, Module, Stage
+from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Reduce, Stage, Step
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, layers_of
-from arachnec.lowering.buckets import Ends, can_reverse, last_backwards, time_reversed
-from arachnec.planning.following import Following
+from arachnec.ir.values import Attributes
+from arachnec.lowering.buckets import Ends, can_reverse, last_backwards, time_reversed, with_buckets
+from arachnec.lowering.programs import lower
+from arachnec.planning.formulate import has_gradient
+from arachnec.simulation.events import Engine
+
+
+@dataclass(frozen=True)
+class Following:
+    """By default what ``place,bucket`` without options do.
+
+    ``topology`` is that of ``place``; ``mib`` that of ``bucket``. ``buckets`` says whether there is a ``bucket``,
+    ``reversible`` whether it may run the plan from its end to its beginning.
+    """
+
+    topology: bool = True
+    buckets: bool = True
+    mib: int | None = None
+    reversible: bool = True
+
+
+def simulated_ms(
+    module: Module,
+    cluster: Cluster,
+    cascades: Sequence[Cascade],
+    following: Following = Following(),  # noqa: B008
+) -> float:
+    """ms of a costed module's iteration, its cascades placed like this, until its optimizer steps."""
+    trained = [stage.name for stage in module.stages if stage.trained]
+    everyone = Attributes.of(ranks=tuple(range(cluster.world)))
+    placed = replace(
+        module,
+        level=Level.PLACED,
+        cascades=tuple(cascades),
+        reductions=tuple(
+            Reduce(name, tuple(c.name for c in cascades if c.stage == name and has_gradient(c)), everyone)
+            for name in trained
+        ),
+        steps=tuple(Step(name) for name in trained),
+    )
+    lowered = lower(with_buckets(placed, following.mib, following.reversible) if following.buckets else placed)
+    engine = Engine(Values(lowered), cluster)
+    engine.run()
+    return max((interval.end for interval in engine.intervals if interval.op not in READS_GRADIENTS), default=0.0)
 
 
 @dataclass(frozen=True)
