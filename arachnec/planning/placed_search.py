@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
 
 from arachnec.cost.model import CostModel
@@ -23,7 +23,6 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
 from arachnec.planning.candidates import baseline_layouts
-from arachnec.planning.family_degrees import inside, with_family_degrees
 from arachnec.planning.family_placement import PRICE, markup, priced_placement
 from arachnec.planning.formulate import decided
 from arachnec.planning.lower_bounds import mixed_bound
@@ -39,6 +38,31 @@ from arachnec.solver.portfolio import HOPE, Improvement, Improver, Incumbent, Ob
 from arachnec.solver.problem import TICKS, Problem, Schedule, Solution
 from arachnec.solver.search import First, solution
 from arachnec.solver.widths import Nested, nested
+
+
+def with_family_degrees(problem: Problem, cost: CostModel) -> Nested:
+    """The problem with the family's degrees. A job that the family has no degree for keeps all of its own."""
+    kept: dict[int, tuple[int, ...]] = {}
+    for job in problem.jobs:
+        if id(job.choices) not in kept:
+            every = range(len(job.choices))
+            inside = tuple(k for k in every if job.choices[k].degree in cost.family_degrees)
+            kept[id(job.choices)] = inside or tuple(every)
+    rows = [kept[id(job.choices)] for job in problem.jobs]
+    if all(len(row) == len(job.choices) for row, job in zip(rows, problem.jobs, strict=True)):
+        return Nested.all_of(problem)
+    choices = {id(job.choices): tuple(job.choices[k] for k in kept[id(job.choices)]) for job in problem.jobs}
+    jobs = tuple(replace(job, choices=choices[id(job.choices)]) for job in problem.jobs)
+    return Nested(replace(problem, jobs=jobs), tuple(rows))
+
+
+def inside(view: Nested, schedule: Schedule) -> Schedule | None:
+    """A schedule of the whole problem as one of the view's; None where it has a choice that the view has not."""
+    if any(pick not in kept for pick, kept in zip(schedule.picks, view.kept, strict=True)):
+        return None
+    picks = tuple(kept.index(pick) for pick, kept in zip(schedule.picks, view.kept, strict=True))
+    return Schedule(picks, schedule.starts)
+
 
 # Of a cascade and of a GPU, to place a schedule, or to lower and simulate it: 0.13 and 0.15 s for 1024 cascades on 256
 # GPUs, 0.6 and 1 s for 4096 on 1024 (benchmarks/scale.py); small ones take up to three times as long to simulate.
