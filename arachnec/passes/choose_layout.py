@@ -38,17 +38,20 @@ from arachnec.planning.encoder_width import narrower, narrowest
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.layout_bound import least_ms
 from arachnec.planning.layout_refusal import demand_fits, may_fit
-from arachnec.planning.layout_search import (
+from arachnec.planning.layouts import (
     DEFAULT_STEPS,
+    REPLICATED,
     SEARCH_STEPS,
     Candidate,
     Choice,
+    Layout,
     anchors,
     bounding_steps,
+    in_cells,
+    layouts,
     planning_steps,
     shortest,
 )
-from arachnec.planning.layouts import REPLICATED, Layout, in_cells, layouts
 from arachnec.simulation.events import Engine
 
 BOUNDED = 2  # times the steps of planning, for bounds of all layouts

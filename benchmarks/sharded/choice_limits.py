@@ -20,7 +20,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.passes.infra.named_pipelines import PIPELINES
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning import layout_search
+from arachnec.planning import layouts
 from benchmarks.traced_stages import module_of, video_mix
 
 ROWS = (
@@ -53,7 +53,7 @@ def main() -> None:
         started = time.process_time()
         default = ms(DEFAULT, module)
         taken = time.process_time() - started
-        with mock.patch.object(layout_search, "FAR", math.inf):
+        with mock.patch.object(layouts, "FAR", math.inf):
             unlimited = ms(UNLIMITED, module)
         others = [ms(PIPELINES[name], module) for name in OTHERS]
         figures = " | ".join("-" if math.isinf(time) else f"{time:.1f}" for time in (default, unlimited, *others))

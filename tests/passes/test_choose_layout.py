@@ -22,8 +22,7 @@ from arachnec.passes.schedule_stages import ScheduleStages
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
 from arachnec.planning.layout_refusal import FitsNowhere, needed_gib
-from arachnec.planning.layout_search import BEHIND_ANCHORS, FAR, WORTH, Candidate, shortest
-from arachnec.planning.layouts import Layout, layouts
+from arachnec.planning.layouts import BEHIND_ANCHORS, FAR, WORTH, Candidate, Layout, layouts, shortest
 from arachnec.report import alternatives
 from arachnec.simulation.events import Engine
 from arachnec.views.explain import explain
