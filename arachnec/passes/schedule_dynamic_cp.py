@@ -1,6 +1,6 @@
 """``schedule-dynamic-cp``: dynamic context parallelism as Megatron-Core schedules it.
 
-``arachnec.planning.baselines.dynamic_cp`` has the algorithm.
+``arachnec.planning.baselines.greedy`` has the algorithm.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar
 from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Count, Pass
-from arachnec.planning.baselines.dynamic_cp import in_dynamic_rounds
+from arachnec.planning.baselines.greedy import in_dynamic_rounds
 from arachnec.planning.formulate import problem_of, with_schedule
 
 

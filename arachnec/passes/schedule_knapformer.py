@@ -9,7 +9,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
-from arachnec.planning.baselines.knapformer import best_bags, cuts
+from arachnec.planning.baselines.greedy import best_bags, cuts
 from arachnec.planning.formulate import problem_of, with_schedule
 
 

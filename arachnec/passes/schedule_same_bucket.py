@@ -1,6 +1,6 @@
 """``schedule-same-bucket``: one bucket at a time on all GPUs, as NeMo trains video models.
 
-``arachnec.planning.baselines.same_bucket`` has the algorithm.
+``arachnec.planning.baselines.greedy`` has the algorithm.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import counted, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Pass
-from arachnec.planning.baselines.same_bucket import bucket_by_bucket
+from arachnec.planning.baselines.greedy import bucket_by_bucket
 from arachnec.planning.formulate import problem_of, with_schedule
 
 

@@ -22,7 +22,7 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Cascade, Module
 from arachnec.ir.values import Quantity
-from arachnec.planning.candidates import baseline_layouts
+from arachnec.planning.baselines.greedy import baseline_layouts
 from arachnec.planning.family_placement import PRICE, markup, priced_placement
 from arachnec.planning.formulate import decided
 from arachnec.planning.lower_bounds import mixed_bound

@@ -19,9 +19,8 @@ from arachnec.passes.schedule_knapformer import ScheduleKnapformer
 from arachnec.passes.schedule_same_bucket import ScheduleSameBucket
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
-from arachnec.planning.baselines.dynamic_cp import dynamic_rounds
 from arachnec.planning.baselines.flexsp import buckets_of, cut_by_length, solve_groups
-from arachnec.planning.baselines.knapformer import cuts
+from arachnec.planning.baselines.greedy import cuts, dynamic_rounds
 from arachnec.planning.family_placement import markup
 from arachnec.planning.formulate import problem_of
 from arachnec.planning.placed_objective import Following, simulated_ms
