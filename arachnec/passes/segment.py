@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Count, Pass
-from arachnec.planning.sampling.segments import segmented
+from arachnec.planning.sampling.requests import segmented
 
 
 @dataclass(frozen=True)

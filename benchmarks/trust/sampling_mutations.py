@@ -27,7 +27,7 @@ from arachnec.data.requests import Request
 from arachnec.data.switch import Switch
 from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
 from arachnec.ir.nodes import Module
-from arachnec.planning.sampling.segments import segmented
+from arachnec.planning.sampling.requests import segmented
 from arachnec.sampling.loop import Sampling
 from benchmarks.trust.text_mutations import MUTATIONS, accepted, rows_of
 from tests.generation import cases

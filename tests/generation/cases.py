@@ -25,8 +25,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.lowering.programs import lower
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file
 from arachnec.passes.check import checked
-from arachnec.planning.sampling.requests import sampling_module
-from arachnec.planning.sampling.segments import segmented
+from arachnec.planning.sampling.requests import sampling_module, segmented
 from arachnec.sampling import loop as loops
 from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Sampling, begin

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from arachnec.analysis.uses import Values, rank_list
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, Program, Span
 from arachnec.ir.values import Attributes
-from arachnec.planning.sampling.segments import chain, segments_of
+from arachnec.planning.sampling.requests import chain, segments_of
 from arachnec.verification.sampling import (
     StepsLeft,
     WrongDecode,

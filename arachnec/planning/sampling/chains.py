@@ -17,7 +17,7 @@ from arachnec.ir.sampling import arrival_of, models_of, planned_steps, segment_o
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
 from arachnec.planning.cascade_ranks import divided
-from arachnec.planning.sampling.segments import Segment, begun_before, chain
+from arachnec.planning.sampling.requests import Segment, begun_before, chain
 from arachnec.solver.malleable import Chain, Piece, Rate, Run
 from arachnec.solver.problem import TICKS
 

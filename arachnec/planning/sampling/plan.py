@@ -40,8 +40,8 @@ from arachnec.planning.sampling.policies import (
     side_by_side,
     wrap_arounds,
 )
+from arachnec.planning.sampling.requests import batched, demand_requests
 from arachnec.planning.sampling.rounds import moved, with_memory
-from arachnec.planning.sampling.segments import batched, demand_requests
 from arachnec.solver.budget import Clock
 from arachnec.solver.insertion_search import Measure
 from arachnec.solver.malleable import Chain, Piece, least_makespan

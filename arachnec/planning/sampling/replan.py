@@ -30,6 +30,7 @@ from arachnec.planning.sampling.chains import Rates, RequestChain, request_chain
 from arachnec.planning.sampling.outcomes import Windows, retimed, with_forecast, with_windows
 from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import in_order_of_length, side_by_side, wrap_arounds
+from arachnec.planning.sampling.requests import Begun, Segment, chain, cut_steps
 from arachnec.planning.sampling.rounds import (
     in_rounds,
     moved,
@@ -38,7 +39,6 @@ from arachnec.planning.sampling.rounds import (
     placed_round_by_round,
     with_memory,
 )
-from arachnec.planning.sampling.segments import Begun, Segment, chain, cut_steps
 from arachnec.solver.malleable import Chain, Piece, least_makespan
 from arachnec.solver.problem import TICKS
 
