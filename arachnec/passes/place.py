@@ -17,7 +17,7 @@ from arachnec.planning.formulate import problem_of
 from arachnec.planning.lower_bounds import bound_of
 from arachnec.planning.pipeline_places import is_pipeline, stage_places, staged_placements
 from arachnec.planning.placement import best_placements, in_cells, placements, within_memory
-from arachnec.planning.sampling.placed_segments import placed_segments
+from arachnec.planning.sampling.chains import placed_segments
 from arachnec.solver.problem import TICKS
 
 

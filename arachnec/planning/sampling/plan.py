@@ -26,11 +26,17 @@ from arachnec.ir.sampling import CODING, Objective, arrival_of, models_of, objec
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity
 from arachnec.planning.placement import end_of, quick_placements
-from arachnec.planning.sampling.chains import Rates, RequestChain, request_chains, scheduled, with_pieces
+from arachnec.planning.sampling.chains import (
+    Rates,
+    RequestChain,
+    placed_segments,
+    request_chains,
+    scheduled,
+    with_pieces,
+)
 from arachnec.planning.sampling.latency_plans import improved_pieces, insertion_plans
 from arachnec.planning.sampling.least_cluster import fits_no_rank, not_this_way
 from arachnec.planning.sampling.objectives import MEASURED, measure
-from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import (
     coding_apart,
     in_order_of_length,

@@ -26,9 +26,8 @@ from arachnec.ir.sampling import chain_of, models_of, outcomes_of, segment_of
 from arachnec.ir.values import Quantity
 from arachnec.lowering.continuation import continued
 from arachnec.planning.placement import end_of
-from arachnec.planning.sampling.chains import Rates, RequestChain, request_chains, with_pieces
+from arachnec.planning.sampling.chains import Rates, RequestChain, placed_segments, request_chains, with_pieces
 from arachnec.planning.sampling.outcomes import Windows, retimed, with_forecast, with_windows
-from arachnec.planning.sampling.placed_segments import placed_segments
 from arachnec.planning.sampling.policies import in_order_of_length, side_by_side, wrap_arounds
 from arachnec.planning.sampling.requests import Begun, Segment, chain, cut_steps
 from arachnec.planning.sampling.rounds import (

@@ -14,9 +14,8 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Cascade, Module, Phase
 from arachnec.ir.sampling import models_of, segment_of
 from arachnec.ir.values import Quantity
-from arachnec.planning.sampling.chains import divisible_steps
+from arachnec.planning.sampling.chains import divisible_steps, placed_segments
 from arachnec.planning.sampling.outcomes import retimed
-from arachnec.planning.sampling.placed_segments import placed_segments
 
 TOLERANCE_MS = 1e-3
 
