@@ -27,9 +27,9 @@ from arachnec.ir.sampling import models_of, outcomes_of, segment_of
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.rounds import PLANNING
-from arachnec.planning.sampling.outcomes import Windows, at_outcomes
 from arachnec.planning.sampling.replan import replanned
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
+from arachnec.planning.sampling.rounds import Windows, at_outcomes
 from benchmarks.sampling.pairs_of_models import WAN, tokens_of
 from benchmarks.sampling.plans import requests_of
 

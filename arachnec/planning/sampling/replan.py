@@ -27,16 +27,19 @@ from arachnec.ir.values import Quantity
 from arachnec.lowering.continuation import continued
 from arachnec.planning.placement import end_of
 from arachnec.planning.sampling.chains import Rates, RequestChain, placed_segments, request_chains, with_pieces
-from arachnec.planning.sampling.outcomes import Windows, retimed, with_forecast, with_windows
 from arachnec.planning.sampling.policies import in_order_of_length, side_by_side, wrap_arounds
 from arachnec.planning.sampling.requests import Begun, Segment, chain, cut_steps
 from arachnec.planning.sampling.rounds import (
+    Windows,
     in_rounds,
     moved,
     number_of,
     one_after_another,
     placed_round_by_round,
+    retimed,
+    with_forecast,
     with_memory,
+    with_windows,
 )
 from arachnec.solver.malleable import Chain, Piece, least_makespan
 from arachnec.solver.problem import TICKS
