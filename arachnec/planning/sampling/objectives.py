@@ -1,16 +1,17 @@
-"""What the search needs of each objective: a bound that no plan is below, the value of a plan, and in which orders
-requests are inserted."""
+"""What the search needs of each objective: a bound, a plan's value, orders of insertion; and plans by insertion."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from arachnec.ir.sampling import PART, Objective, mean, percentile
 from arachnec.planning.sampling.chains import RequestChain
-from arachnec.solver.insertion_search import Measure
+from arachnec.solver.budget import Clock
+from arachnec.solver.insertion import Grid
+from arachnec.solver.insertion_search import Measure, improved, inserted_all
 from arachnec.solver.latency_bound import (
     Demand,
     least_mean_latency,
@@ -18,8 +19,9 @@ from arachnec.solver.latency_bound import (
     on_time,
     shortest_remaining_first,
 )
-from arachnec.solver.malleable import Batches, least_makespan
+from arachnec.solver.malleable import Batches, Chain, Piece, least_makespan
 from arachnec.solver.problem import TICKS
+from arachnec.solver.widths import chains as nested_widths
 
 NEAR = 1e-3  # above the bound, where it is decided who may be late
 
@@ -123,3 +125,39 @@ def _ordered(keys: Sequence[float]) -> list[int]:
 def _may_be_late(requests: int) -> int:
     """How many may take longer than the percentile."""
     return requests - math.ceil(PART * requests)
+
+
+PRICES = (2.0, 1.0, 4.0)  # of a GPU tick, in ticks of the request's own end times all GPUs
+
+
+def insertion_plans(
+    chains: Sequence[Chain], gpus: int, node: int, objective: Objective, clock: Clock
+) -> Iterator[list[Piece]]:
+    """Every order at every price, the first ones whatever the clock says."""
+    grid = Grid(gpus, next(nested_widths(node, gpus)))
+    wanted = [Demand(chain.release, ((1, chain),)) for chain in chains]
+    ends = shortest_remaining_first(wanted, gpus)
+    waiting = [
+        float(sum(other.release <= chain.release < end for other, end in zip(chains, ends, strict=True)))
+        for chain in chains
+    ]
+    orders = MEASURED[objective].orders(wanted, gpus)
+    for number, prices in enumerate((waiting, *([price] * len(chains) for price in PRICES))):
+        for order in orders:
+            if number == 0 or clock.any_left():
+                yield inserted_all(chains, grid, order, prices, clock)
+
+
+def improved_pieces(
+    requests: Sequence[RequestChain],
+    pieces: Sequence[Piece],
+    gpus: int,
+    node: int,
+    wanted: Measure,
+    clock: Clock,
+    seed: int,
+) -> list[Piece]:
+    """A plan that is preferred, or the same."""
+    grid = Grid(gpus, next(nested_widths(node, gpus)))
+    chains = [request.chain for request in requests]
+    return improved(chains, grid, pieces, wanted, clock, seed)

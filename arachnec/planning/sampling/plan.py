@@ -34,9 +34,8 @@ from arachnec.planning.sampling.chains import (
     scheduled,
     with_pieces,
 )
-from arachnec.planning.sampling.latency_plans import improved_pieces, insertion_plans
 from arachnec.planning.sampling.least_cluster import fits_no_rank, not_this_way
-from arachnec.planning.sampling.objectives import MEASURED, measure
+from arachnec.planning.sampling.objectives import MEASURED, improved_pieces, insertion_plans, measure
 from arachnec.planning.sampling.policies import (
     coding_apart,
     in_order_of_length,
