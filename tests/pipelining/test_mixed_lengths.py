@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.action import Action, Order, PipelineSchedule
+from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import StageTimes, evaluate
 from arachnec.pipelining.held import held
 from arachnec.pipelining.list_schedule import list_schedule
@@ -19,7 +20,6 @@ from arachnec.pipelining.order_bound import lower_bound
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.order_windows import improve_windows
 from arachnec.pipelining.problem import OrderProblem, like_1f1b
-from arachnec.pipelining.schedule_rules import require_valid
 from arachnec.solver.problem import Effort
 
 LENGTHS = st.integers(1, 12)

@@ -10,6 +10,7 @@ import pytest
 from arachnec.ir.diagnostic import Diagnostic, Span, UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_schedule
+from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times
 from arachnec.pipelining.held import held
 from arachnec.pipelining.interleaved import interleaved_1f1b
@@ -18,7 +19,6 @@ from arachnec.pipelining.one_f_one_b import dapple_in_turns
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.placement_policies import POLICIES, allocate
 from arachnec.pipelining.problem import OrderProblem, like_1f1b
-from arachnec.pipelining.schedule_rules import require_valid
 
 
 def refused(text: str) -> Diagnostic:

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import errors
+from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import evaluate
 from arachnec.pipelining.held import held
 from arachnec.pipelining.interleaved import interleaved_1f1b
@@ -23,7 +24,6 @@ from arachnec.pipelining.pipeline_model import (
     performance,
 )
 from arachnec.pipelining.pipeline_search import find_plan, interleaved, wave
-from arachnec.pipelining.schedule_rules import require_valid
 
 INFINITE = float("inf")
 
