@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.errors import GroupExceedsMemory
-from arachnec.pipelining.evaluate import StageTimes, Table, evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import StageTimes, Table, evaluate, held
 from arachnec.pipelining.one_f_one_b import kfkb
 
 WORTH = 0.01  # of a step: less does not make it change its k

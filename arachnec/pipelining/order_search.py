@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from arachnec.pipelining.action import PipelineSchedule
-from arachnec.pipelining.evaluate import evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import evaluate, held
 from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.order_bound import lower_bound

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, Kind, PipelineSchedule
-from arachnec.pipelining.evaluate import Evaluation, StageTimes, Table, evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import Evaluation, StageTimes, Table, evaluate, held
 from arachnec.pipelining.order_bound import one_rank_bound
 from arachnec.pipelining.problem import OrderProblem
 from arachnec.solver.problem import Effort

@@ -12,8 +12,7 @@ from itertools import accumulate, pairwise
 from typing import Literal
 
 from arachnec.pipelining.action import PipelineSchedule
-from arachnec.pipelining.evaluate import StageTimes, evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import StageTimes, evaluate, held
 from arachnec.pipelining.problem import OrderProblem
 
 Bottleneck = Literal["memory", "compute", "communication", "bubble"]

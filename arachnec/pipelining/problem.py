@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from arachnec.pipelining.evaluate import StageTimes, Table
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import StageTimes, Table, held
 from arachnec.pipelining.one_f_one_b import one_f_one_b
 
 

@@ -29,8 +29,7 @@ from arachnec.pipelining.action import (
     PipelineSchedule,
 )
 from arachnec.pipelining.csv_format import read_csv
-from arachnec.pipelining.evaluate import StageTimes, Table
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import StageTimes, Table, held
 from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.cascade_ranks import on
 from arachnec.planning.formulate import decided

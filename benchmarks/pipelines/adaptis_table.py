@@ -26,8 +26,7 @@ from pathlib import Path
 
 import click
 
-from arachnec.pipelining.evaluate import evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import evaluate, held
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes

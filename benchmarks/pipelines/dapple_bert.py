@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import click
 
-from arachnec.pipelining.evaluate import StageTimes, evaluate
-from arachnec.pipelining.held import held_micro_batches
+from arachnec.pipelining.evaluate import StageTimes, evaluate, held_micro_batches
 from arachnec.pipelining.hybrid_plan import HybridPlan, Instance, Stage, hybrid_plan
 from arachnec.pipelining.hybrid_search import best_plan, dapple_plan, pipedream_plan
 from arachnec.pipelining.one_f_one_b import dapple, gpipe

@@ -19,8 +19,7 @@ from pathlib import Path
 
 import click
 
-from arachnec.pipelining.evaluate import StageTimes, evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import StageTimes, evaluate, held
 from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.order_windows import improve_windows

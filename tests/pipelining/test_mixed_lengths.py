@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.action import Action, Order, PipelineSchedule
 from arachnec.pipelining.csv_format import require_valid
-from arachnec.pipelining.evaluate import StageTimes, evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import StageTimes, evaluate, held
 from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.order_bound import lower_bound

@@ -11,8 +11,7 @@ from arachnec.ir.diagnostic import Diagnostic, Span, UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_schedule
 from arachnec.pipelining.csv_format import require_valid
-from arachnec.pipelining.evaluate import StageTimes, evaluate, uniform_times
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import StageTimes, evaluate, held, uniform_times
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.one_f_one_b import dapple_in_turns

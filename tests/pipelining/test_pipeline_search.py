@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.csv_format import require_valid
-from arachnec.pipelining.evaluate import evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import evaluate, held
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes

@@ -15,8 +15,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import Action, PipelineSchedule, parse_schedule
 from arachnec.pipelining.csv_format import require_valid
-from arachnec.pipelining.evaluate import Evaluation, StageTimes, evaluate, uniform_times
-from arachnec.pipelining.held import held_micro_batches
+from arachnec.pipelining.evaluate import Evaluation, StageTimes, evaluate, held_micro_batches, uniform_times
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.one_f_one_b import dapple, dapple_in_turns, gpipe, kfkb, one_f_one_b
 from arachnec.pipelining.zb_v import zb_v

@@ -10,8 +10,7 @@ import pytest
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.action import PipelineSchedule
 from arachnec.pipelining.csv_format import require_valid
-from arachnec.pipelining.evaluate import StageTimes, Table, evaluate
-from arachnec.pipelining.held import held
+from arachnec.pipelining.evaluate import StageTimes, Table, evaluate, held
 from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
 from arachnec.pipelining.order_windows import improve_windows
