@@ -21,7 +21,7 @@ from arachnec.pipelining.action import (
     Kind,
     PipelineSchedule,
 )
-from arachnec.pipelining.problem import OrderProblem
+from arachnec.pipelining.order_problem import OrderProblem
 
 SLACK = 1 + 1e-12  # of a limit: sums of floats
 

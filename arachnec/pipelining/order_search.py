@@ -14,8 +14,7 @@ from arachnec.pipelining.action import PipelineSchedule
 from arachnec.pipelining.evaluate import evaluate, held
 from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.one_f_one_b import one_f_one_b
-from arachnec.pipelining.order_bound import lower_bound
-from arachnec.pipelining.problem import OrderProblem
+from arachnec.pipelining.order_problem import OrderProblem, lower_bound
 
 WARMTH = 0.02  # of the makespan: how much worse an order may be and still be taken in a third of all cases, at first
 

@@ -18,8 +18,7 @@ from itertools import combinations
 
 from arachnec.pipelining.action import ACTIVATION_GRADIENT, FORWARD, WEIGHT_GRADIENT, Action, Kind, PipelineSchedule
 from arachnec.pipelining.evaluate import Evaluation, StageTimes, Table, evaluate, held
-from arachnec.pipelining.order_bound import one_rank_bound
-from arachnec.pipelining.problem import OrderProblem
+from arachnec.pipelining.order_problem import OrderProblem, one_rank_bound
 from arachnec.solver.problem import Effort
 from arachnec.solver.z3_proof import Answer, Boolean, Model
 

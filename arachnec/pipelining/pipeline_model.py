@@ -13,7 +13,7 @@ from typing import Literal
 
 from arachnec.pipelining.action import PipelineSchedule
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held
-from arachnec.pipelining.problem import OrderProblem
+from arachnec.pipelining.order_problem import OrderProblem
 
 Bottleneck = Literal["memory", "compute", "communication", "bubble"]
 

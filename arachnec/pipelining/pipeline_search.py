@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.errors import FitsNowhere, MoreRanksThanLayers
 from arachnec.pipelining.list_schedule import list_schedule
+from arachnec.pipelining.order_problem import OrderProblem
 from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes
 from arachnec.pipelining.pipeline_model import Performance, PipelineInstance, PipelinePlan, order_problem, performance
-from arachnec.pipelining.problem import OrderProblem
 
 MOST_STAGES_A_RANK = 3
 SEEDS = 4  # plans that are repaired

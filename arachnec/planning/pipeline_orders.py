@@ -12,8 +12,8 @@ from arachnec.pipelining.evaluate import StageTimes, Table
 from arachnec.pipelining.grouping import choose_k, groupings, overfull
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
+from arachnec.pipelining.order_problem import OrderProblem
 from arachnec.pipelining.order_search import plan_order
-from arachnec.pipelining.problem import OrderProblem
 from arachnec.pipelining.zb_v import zb_v
 from arachnec.pipelining.zero_bubble import zb_h1, zb_h2
 from arachnec.solver.problem import Effort

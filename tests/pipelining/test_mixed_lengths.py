@@ -15,10 +15,9 @@ from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held
 from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.one_f_one_b import one_f_one_b
-from arachnec.pipelining.order_bound import lower_bound
+from arachnec.pipelining.order_problem import OrderProblem, like_1f1b, lower_bound
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.order_windows import improve_windows
-from arachnec.pipelining.problem import OrderProblem, like_1f1b
 from arachnec.solver.problem import Effort
 
 LENGTHS = st.integers(1, 12)

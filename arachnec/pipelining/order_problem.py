@@ -1,19 +1,59 @@
-"""How short a pipeline can be at best, whatever the order: a valid lower bound in milliseconds.
-
-Two arguments. A rank runs one action at a time, none before its input can be there, and what follows an action follows
-it (Jackson's preemptive schedule, which is exact for one rank whose actions may be interrupted): so a micro-batch also
-passes all stages there and back. And memory: a forward's bytes are held until its last gradient, so bytes times
-seconds need room below the limit (dual feasible functions, Fekete and Schepers 2001, count clips that exclude each
-other in full).
-"""
+"""A pipeline whose order is to be found, and a lower bound on its time in milliseconds."""
 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 
-from arachnec.pipelining.evaluate import Table
-from arachnec.pipelining.problem import OrderProblem
+from arachnec.pipelining.evaluate import StageTimes, Table, held
+from arachnec.pipelining.one_f_one_b import one_f_one_b
+
+
+@dataclass(frozen=True)
+class OrderProblem:
+    """``saved[stage][micro_batch]`` is held from the forward to the last gradient; ``limits[rank]`` in the same unit.
+
+    ``placement[stage]`` is its rank.
+    """
+
+    times: StageTimes
+    saved: Table
+    limits: Sequence[float]
+    placement: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return len(self.times.forward)
+
+    @property
+    def micro_batches(self) -> int:
+        return len(self.times.forward[0])
+
+    @cached_property
+    def backward(self) -> Table:
+        """The whole backward of every stage and micro-batch."""
+        if self.times.backward is not None:
+            return self.times.backward
+        halves = zip(self.times.activation_gradient, self.times.weight_gradient, strict=True)
+        return [[i + w for i, w in zip(*rows, strict=True)] for rows in halves]
+
+    @cached_property
+    def hosted(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of every rank."""
+        return tuple(
+            tuple(stage for stage, rank in enumerate(self.placement) if rank == own)
+            for own in range(1 + max(self.placement))
+        )
+
+
+def like_1f1b(times: StageTimes, saved: Table) -> OrderProblem:
+    """One stage a rank, and no rank may hold more than in 1F1B with the micro-batches as they arrive."""
+    stages = len(times.forward)
+    arrival = one_f_one_b(stages, len(times.forward[0]))
+    return OrderProblem(times, saved, held(arrival, saved), tuple(range(stages)))
+
 
 PARTS = 12  # the finest division of a limit that is looked at
 
