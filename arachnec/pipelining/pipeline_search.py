@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.errors import FitsNowhere, MoreRanksThanLayers
-from arachnec.pipelining.list_schedule import list_schedule
 from arachnec.pipelining.order_problem import OrderProblem
+from arachnec.pipelining.order_search import list_schedule
 from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes
 from arachnec.pipelining.pipeline_model import Performance, PipelineInstance, PipelinePlan, order_problem, performance
 

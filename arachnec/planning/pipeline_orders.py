@@ -9,11 +9,10 @@ from typing import Literal, TypeAlias
 from arachnec.ir.diagnostic import user_error
 from arachnec.pipelining.action import BACKWARD, FORWARD, Action, PipelineSchedule
 from arachnec.pipelining.evaluate import StageTimes, Table
-from arachnec.pipelining.grouping import choose_k, groupings, overfull
 from arachnec.pipelining.interleaved import interleaved_1f1b
 from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
 from arachnec.pipelining.order_problem import OrderProblem
-from arachnec.pipelining.order_search import plan_order
+from arachnec.pipelining.order_search import choose_k, groupings, overfull, plan_order
 from arachnec.pipelining.zb_v import zb_v
 from arachnec.pipelining.zero_bubble import zb_h1, zb_h2
 from arachnec.solver.problem import Effort

@@ -28,7 +28,7 @@ import click
 
 from arachnec.pipelining.evaluate import evaluate, held
 from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.list_schedule import list_schedule
+from arachnec.pipelining.order_search import list_schedule
 from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes
 from arachnec.pipelining.pipeline_model import LayerCosts, PipelineInstance, order_problem
 from arachnec.pipelining.pipeline_search import find_plan, interleaved

@@ -23,7 +23,7 @@ from pathlib import Path
 from statistics import median
 
 from arachnec.pipelining.evaluate import StageTimes
-from arachnec.pipelining.grouping import Grouping, choose_k, groupings
+from arachnec.pipelining.order_search import Grouping, choose_k, groupings
 from arachnec.runtime.link_watch import LinkWatch
 
 AHEAD = 2  # steps: the next step's plan is ready when links are compared
