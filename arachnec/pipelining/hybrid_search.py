@@ -16,8 +16,15 @@ from itertools import pairwise
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.errors import FitsNowhere
-from arachnec.pipelining.hybrid_plan import Allocation, HybridPlan, Instance, Stage, hybrid_plan
-from arachnec.pipelining.placement_policies import allocations, every_allocation
+from arachnec.pipelining.hybrid_plan import (
+    Allocation,
+    HybridPlan,
+    Instance,
+    Stage,
+    allocations,
+    every_allocation,
+    hybrid_plan,
+)
 
 SLACK = 1e-9  # relative: what rounding may do to a comparison
 EXACT = 20_000  # partial plans looked at (1 s) before a gain must be worth its search

@@ -14,9 +14,17 @@ from hypothesis import strategies as st
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.limits import MOST_LAYERS
 from arachnec.pipelining import profile_errors
-from arachnec.pipelining.hybrid_plan import HybridPlan, Instance, Machines, Stage, hybrid_plan
+from arachnec.pipelining.hybrid_plan import (
+    POLICIES,
+    HybridPlan,
+    Instance,
+    Machines,
+    Stage,
+    allocate,
+    allocations,
+    hybrid_plan,
+)
 from arachnec.pipelining.hybrid_search import best_plan, dapple_plan, pipedream_plan
-from arachnec.pipelining.placement_policies import POLICIES, allocate, allocations
 from arachnec.pipelining.profile_file import Layer, LayerProfile, read_profile, read_profile_file
 from tests.pipelining.bert_profile import V100, bert_instance, line
 
