@@ -13,8 +13,7 @@ from itertools import accumulate, groupby, pairwise, product
 from math import inf
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining.profile_errors import BatchDoesNotDivide, NoDevices
-from arachnec.pipelining.profile_file import LayerProfile
+from arachnec.pipelining.profile_file import BatchDoesNotDivide, LayerProfile, NoDevices
 
 Allocation = tuple[int, ...]  # devices of every machine
 

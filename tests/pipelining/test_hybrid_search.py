@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.limits import MOST_LAYERS
-from arachnec.pipelining import profile_errors
+from arachnec.pipelining import profile_file
 from arachnec.pipelining.hybrid_plan import (
     POLICIES,
     HybridPlan,
@@ -68,7 +68,7 @@ def test_a_batch_has_whole_micro_batches_of_at_least_a_clip(sizes: tuple[int, in
     profile = LayerProfile((Layer("l", 1.0, 1.0, 0.0, 0.0),), ())
     with pytest.raises(UserError) as refused:
         Instance(profile, Machines(1, 1), *sizes)
-    assert isinstance(refused.value.diagnostics[0], profile_errors.BatchDoesNotDivide)
+    assert isinstance(refused.value.diagnostics[0], profile_file.BatchDoesNotDivide)
     for fitting in ((4, 2, 1), (1, 1, 7), (6, 6, 2)):
         assert Instance(profile, Machines(1, 1), *fitting).batch == fitting[0]
 
@@ -77,7 +77,7 @@ def test_a_batch_has_whole_micro_batches_of_at_least_a_clip(sizes: tuple[int, in
 def test_a_plan_needs_a_device(machines: Machines) -> None:
     with pytest.raises(UserError) as refused:
         Instance(LayerProfile((Layer("l", 1.0, 1.0, 0.0, 0.0),), ()), machines, 2, 1, 1)
-    assert isinstance(refused.value.diagnostics[0], profile_errors.NoDevices)
+    assert isinstance(refused.value.diagnostics[0], profile_file.NoDevices)
 
 
 @st.composite
@@ -225,23 +225,23 @@ def test_the_three_policies() -> None:
 
 GOOD = line("node0", "a", 1, 1, 1, 1) + "\n" + line("node1", "b", 1, 1, 1, 1) + "\n\tnode0 -- node1\n"
 BAD = {
-    "": profile_errors.EmptyProfile,
-    "\n\n": profile_errors.EmptyProfile,
-    GOOD + "\tnode1 -- node0\n": profile_errors.CyclicProfile,
-    GOOD + "\tnode1 -- node1\n": profile_errors.CyclicProfile,
-    GOOD + "\tnode1 -- node7\n": profile_errors.UnknownNode,
-    GOOD + line("node1", "c", 1, 1, 1, 1): profile_errors.RepeatedNode,
-    GOOD + line("node2", "c", -1, 1, 1, 1): profile_errors.BadProfileNumber,
-    GOOD + line("node2", "c", 1, 1, 1, -8): profile_errors.BadProfileNumber,
-    GOOD + line("node2", "c", float("nan"), 1, 1, 1): profile_errors.BadProfileNumber,
-    GOOD + line("node2", "c", 1, 1, float("inf"), 1): profile_errors.BadProfileNumber,
-    GOOD + line("node2", "c", 1e308, 1, 1, 1): profile_errors.BadProfileNumber,
-    GOOD.replace("forward_compute_time=1", "forward_compute_time=x", 1): profile_errors.BadProfileNumber,
-    GOOD.replace("forward_compute_time=1, ", "", 1): profile_errors.BadProfileLine,
-    GOOD + "node2 is a layer": profile_errors.BadProfileLine,
-    GOOD + "node2 -- " + "x" * 10_000: profile_errors.BadProfileLine,
-    "\n".join(f"node{k} -- l -- x=1" for k in range(1_000_000)): profile_errors.TooManyLayers,
-    GOOD + "\tnode0 -- node1\n" * 1_000_000: profile_errors.TooManyLayers,
+    "": profile_file.EmptyProfile,
+    "\n\n": profile_file.EmptyProfile,
+    GOOD + "\tnode1 -- node0\n": profile_file.CyclicProfile,
+    GOOD + "\tnode1 -- node1\n": profile_file.CyclicProfile,
+    GOOD + "\tnode1 -- node7\n": profile_file.UnknownNode,
+    GOOD + line("node1", "c", 1, 1, 1, 1): profile_file.RepeatedNode,
+    GOOD + line("node2", "c", -1, 1, 1, 1): profile_file.BadProfileNumber,
+    GOOD + line("node2", "c", 1, 1, 1, -8): profile_file.BadProfileNumber,
+    GOOD + line("node2", "c", float("nan"), 1, 1, 1): profile_file.BadProfileNumber,
+    GOOD + line("node2", "c", 1, 1, float("inf"), 1): profile_file.BadProfileNumber,
+    GOOD + line("node2", "c", 1e308, 1, 1, 1): profile_file.BadProfileNumber,
+    GOOD.replace("forward_compute_time=1", "forward_compute_time=x", 1): profile_file.BadProfileNumber,
+    GOOD.replace("forward_compute_time=1, ", "", 1): profile_file.BadProfileLine,
+    GOOD + "node2 is a layer": profile_file.BadProfileLine,
+    GOOD + "node2 -- " + "x" * 10_000: profile_file.BadProfileLine,
+    "\n".join(f"node{k} -- l -- x=1" for k in range(1_000_000)): profile_file.TooManyLayers,
+    GOOD + "\tnode0 -- node1\n" * 1_000_000: profile_file.TooManyLayers,
 }
 
 
@@ -273,7 +273,7 @@ def test_a_number_that_stands_twice_is_refused() -> None:
     text = "node1 -- a -- forward_compute_time=1, forward_compute_time=9, backward_compute_time=2, activation_size=3, "
     with pytest.raises(UserError) as refusal:
         read_profile(text + "parameter_size=4\n", "bad.txt")
-    assert isinstance(refusal.value.diagnostics[0], profile_errors.BadProfileLine)
+    assert isinstance(refusal.value.diagnostics[0], profile_file.BadProfileLine)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_layer(tmp_path: Path) -> None:

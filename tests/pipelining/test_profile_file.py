@@ -7,8 +7,7 @@ import pytest
 from arachnec.ir.diagnostic import Diagnostic, Span, UserError, render
 from arachnec.ir.limits import LARGEST, LONGEST_LINE
 from arachnec.pipelining import profile_file
-from arachnec.pipelining.profile_errors import BadProfileLine, BadProfileNumber, RepeatedNode, TooManyLayers
-from arachnec.pipelining.profile_file import read_profile
+from arachnec.pipelining.profile_file import BadProfileLine, BadProfileNumber, RepeatedNode, TooManyLayers, read_profile
 
 NODE = "node1 -- Conv -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=4.0\n"
 
