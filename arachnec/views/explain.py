@@ -21,9 +21,9 @@ from arachnec.ir.stage_sizes import times_of
 from arachnec.planning.lower_bounds import BoundParts, bound_parts
 from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.explain_pipeline import pipeline_sentences
-from arachnec.views.explain_sparse import sparse_sentences
 from arachnec.views.format import clip_names, ms, names_of, ranges, size_of
 from arachnec.views.host_memory import host_sentences
+from arachnec.views.sparse_attention import sparse_sentences
 from arachnec.views.timeline import COMPUTE, Timeline, planned
 
 NOTHING = 5e-4  # relative: what is less is not worth a word

@@ -11,8 +11,8 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.sparse_summary import sparse_summaries
 from arachnec.report import plan_report
 from arachnec.views.explain import explain
-from arachnec.views.explain_sparse import of_stage
 from arachnec.views.format import ms
+from arachnec.views.sparse_attention import of_stage
 
 CASE = Path(__file__).parents[1] / "golden" / "lower" / "sparse_heads.cascade"
 

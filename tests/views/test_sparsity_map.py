@@ -5,7 +5,7 @@ import xml.etree.ElementTree as ElementTree
 from itertools import pairwise
 
 from arachnec.model_state.layer_summary import ClassSummary, LayerSummary
-from arachnec.views.sparsity_map import sparsity_map
+from arachnec.views.sparse_attention import sparsity_map
 
 
 def layer(number: int, steps: list[int], history: list[list[float]], *classes: ClassSummary) -> LayerSummary:

@@ -114,7 +114,7 @@ def written(folder: Path, options: RunOptions, batches: int) -> list[str]:
     from arachnec.backends.torch_distributed.reporting.audit_log import losses, validation_losses
     from arachnec.backends.torch_distributed.reporting.report import RunReport
     from arachnec.views.executable_page import PAGE
-    from arachnec.views.sparsity_map import sparsity_map
+    from arachnec.views.sparse_attention import sparsity_map
 
     place = options.report or folder / "run.json"
     summary = msgspec.json.decode(place.read_bytes(), type=RunReport)
