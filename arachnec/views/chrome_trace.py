@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from arachnec.ir.nodes import Module
-from arachnec.views.memory_curve import memory_curves
-from arachnec.views.timeline import COMPUTE, Interval, Timeline
+from arachnec.views.timeline import COMPUTE, Interval, Timeline, memory_curves
 
 Event = dict[str, Any]
 SOON = 1e-3  # of a slice's length before its end: an event at the very end would belong to no slice

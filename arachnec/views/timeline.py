@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,11 +12,12 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import COMPUTE as COMPUTE
-from arachnec.analysis.uses import READS_GRADIENTS, moved_by
+from arachnec.analysis.uses import READS_GRADIENTS, Values, gib, moved_by
 from arachnec.ir.diagnostic import UserError, user_error, writing
 from arachnec.ir.limits import LARGEST_DATA, LONGEST_MS, MOST_GIB, MOST_GPUS
-from arachnec.ir.nodes import Instruction, Module, quantity
+from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.simulation.events import Interval as Interval
 from arachnec.simulation.events import Transfer as Transfer
 
@@ -179,3 +181,47 @@ def read_measured(path: Path) -> Timeline:
 def _ms(instruction: Instruction, name: str, default: float) -> float:
     value = instruction.attrs.get(name)
     return default if value is None else quantity(value)
+
+
+Curve = tuple[tuple[float, float], ...]  # ms and GiB: what is held from then on
+
+
+def memory_curves(module: Module, timeline: Timeline | None = None) -> dict[int, Curve]:
+    """A step function for every rank of a lowered module, at the planned times unless others are given."""
+    values = Values(module)
+    lanes = (timeline or planned(module)).lanes
+    return {program.rank: _curve(values, program, lanes) for program in module.programs}
+
+
+def _curve(values: Values, program: Program, lanes: dict[int, tuple[Interval, ...]]) -> Curve:
+    spans: dict[tuple[str, str], deque[tuple[float, float]]] = defaultdict(deque)
+    for interval in lanes.get(program.rank, ()):
+        spans[interval.op, interval.target].append((interval.start, interval.end))
+    steps = list(usages(values, program))
+    points: list[tuple[float, float]] = [(0.0, steps[0].total)]
+    clock = 0.0
+    for index, instruction in enumerate(program.instructions):
+        usage = steps[index + 1]
+        times = spans.get((instruction.op, instruction.target))
+        if instruction.op not in DRAWN or not times:
+            _add(points, clock, usage.total)
+            continue
+        start, end = times.popleft()
+        _add(points, max(clock, start), usage.total)
+        clock = max(clock, end)
+        after = steps[index + 2] if index + 2 < len(steps) else None
+        if after is not None:
+            _add(points, clock, after.total - _gained(values, program.instructions[index + 1]) - after.workspace)
+    return tuple(points)
+
+
+def _gained(values: Values, instruction: Instruction) -> float:
+    """GiB that an instruction adds to what is held beyond its end."""
+    keeps = values.saves(instruction) or values.makes(instruction) is not None
+    return gib(instruction, "memory") if keeps else 0.0
+
+
+def _add(points: list[tuple[float, float]], time: float, size: float) -> None:
+    """A step; of several at one time the most counts for that moment, and the last from then on."""
+    if abs(points[-1][1] - size) > 1e-9:
+        points.append((time, size))

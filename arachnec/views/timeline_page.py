@@ -23,9 +23,8 @@ from arachnec.ir.values import Value
 from arachnec.views.colours import TEXTURE_SIZE, TEXTURES, Lengths, stage_numbers, theme_css
 from arachnec.views.critical_path import Link, critical_path
 from arachnec.views.format import ms, names_of, reads_text_alone, runs, title_of
-from arachnec.views.memory_curve import Curve, memory_curves
 from arachnec.views.planned_and_measured import on_cpu
-from arachnec.views.timeline import COMPUTE, DRAWN, Timeline, cascade_times, imbalance
+from arachnec.views.timeline import COMPUTE, DRAWN, Curve, Timeline, cascade_times, imbalance, memory_curves
 from arachnec.views.timeline_svg import Shown, boxes, first_rows, stage_loads
 
 PARTS = Path(__file__).with_name("page")

@@ -13,8 +13,7 @@ from arachnec.backends.simulator import simulate
 from arachnec.ir.nodes import Module
 from arachnec.lowering.programs import lower
 from arachnec.views.chrome_trace import chrome_trace
-from arachnec.views.memory_curve import memory_curves
-from arachnec.views.timeline import Interval, Timeline, planned
+from arachnec.views.timeline import Interval, Timeline, memory_curves, planned
 from tests.passes.plans import placed_modules
 
 
