@@ -21,9 +21,8 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module
 from arachnec.lowering.programs import lower
 from arachnec.views.critical_path import critical_path
-from arachnec.views.executable_page import executable_page
+from arachnec.views.executable_page import PARTS, executable_page, page, script_json
 from arachnec.views.timeline import DRAWN, Interval, Timeline, memory_curves, planned
-from arachnec.views.timeline_page import PARTS, page, script_json
 from tests.passes.plans import placed_modules
 from tests.views.page_plans import large, slower, small
 
