@@ -7,7 +7,7 @@ from pathlib import Path
 import click
 
 from arachnec.commands.opt import read_text, wanted_passes
-from arachnec.commands.pass_options import load_option
+from arachnec.commands.options import load_option
 from arachnec.ir.parser import parse_module
 from arachnec.passes.infra.base import installed, load_file
 from arachnec.passes.infra.bisect import command_predicate, first_bad

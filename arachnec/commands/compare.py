@@ -10,10 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from arachnec.commands.cluster_option import cluster_option
-from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
 from arachnec.commands.inputs import demand_inputs
-from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.options import (
+    Batch,
+    PassOptions,
+    batch_option,
+    cluster_option,
+    columns_option,
+    data_option,
+    pass_options,
+)
 from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import is_sampler
 

@@ -12,10 +12,16 @@ import click
 import msgspec
 
 from arachnec.backends.torch_distributed.options import training_options
-from arachnec.commands.cluster_option import cluster_option
-from arachnec.commands.data_options import Batch, batch_option, columns_option, data_option
 from arachnec.commands.inputs import demand_inputs
-from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.options import (
+    Batch,
+    PassOptions,
+    batch_option,
+    cluster_option,
+    columns_option,
+    data_option,
+    pass_options,
+)
 from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
 from arachnec.executable.training_options import Training

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from arachnec.commands.pass_options import load_option
+from arachnec.commands.options import load_option
 
 if TYPE_CHECKING:
     from arachnec.ir.nodes import Module

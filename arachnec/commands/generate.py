@@ -9,9 +9,8 @@ from typing import Literal
 
 import click
 
-from arachnec.commands.cluster_option import cluster_option
 from arachnec.commands.inputs import demand_inputs
-from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.options import PassOptions, cluster_option, pass_options
 from arachnec.models.file import SAMPLER_FORM
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from arachnec.commands.data_options import columns_option
+from arachnec.commands.options import columns_option
 
 SHOWN = 20  # skipped files that are named
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from arachnec.commands.pass_options import PassOptions, pass_options
+from arachnec.commands.options import PassOptions, pass_options
 from arachnec.ir.diagnostic import UserError, text_too_large_error, user_error
 from arachnec.ir.limits import LARGEST_MODULE
 from arachnec.ir.parser import parse_module

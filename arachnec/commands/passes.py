@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from arachnec.commands.pass_options import load_option
+from arachnec.commands.options import load_option
 from arachnec.ir.nodes import Level
 from arachnec.passes.infra import options
 from arachnec.passes.infra.base import Pass, Registry, Scope, installed, load_file

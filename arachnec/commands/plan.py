@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from arachnec.commands.cluster_option import cluster_option
+from arachnec.commands.options import cluster_option
 from arachnec.ir.limits import TABLE_ROWS
 
 DEFAULT_PASSES = "schedule-z3{budget=10s},place"

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import click
 
-from arachnec.commands.cluster_option import cluster_option
-from arachnec.commands.data_options import columns_option, data_option
+from arachnec.commands.options import cluster_option, columns_option, data_option
 from arachnec.commands.progress import progress_on_stderr
 
 

@@ -23,7 +23,7 @@ from acceptance.machine import Machine, Row
 from arachnec.backends.torch_distributed.engine import train
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.cluster.file import parse_cluster
-from arachnec.commands.pass_options import PassOptions
+from arachnec.commands.options import PassOptions
 from arachnec.driver import Compiled, compile, plan_iteration, plan_model
 from arachnec.executable.folder import read_executable
 from arachnec.passes.infra.base import installed

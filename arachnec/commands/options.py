@@ -1,4 +1,4 @@
-"""The options of every command that runs a pipeline: ``--load``, ``--print-ir-after``, ``--dump-ir`` and the like."""
+"""Options that several commands take: which clips, which cluster, how passes run."""
 
 from __future__ import annotations
 
@@ -7,10 +7,12 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import click
 
+from arachnec.data.columns import Columns
+from arachnec.data.manifest import ALL, Batch
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.passes.infra.base import Registry, installed, load_file
 from arachnec.passes.infra.instruments import Dump, Instrument, PrintAfter, Reproducer, Timing
@@ -104,3 +106,61 @@ def pass_options(command: Command) -> Command:
 load_option = click.option(
     "--load", metavar="FILE.py", multiple=True, type=click.Path(path_type=Path), help="Add the passes of a Python file."
 )
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class BatchType(click.ParamType):  # type: ignore[type-arg]
+    """A number of clips, or ``all``."""
+
+    name = "N|all"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int | Literal["all"]:
+        if str(value).lower() == ALL:
+            return ALL
+        try:
+            number: int = click.IntRange(min=1).convert(value, param, ctx)
+        except click.BadParameter:
+            self.fail(f"{value!r} is neither a number of clips, from 1 on, nor `{ALL}`", param, ctx)
+        return number
+
+
+def columns_of(context: click.Context, parameter: click.Parameter, text: str) -> str:
+    """The text itself. Raises ``UserError`` where it names no columns."""
+    Columns.of(text)
+    return text
+
+
+def data_option(*, required: bool = True, more: str = "") -> Callable[[F], F]:
+    return click.option(
+        "--data",
+        required=required,
+        type=click.Path(path_type=Path),
+        help=f"The clips: JSONL, JSON, CSV or Parquet{more}.",
+    )
+
+
+columns_option = click.option(
+    "--columns",
+    default="",
+    metavar="KEY=COLUMN,...",
+    callback=columns_of,
+    help="What its columns are, as in caption=prompt,path=video; values=NAME or values=* goes to clip.values.",
+)
+batch_option = click.option(
+    "--batch", type=BatchType(), help="Clips in a global batch, or `all`, where the manifest does not say."
+)
+
+__all__ = ["Batch", "batch_option", "columns_option", "data_option"]
+
+
+FORMS = "a TOML file, a short form such as 2x8:h100-80g or 4:cpu, or auto: the machine at hand, as `cluster detect`"
+
+
+def cluster_option(what: str = "", *, default: str | None = None) -> Callable[[Any], Any]:
+    """The option; required without a ``default``. ``what`` says which cluster is meant, where not any."""
+    text = f"{what}: {FORMS}." if what else f"{FORMS[0].upper()}{FORMS[1:]}."
+    return click.option(
+        "--cluster", required=default is None, default=default, show_default=default is not None, help=text
+    )
