@@ -93,7 +93,7 @@ def command(
     if generation.compiled is None:
         click.echo("every request is finished")
         return
-    from arachnec.commands.request_tables import print_request_plan
+    from arachnec.commands.generated import print_request_plan
     from arachnec.report import plan_report
 
     report = plan_report(generation.compiled.module, generation.planning_ms)

@@ -33,7 +33,7 @@ def command(program: Path, everything: bool, html: Path | None, svg: Path | None
     """
     import json
 
-    from arachnec.commands.request_tables import print_segments
+    from arachnec.commands.generated import print_segments
     from arachnec.commands.tables import print_cascades, terminal
     from arachnec.ir.sampling import is_sampling
     from arachnec.report import plan_report

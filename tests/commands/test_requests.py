@@ -10,8 +10,8 @@ import pytest
 from click.testing import CliRunner
 
 from arachnec.cli import group
+from arachnec.commands.generated import print_request_plan
 from arachnec.commands.program_file import read_program
-from arachnec.commands.request_tables import print_request_plan
 from arachnec.data.requests import Request
 from arachnec.executable.folder import read_executable
 from arachnec.executable.program_input import demand_own_requests
