@@ -27,7 +27,7 @@ from arachnec.spmd.specialisation import Graphs
 from arachnec.spmd.specialise import recorded_model, specialise
 from arachnec.spmd.tensor_parallel.stage import with_width
 from arachnec.tracing.blocks import CapturedModel
-from arachnec.tracing.clip_trial import Reached, run_clip, sizes_of
+from arachnec.tracing.clip_trials import Reached, run_clip, sizes_of
 from arachnec.tracing.cost import encoder_stage, spread, trained_stage
 from arachnec.tracing.errors import cannot_on_meta, cannot_take_error
 from arachnec.tracing.find import find_blocks

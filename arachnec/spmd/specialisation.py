@@ -13,7 +13,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Value
 from arachnec.spmd.inputs import NoShardedInput
-from arachnec.tracing.batch_trial import ClipsMixed
+from arachnec.tracing.clip_trials import ClipsMixed
 from arachnec.tracing.errors import (
     BlocksNotCalled,
     CannotCapture,

@@ -19,8 +19,8 @@ from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
 from arachnec.spmd.specialisation import STEPS, STEPS_DOWN, Graphs, Specialisation, clips_mixed, costs
 from arachnec.tracing import blocks, sample
-from arachnec.tracing.batch_trial import demand_clips_apart
 from arachnec.tracing.blocks import CapturedModel
+from arachnec.tracing.clip_trials import demand_clips_apart
 from arachnec.tracing.errors import CannotRecord, cannot_on_meta
 from arachnec.tracing.record import ExampleCall
 from arachnec.tracing.sample import ModelSource

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
-from arachnec.tracing.batch_trial import ClipsMixed, ModelFails, demand_clips_apart
+from arachnec.tracing.clip_trials import ClipsMixed, ModelFails, demand_clips_apart
 from arachnec.tracing.errors import RandomOperation
 from arachnec.tracing.record import ExampleCall
 from arachnec.tracing.sample import arguments_of

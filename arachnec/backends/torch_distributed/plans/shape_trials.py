@@ -18,7 +18,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import Executable
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Clip
-from arachnec.tracing.clip_trial import run_clip
+from arachnec.tracing.clip_trials import run_clip
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import ModelSource, meta_encoders

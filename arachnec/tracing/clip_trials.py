@@ -1,8 +1,4 @@
-"""Two clips in one forward, against each of them alone: whether a model keeps the clips of a batch apart.
-
-In: a model, on the meta device or with values, and a small call of it. Out: nothing, a refusal, or why it cannot be
-told. The model runs in numbers, one block of each structure (``tracing.small_model``).
-"""
+"""Trials of a model: whether it takes a clip's shape, and whether it keeps the clips of a batch apart."""
 
 from __future__ import annotations
 
@@ -18,11 +14,12 @@ from torch.utils import _pytree as pytree
 
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.models.batch import is_batched
-from arachnec.tracing.errors import RandomOperation
+from arachnec.models.batch import is_batched, prediction_of
+from arachnec.models.clip_errors import naming
+from arachnec.tracing.errors import RandomOperation, cannot_take_error
 from arachnec.tracing.global_generators import restored
-from arachnec.tracing.record import ExampleCall
-from arachnec.tracing.sample import ModelSource, clip_of, encoded_shape, raised_at, sample_of
+from arachnec.tracing.record import ExampleCall, Repeats, training_mode
+from arachnec.tracing.sample import ModelSource, arguments_of, clip_of, encoded_shape, raised_at, sample_of
 from arachnec.tracing.small_model import (
     TOLERANCE,
     CannotRun,
@@ -200,3 +197,41 @@ def _apart(prediction: Tensor, expected: Tensor) -> float:
         return math.inf
     difference = (prediction.reshape(-1) - expected.reshape(-1)).abs().max()
     return float(difference / expected.abs().max().clamp_min(1e-30))
+
+
+class Reached(BaseException):
+    """Ends a forward at its first block; no ``except Exception`` of a model stops it."""
+
+
+def run_clip(
+    model: nn.Module,
+    source: ModelSource,
+    encoders: Mapping[str, nn.Module],
+    clip: VideoClip,
+    repeats: Repeats | None = None,
+) -> None:
+    """Run the model at a clip, on the device that it lies on; on the meta device with ``repeats`` each kind of block
+    once.
+
+    ``encoders`` are on the meta device. Without ``repeats`` a hook is expected to raise ``Reached``. Raises
+    ``UserError``, which names the clip, where the model cannot take it.
+    """
+    device = str(next(model.parameters()).device)
+    try:
+        with naming([clip]):
+            arguments = arguments_of(source, clip, encoders, device=device)
+        with torch.no_grad(), training_mode(model), torch.device(device), repeats or contextlib.nullcontext():
+            prediction_of(model(**arguments))
+    except Reached:
+        pass
+    except UserError:
+        raise
+    except Exception as error:
+        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        raise cannot_take_error(
+            raised_at(source, error), clip.name, sizes_of(clip), clip.text_tokens, reason
+        ) from error
+
+
+def sizes_of(clip: VideoClip) -> str:
+    return f"{clip.frames} x {clip.height} x {clip.width}"
