@@ -27,8 +27,8 @@ from arachnec.passes.trace import TRAINED, Trace, trace_model
 from arachnec.planning.sampling.requests import SwitchForecast, inference_stage, sampling_module
 from arachnec.sampling.loop import Sampling, begin, other_latents, sizes_of
 from arachnec.tracing.cost import encoder_stage
+from arachnec.tracing.errors import needs_values
 from arachnec.tracing.find import find_blocks
-from arachnec.tracing.needs_values import needs_values
 from arachnec.tracing.padded_text import padded_text
 from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import meta_encoders

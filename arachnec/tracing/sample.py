@@ -25,9 +25,8 @@ from arachnec.models.batch import is_batched
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.models.file import ModelFile, line_span
 from arachnec.models.pretrained_on_meta import without_values
-from arachnec.tracing.errors import CannotRecord
+from arachnec.tracing.errors import CannotRecord, needs_values
 from arachnec.tracing.find import find_blocks
-from arachnec.tracing.needs_values import needs_values
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, training_mode
 
 # Small pixel shapes that most models take: 8k + 1 frames, sides that are multiples of 32. All differ in everything.

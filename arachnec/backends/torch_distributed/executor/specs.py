@@ -13,7 +13,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Module, Phase, Program
 from arachnec.models.file import ModelFile
 from arachnec.runtime.handoffs import TensorSpec
-from arachnec.tracing.needs_values import needs_values
+from arachnec.tracing.errors import needs_values
 
 
 @dataclass
