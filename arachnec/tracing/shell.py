@@ -18,10 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from arachnec.data.clip import VideoClip
 from arachnec.models.encoders import tiles_called, tiling_vae
 from arachnec.tracing.captured import CapturedModel
-from arachnec.tracing.counted_attention import CountedAttention
+from arachnec.tracing.counted_run import CountedAttention, TotalFlops
 from arachnec.tracing.dataflow import units_of
 from arachnec.tracing.record import ExampleCall, computed, is_meta, training_mode
-from arachnec.tracing.total_flops import TotalFlops
 
 
 @dataclass(frozen=True)

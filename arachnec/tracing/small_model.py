@@ -21,12 +21,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.batch import prediction_of
+from arachnec.tracing.counted_run import TotalFlops
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
 from arachnec.tracing.global_generators import NUMPY, PYTHON, move, restored, states
 from arachnec.tracing.narrow_values import SEED, TILE, FactoredMatrix, fill, is_wide
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, run_once, training_mode
-from arachnec.tracing.total_flops import TotalFlops
 from arachnec.tracing.verify import random_like
 
 TOLERANCE = 1e-4  # of the largest value, in float32

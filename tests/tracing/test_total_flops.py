@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
+from arachnec.tracing.counted_run import TotalFlops
 from arachnec.tracing.shell import measure_encoder
-from arachnec.tracing.total_flops import TotalFlops
 
 
 class LearnedTokens(nn.Module):
