@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.redistribution import Dealt, redistribute
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
-from arachnec.tracing.token_views import COPIES, PERMUTATIONS, TOKEN_VIEWS
+from arachnec.tracing.record import COPIES, PERMUTATIONS, TOKEN_VIEWS
 
 # Answered without gathering: the complete tensor would answer the same.
 METADATA = frozenset(

@@ -19,7 +19,18 @@ from torch.utils import _pytree as pytree
 from arachnec.models.argument_trees import flatten, register_dataclasses
 from arachnec.models.compiled_modules import running_as_written
 from arachnec.tracing.find import SettingsWatch, Unread, structure
-from arachnec.tracing.token_views import TOKEN_VIEWS
+
+RESHAPES = frozenset(
+    {Tensor.reshape, Tensor.view, Tensor.flatten, Tensor.unflatten, Tensor.unsqueeze, Tensor.squeeze}
+    | {torch.reshape, torch.flatten, torch.unflatten, torch.unsqueeze, torch.squeeze}
+)
+PERMUTATIONS = frozenset(
+    {Tensor.permute, Tensor.transpose, Tensor.movedim, Tensor.swapaxes, Tensor.swapdims, Tensor.mT.__get__}  # type: ignore[attr-defined]
+    | {torch.permute, torch.transpose, torch.movedim, torch.swapaxes, torch.swapdims}
+)
+COPIES = frozenset({Tensor.contiguous, Tensor.clone, torch.clone})
+TOKEN_VIEWS = RESHAPES | PERMUTATIONS | COPIES
+
 
 # Reading these of a shard gives what the whole tensor would: they do not count as a use.
 HARMLESS = frozenset(
