@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from arachnec.tracing.described import described
-from arachnec.tracing.find import structure
+from arachnec.tracing.find import described, structure
 
 
 @dataclass
