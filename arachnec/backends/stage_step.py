@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from arachnec.backends.staged_model import StageRun
-from arachnec.tracing.cuts import Cut
-from arachnec.tracing.dataflow import Form, Output
+from arachnec.tracing.dataflow import Cut, Form, Output
 
 ALIGNED = 16  # bytes: every tensor begins at a multiple, so that it can be viewed in its own precision
 

@@ -31,8 +31,7 @@ from arachnec.ir.stage_sizes import layers_of
 from arachnec.models.batch import prediction_of
 from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
-from arachnec.tracing.cuts import Cut
-from arachnec.tracing.dataflow import Form, Given, Output, UnitCall, record_dataflow, replaced
+from arachnec.tracing.dataflow import Cut, Form, Given, Output, UnitCall, record_dataflow, replaced
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import arguments_of, meta_encoders, tiled

@@ -17,8 +17,7 @@ from arachnec.ir.tables import UNCUT
 from arachnec.ir.values import Formula, Value
 from arachnec.models.batch import prediction_of
 from arachnec.tracing.captured import CapturedModel
-from arachnec.tracing.cuts import Cut, single_blocks
-from arachnec.tracing.dataflow import CannotFollow, Dataflow, record_dataflow
+from arachnec.tracing.dataflow import CannotFollow, Cut, Dataflow, record_dataflow, single_blocks
 from arachnec.tracing.flops import block_flops, token_attentions
 from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.layers import tensor_sizes

@@ -47,8 +47,7 @@ from arachnec.planning.stage_cuts import parts_of
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.host_optimizer import HostMasters
-from arachnec.tracing.cuts import Cut, single_blocks
-from arachnec.tracing.dataflow import Dataflow, record_dataflow
+from arachnec.tracing.dataflow import Cut, Dataflow, record_dataflow, single_blocks
 from arachnec.tracing.layers import ADAMW, layer_of_parameters, tensor_sizes
 from arachnec.tracing.stage_figures import readers_of
 

@@ -23,8 +23,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage, formula
 from arachnec.passes.trace import trace_model
 from arachnec.planning.stage_cuts import demand_cuttable, layer_work, parts_of
-from arachnec.tracing.cuts import Cut
-from arachnec.tracing.dataflow import record_dataflow
+from arachnec.tracing.dataflow import Cut, record_dataflow
 from tests.tracing.test_trace import CLIPS, WIDTH, Block, latent
 
 BLOCKS, TEXT = 5, 8

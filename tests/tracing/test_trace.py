@@ -22,8 +22,7 @@ from arachnec.models.file import load_model_file
 from arachnec.passes import trace
 from arachnec.passes.trace import trace_encoders, trace_model
 from arachnec.planning.stage_cuts import parts_of
-from arachnec.tracing.cuts import Cut, single_blocks
-from arachnec.tracing.dataflow import record_dataflow
+from arachnec.tracing.dataflow import Cut, record_dataflow, single_blocks
 from arachnec.tracing.sample import encoded_shape, sample_of
 from tests.commands.small_model import MODEL as SMALL_MODEL
 from tests.slow import slow

@@ -22,8 +22,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Phase
 from arachnec.model_state.cells.gradients import ShardGradients, StageCells
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.models.file import ModelFile
-from arachnec.tracing.cuts import Cut
-from arachnec.tracing.dataflow import Form, Output
+from arachnec.tracing.dataflow import Cut, Form, Output
 
 
 @dataclass

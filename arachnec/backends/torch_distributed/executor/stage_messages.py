@@ -34,8 +34,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Module, Phase
 from arachnec.kernels.attention.sequence_shard import rescaled_tokens
 from arachnec.runtime.handoffs import TensorSpec
-from arachnec.tracing.cuts import Cut
-from arachnec.tracing.dataflow import Form, Output
+from arachnec.tracing.dataflow import Cut, Form, Output
 
 
 @dataclass(frozen=True)
