@@ -42,9 +42,8 @@ from arachnec.tracing.errors import (
 )
 from arachnec.tracing.export import PREFIX, FlatBlock, export_block, forget_weights, refuse_dropout_modules
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
-from arachnec.tracing.narrow_values import unfilled
 from arachnec.tracing.record import BlockCall, ExampleCall, Recording, Repeats, flatten_call, is_meta, record, run_once
-from arachnec.tracing.verify import example_inputs, verify_block
+from arachnec.tracing.verify import example_inputs, unfilled, verify_block
 
 MODEL = ""  # the path of the model itself among its modules
 

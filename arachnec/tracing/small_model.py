@@ -25,9 +25,8 @@ from arachnec.tracing.counted_run import TotalFlops
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
 from arachnec.tracing.global_generators import NUMPY, PYTHON, move, restored, states
-from arachnec.tracing.narrow_values import SEED, TILE, FactoredMatrix, fill, is_wide
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, run_once, training_mode
-from arachnec.tracing.verify import random_like
+from arachnec.tracing.verify import SEED, TILE, FactoredMatrix, fill, is_wide, random_like
 
 TOLERANCE = 1e-4  # of the largest value, in float32
 MOST_FLOPS = 5e11  # of one forward: a few seconds of a processor
