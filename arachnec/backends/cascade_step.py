@@ -14,9 +14,8 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import Span, UserError, user_error
 from arachnec.models.batch import clip_in_step, make_batch, prediction_of
-from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile, own_errors
-from arachnec.models.precision import in_precision
+from arachnec.models.precision import CastSamples, in_precision
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -29,8 +29,8 @@ from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module, Stage
 from arachnec.ir.stage_sizes import layers_of
 from arachnec.models.batch import prediction_of
-from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
+from arachnec.models.precision import CastSamples
 from arachnec.tracing.dataflow import Cut, Form, Given, Output, UnitCall, record_dataflow, replaced
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.record import Repeats

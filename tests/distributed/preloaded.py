@@ -11,8 +11,8 @@ import torch
 
 from arachnec.backends.cascade_step import DTYPES, in_training_precision
 from arachnec.executable.training_options import Training
-from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import load_model_file
+from arachnec.models.precision import CastSamples
 from arachnec.tracing import blocks, sample
 from tests.distributed import pipeline_cases
 from tests.distributed.executor_cases import ADAPTERS, DOUBLE, FOUR_BLOCKS, MODEL, TIED, captured_once, clip

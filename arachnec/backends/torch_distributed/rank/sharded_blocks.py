@@ -15,8 +15,8 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.nodes import Graph, Instruction, Module, integer
-from arachnec.models.cast_samples import CastSamples
 from arachnec.models.file import ModelFile
+from arachnec.models.precision import CastSamples
 from arachnec.spmd.specialisation import Graphs, Specialisation
 from arachnec.tracing.errors import cannot_on_meta
 
