@@ -16,8 +16,8 @@ from diffusers import WanPipeline, WanTransformer3DModel
 
 from arachnec.executable.folder import read_executable
 from arachnec.models.batch import make_batch
+from arachnec.models.diffusers.tokenizations import wan_prompt
 from arachnec.models.encoders import TextEncoder, VideoEncoder
-from arachnec.models.prompts import wan_prompt
 
 
 @torch.no_grad()

@@ -6,7 +6,10 @@ HunyuanVideo's captions stand in a template.
 
 from __future__ import annotations
 
+import html
 import importlib
+import importlib.util
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,15 @@ from typing import Any
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers.common import constructor
 from arachnec.models.initial_weights import INDEX, read_config, read_json_object
-from arachnec.models.prompts import wan_prompt
+
+
+def wan_prompt(caption: str) -> str:
+    """As ``WanPipeline``: broken characters mended where ftfy is installed, HTML's entities read, one space between
+    words."""
+    if importlib.util.find_spec("ftfy") is not None:
+        caption = importlib.import_module("ftfy").fix_text(caption)
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
+
 
 TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 WAN_TOKENS, COGVIDEOX_TOKENS, HUNYUAN_TOKENS = 512, 226, 256  # the most that the pipelines take
