@@ -20,8 +20,8 @@ from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
 from arachnec.ir.tensor_parallel import divided_encoders
-from arachnec.models.encoder_weights import EncoderWeights
 from arachnec.models.file import ModelFile
+from arachnec.models.initial_weights import EncoderWeights
 from arachnec.spmd.tensor_parallel.weights import COLUMNS, WeightCuts, WeightPart, cuts_of
 from arachnec.tracing.sample import meta_encoders
 
