@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +21,55 @@ from arachnec.data.video import TooFewFrames, UnreadableVideo, read_frames, read
 from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.file import ModelFile
-from arachnec.models.fixed_tiles import FixedTiles
 from arachnec.models.latents import encode
+
+Size = tuple[int, int, int]  # frames, height, width
+
+
+def not_in_tiles_error(clip: str | int, vae: str, tile: str, stride: str, size: str, fitting: str) -> UserError:
+    return user_error(
+        f"clip `{clip}`: {vae} encodes in tiles of {tile} (frames x height x width), a new one every "
+        f"{stride}, and {size} is not covered by whole tiles",
+        help=f"give the clip {fitting} in the manifest; what no tile covers would be latents of zeros",
+    )
+
+
+@dataclass(frozen=True)
+class FixedTiles:
+    """Tiles of a VAE that has no other way to encode."""
+
+    vae: str
+    tile: Size
+    stride: Size
+
+    @classmethod
+    def of(cls, vae: Any) -> FixedTiles | None:
+        """Of a VAE, which is set to tiles; None where it encodes clips of any size."""
+        tile, stride = getattr(vae, "kernel", None), getattr(vae, "stride", None)
+        if not (_is_size(tile) and _is_size(stride) and hasattr(vae, "use_tiling")):
+            return None
+        vae.use_tiling = True  # it cannot encode otherwise
+        return cls(type(vae).__name__, tile, stride)
+
+    def demand(self, clip: VideoClip, size: Size) -> None:
+        """Raises ``UserError`` for a clip that whole tiles do not cover."""
+        fitting = tuple(_fitting(n, tile, step) for n, tile, step in zip(size, self.tile, self.stride, strict=True))
+        if fitting != size:
+            words = (_told(lengths) for lengths in (self.tile, self.stride, size, fitting))
+            raise not_in_tiles_error(clip.name, self.vae, *words)
+
+
+def _fitting(size: int, tile: int, stride: int) -> int:
+    """The largest size, of at most this where there is one, that tiles cover."""
+    return tile + max(0, size - tile) // stride * stride
+
+
+def _is_size(value: Any) -> TypeGuard[Size]:
+    return isinstance(value, tuple) and len(value) == 3 and all(isinstance(length, int) for length in value)
+
+
+def _told(size: tuple[int, ...]) -> str:
+    return " x ".join(map(str, size))
 
 
 @dataclass(frozen=True)
