@@ -19,8 +19,7 @@ from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Symbol, Value
 from arachnec.models.batch import prediction_of
-from arachnec.models.decoders import DECODER, FromLatents, latents_of
-from arachnec.models.sampler_file import SamplerFile
+from arachnec.models.sampler_file import DECODER, FromLatents, SamplerFile, latents_of
 from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import TRAINED, Trace, trace_model

@@ -32,7 +32,7 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.launch.phases import GROUP_TIMEOUT, Timeouts
 from arachnec.lowering.continuation import begins_as
-from arachnec.models.decoders import decoded
+from arachnec.models.sampler_file import decoded
 from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoff_connections import HandoffConnections

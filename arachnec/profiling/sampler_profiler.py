@@ -34,8 +34,7 @@ from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ending import exit_with
 from arachnec.launch.ranks import as_rank
-from arachnec.models.decoders import DECODER, FromLatents, latents_of
-from arachnec.models.sampler_file import SamplerFile, load_sampler_file
+from arachnec.models.sampler_file import DECODER, FromLatents, SamplerFile, latents_of, load_sampler_file
 from arachnec.profiling.clock import now
 from arachnec.profiling.in_turns import Budget, Turn, in_turns
 from arachnec.profiling.links import measure_links

@@ -24,8 +24,7 @@ from arachnec.data.requests import Request, read_requests
 from arachnec.data.video_file import write_video
 from arachnec.executable.training_options import SampledRequests, bad_value
 from arachnec.ir.diagnostic import UserError
-from arachnec.models.decoders import decoded
-from arachnec.models.sampler_file import SamplerFile, load_sampler_file
+from arachnec.models.sampler_file import SamplerFile, decoded, load_sampler_file
 from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Loop, Sampling, begin, run
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.models.decoders import VideoDecoder
 from arachnec.models.encoders import VideoEncoder
+from arachnec.models.sampler_file import VideoDecoder
 from tests.spmd import spatial_vaes
 
 diffusers: Any = pytest.importorskip("diffusers")

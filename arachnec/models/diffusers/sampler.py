@@ -19,7 +19,6 @@ from arachnec.checkpoint.trained_predictors import FILE as PREDICTORS
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import user_error
-from arachnec.models.decoders import VideoDecoder
 from arachnec.models.diffusers import cogvideox, common, hunyuan_video, wan
 from arachnec.models.diffusers.pretrained import pipeline_encoders
 from arachnec.models.initial_weights import (
@@ -29,6 +28,7 @@ from arachnec.models.initial_weights import (
     read_config,
     read_json_object,
 )
+from arachnec.models.sampler_file import VideoDecoder
 
 UNIPC = "diffusers.schedulers.scheduling_unipc_multistep"
 EULER = "diffusers.schedulers.scheduling_flow_match_euler_discrete"
