@@ -39,8 +39,7 @@ from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import Handoffs, HandoffThreads, TensorSpec, handoff_pairs
 from arachnec.runtime.process_groups import family_groups, wanted_groups
 from arachnec.sampling.forward import BranchPoint, all_branches, branches_of
-from arachnec.sampling.loop import Loop, Point, Predict, Sampling, begin, guided, run
-from arachnec.sampling.state import packed, state_bytes, unpack
+from arachnec.sampling.loop import Loop, Point, Predict, Sampling, begin, guided, packed, run, state_bytes, unpack
 from arachnec.spmd.specialisation import Specialisation
 
 

@@ -12,9 +12,8 @@ import torch
 from arachnec.data.switch import Switch, parse_switch, switched_at
 from arachnec.ir.diagnostic import UserError
 from arachnec.sampling.forward import all_branches, branches_of, joined
-from arachnec.sampling.loop import Loop, begin, run
+from arachnec.sampling.loop import Loop, begin, packed, run, state_bytes, unpack
 from arachnec.sampling.schedule import Schedule
-from arachnec.sampling.state import packed, state_bytes, unpack
 
 pytest.importorskip("diffusers")
 from benchmarks.sampling import pipelines
