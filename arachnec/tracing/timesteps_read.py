@@ -10,7 +10,7 @@ from torch import nn
 
 from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
 from arachnec.ir.diagnostic import user_error
-from arachnec.ir.nodes import Span
+from arachnec.ir.span import Span
 from arachnec.tracing.sample import ModelSource, arguments_of
 
 
