@@ -1,4 +1,4 @@
-"""Orders of a pipeline's micro-batches: a list schedule, annealing over it, and k of kFkB by measured transfer times."""
+"""Orders of a pipeline's micro-batches: a list schedule, annealing over it, and k of kFkB by transfer times."""
 
 from __future__ import annotations
 

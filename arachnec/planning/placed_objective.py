@@ -1,4 +1,4 @@
-"""How long an iteration of a placed plan takes: links shared by its cascades, synchronisation, and the passes after it."""
+"""How long an iteration of a placed plan takes: shared links, exposed synchronisation, and what later passes do."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def simulated_ms(
     module: Module,
     cluster: Cluster,
     cascades: Sequence[Cascade],
-    following: Following = Following(),  # noqa: B008
+    following: Following = Following(),
 ) -> float:
     """ms of a costed module's iteration, its cascades placed like this, until its optimizer steps."""
     trained = [stage.name for stage in module.stages if stage.trained]
@@ -76,7 +76,7 @@ class ExposedSync:
     whether there are buckets, and whether a plan may be reversed.
     """
 
-    def __init__(self, module: Module, cost: CostModel, following: Following = Following()) -> None:  # noqa: B008
+    def __init__(self, module: Module, cost: CostModel, following: Following = Following()) -> None:
         self.module = module
         self.ranks = tuple(range(cost.cluster.world))
         trained = [s for s in module.stages if gradient_bytes(s) and layers_of(s) and not cell_of(s)]
