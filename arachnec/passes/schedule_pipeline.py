@@ -12,7 +12,7 @@ from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Count, Pass
 from arachnec.pipelining.csv_format import read_csv
-from arachnec.pipelining.one_f_one_b import WarmUp
+from arachnec.pipelining.schedules import WarmUp
 from arachnec.planning.pipeline_module import with_bound
 from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
 from arachnec.planning.pipeline_plan import Options, pipelined

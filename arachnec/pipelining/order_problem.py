@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from arachnec.pipelining.evaluate import StageTimes, Table, held
-from arachnec.pipelining.one_f_one_b import one_f_one_b
+from arachnec.pipelining.schedules import one_f_one_b
 
 
 @dataclass(frozen=True)

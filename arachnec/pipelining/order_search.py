@@ -21,8 +21,8 @@ from arachnec.pipelining.action import (
 )
 from arachnec.pipelining.errors import GroupExceedsMemory
 from arachnec.pipelining.evaluate import StageTimes, Table, evaluate, held
-from arachnec.pipelining.one_f_one_b import kfkb, one_f_one_b
 from arachnec.pipelining.order_problem import OrderProblem, lower_bound
+from arachnec.pipelining.schedules import kfkb, one_f_one_b
 
 SLACK = 1 + 1e-12  # of a limit: sums of floats
 

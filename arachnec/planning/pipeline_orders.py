@@ -9,12 +9,9 @@ from typing import Literal, TypeAlias
 from arachnec.ir.diagnostic import user_error
 from arachnec.pipelining.action import BACKWARD, FORWARD, Action, PipelineSchedule
 from arachnec.pipelining.evaluate import StageTimes, Table
-from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
 from arachnec.pipelining.order_problem import OrderProblem
 from arachnec.pipelining.order_search import choose_k, groupings, overfull, plan_order
-from arachnec.pipelining.zb_v import zb_v
-from arachnec.pipelining.zero_bubble import zb_h1, zb_h2
+from arachnec.pipelining.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_h2, zb_v
 from arachnec.solver.problem import Effort
 
 ScheduleName: TypeAlias = Literal[

@@ -30,7 +30,7 @@ from arachnec.pipelining.action import (
 )
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.evaluate import StageTimes, Table, held
-from arachnec.pipelining.one_f_one_b import WarmUp, dapple, dapple_in_turns, kfkb
+from arachnec.pipelining.schedules import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.cascade_ranks import on
 from arachnec.planning.formulate import decided
 from arachnec.planning.pipeline_errors import PipelineDoesNotFit, cell_does_not_divide_error

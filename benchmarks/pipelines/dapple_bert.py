@@ -13,7 +13,7 @@ import click
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held_micro_batches
 from arachnec.pipelining.hybrid_plan import HybridPlan, Instance, Stage, hybrid_plan
 from arachnec.pipelining.hybrid_search import best_plan, dapple_plan, pipedream_plan
-from arachnec.pipelining.one_f_one_b import dapple, gpipe
+from arachnec.pipelining.schedules import dapple, gpipe
 from tests.pipelining.bert_profile import bert_instance
 
 

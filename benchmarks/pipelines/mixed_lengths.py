@@ -20,10 +20,10 @@ from pathlib import Path
 import click
 
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held
-from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.order_problem import OrderProblem, like_1f1b
 from arachnec.pipelining.order_search import plan_order
 from arachnec.pipelining.order_windows import improve_windows
+from arachnec.pipelining.schedules import one_f_one_b
 from arachnec.solver.problem import Effort
 from benchmarks.video_mix import tokens
 

@@ -15,10 +15,7 @@ from collections.abc import Callable
 import click
 
 from arachnec.pipelining.action import PipelineSchedule
-from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
-from arachnec.pipelining.zb_v import zb_v
-from arachnec.pipelining.zero_bubble import zb_h1
+from arachnec.pipelining.schedules import gpipe, interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 
 
 @click.command()

@@ -13,10 +13,7 @@ from arachnec.ir.diagnostic import Span, UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.action import Action, PipelineSchedule
 from arachnec.pipelining.csv_format import from_csv, read_csv, require_valid, to_csv
-from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.one_f_one_b import one_f_one_b
-from arachnec.pipelining.zb_v import zb_v
-from arachnec.pipelining.zero_bubble import zb_h1
+from arachnec.pipelining.schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
 from tests.pipelining.torch_orders import Stage, orders_of, planned, schedules
 
 

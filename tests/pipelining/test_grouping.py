@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.errors import GroupExceedsMemory
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held, uniform_times
-from arachnec.pipelining.one_f_one_b import kfkb
 from arachnec.pipelining.order_search import choose_k, groupings, require_held
+from arachnec.pipelining.schedules import kfkb
 from arachnec.planning.pipeline_orders import Replica, group_size
 
 ONES = [[1] * 16] * 4

@@ -12,7 +12,6 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import csv_format, profile_file
 from arachnec.pipelining.errors import ScheduleTooLarge
 from arachnec.pipelining.evaluate import StageTimes
-from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.order_problem import OrderProblem, lower_bound
 from arachnec.pipelining.pipeline_model import (
     LayerCosts,
@@ -22,6 +21,7 @@ from arachnec.pipelining.pipeline_model import (
     order_problem,
     performance,
 )
+from arachnec.pipelining.schedules import one_f_one_b
 
 NODE = "node1 -- Conv -- forward_compute_time=1.0, backward_compute_time=2.0, activation_size=8.0, parameter_size=4.0\n"
 

@@ -13,10 +13,10 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.action import Action, Order, PipelineSchedule
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held
-from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.order_problem import OrderProblem, like_1f1b, lower_bound
 from arachnec.pipelining.order_search import list_schedule, plan_order
 from arachnec.pipelining.order_windows import improve_windows
+from arachnec.pipelining.schedules import one_f_one_b
 from arachnec.solver.problem import Effort
 
 LENGTHS = st.integers(1, 12)

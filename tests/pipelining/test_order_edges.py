@@ -13,10 +13,9 @@ from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_sc
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held, uniform_times
 from arachnec.pipelining.hybrid_plan import POLICIES, allocate
-from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.one_f_one_b import dapple_in_turns
 from arachnec.pipelining.order_problem import OrderProblem, like_1f1b
 from arachnec.pipelining.order_search import list_schedule, plan_order
+from arachnec.pipelining.schedules import dapple_in_turns, interleaved_1f1b
 
 
 def refused(text: str) -> Diagnostic:

@@ -12,8 +12,6 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import evaluate, held
-from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.one_f_one_b import one_f_one_b
 from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes
 from arachnec.pipelining.pipeline_model import (
     LayerCosts,
@@ -23,6 +21,7 @@ from arachnec.pipelining.pipeline_model import (
     performance,
 )
 from arachnec.pipelining.pipeline_search import find_plan, interleaved, wave
+from arachnec.pipelining.schedules import interleaved_1f1b, one_f_one_b
 
 INFINITE = float("inf")
 

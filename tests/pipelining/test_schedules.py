@@ -16,10 +16,17 @@ from arachnec.pipelining import errors
 from arachnec.pipelining.action import Action, PipelineSchedule, parse_schedule
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import Evaluation, StageTimes, evaluate, held_micro_batches, uniform_times
-from arachnec.pipelining.interleaved import interleaved_1f1b
-from arachnec.pipelining.one_f_one_b import dapple, dapple_in_turns, gpipe, kfkb, one_f_one_b
-from arachnec.pipelining.zb_v import zb_v
-from arachnec.pipelining.zero_bubble import zb_h1, zb_h2
+from arachnec.pipelining.schedules import (
+    dapple,
+    dapple_in_turns,
+    gpipe,
+    interleaved_1f1b,
+    kfkb,
+    one_f_one_b,
+    zb_h1,
+    zb_h2,
+    zb_v,
+)
 from tests.pipelining.torch_orders import executed, orders_of, planned
 
 SIZES = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]

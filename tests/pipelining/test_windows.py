@@ -11,10 +11,10 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining.action import PipelineSchedule
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import StageTimes, Table, evaluate, held
-from arachnec.pipelining.one_f_one_b import gpipe, one_f_one_b
 from arachnec.pipelining.order_problem import OrderProblem
 from arachnec.pipelining.order_search import list_schedule
 from arachnec.pipelining.order_windows import improve_windows
+from arachnec.pipelining.schedules import gpipe, one_f_one_b
 from arachnec.solver.problem import Effort
 from tests.pipelining.test_mixed_lengths import all_orders
 
