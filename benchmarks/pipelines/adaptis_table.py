@@ -28,9 +28,8 @@ import click
 
 from arachnec.pipelining.evaluate import evaluate, held
 from arachnec.pipelining.order_search import list_schedule
-from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes
 from arachnec.pipelining.pipeline_model import LayerCosts, PipelineInstance, order_problem
-from arachnec.pipelining.pipeline_search import find_plan, interleaved
+from arachnec.pipelining.pipeline_search import balanced_sizes, even_sizes, find_plan, interleaved
 from arachnec.pipelining.schedules import interleaved_1f1b
 
 NEMOTRON = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-"

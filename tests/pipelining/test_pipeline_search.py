@@ -12,7 +12,6 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import errors
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import evaluate, held
-from arachnec.pipelining.partition_balance import balanced_sizes, even_sizes
 from arachnec.pipelining.pipeline_model import (
     LayerCosts,
     PipelineInstance,
@@ -20,7 +19,7 @@ from arachnec.pipelining.pipeline_model import (
     order_problem,
     performance,
 )
-from arachnec.pipelining.pipeline_search import find_plan, interleaved, wave
+from arachnec.pipelining.pipeline_search import balanced_sizes, even_sizes, find_plan, interleaved, wave
 from arachnec.pipelining.schedules import interleaved_1f1b, one_f_one_b
 
 INFINITE = float("inf")
