@@ -8,8 +8,7 @@ import sys
 import click
 
 from arachnec.caching.options import CacheOptions, cache_options
-from arachnec.commands.inputs import demand_inputs
-from arachnec.commands.options import cluster_option
+from arachnec.commands.options import cluster_option, demand_inputs
 
 
 @click.command("cache")

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.options import (
     Batch,
     PassOptions,
@@ -18,6 +17,7 @@ from arachnec.commands.options import (
     cluster_option,
     columns_option,
     data_option,
+    demand_inputs,
     pass_options,
 )
 from arachnec.commands.progress import progress_on_stderr

@@ -12,7 +12,6 @@ import click
 import msgspec
 
 from arachnec.backends.torch_distributed.options import training_options
-from arachnec.commands.inputs import demand_inputs
 from arachnec.commands.options import (
     Batch,
     PassOptions,
@@ -20,6 +19,7 @@ from arachnec.commands.options import (
     cluster_option,
     columns_option,
     data_option,
+    demand_inputs,
     pass_options,
 )
 from arachnec.commands.progress import progress_on_stderr

@@ -9,8 +9,7 @@ from typing import Literal
 
 import click
 
-from arachnec.commands.inputs import demand_inputs
-from arachnec.commands.options import PassOptions, cluster_option, pass_options
+from arachnec.commands.options import PassOptions, cluster_option, demand_inputs, pass_options
 from arachnec.models.file import SAMPLER_FORM
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +16,8 @@ import click
 from arachnec.data.columns import Columns
 from arachnec.data.manifest import ALL, Batch
 from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.models.file import MODEL_FILE, FileForm, demand_python_file
+from arachnec.models.weights_there import demand_weights_there
 from arachnec.passes.infra.base import Registry, installed, load_file
 from arachnec.passes.infra.instruments import Dump, Instrument, PrintAfter, Reproducer, Timing
 from arachnec.passes.infra.pipeline import Pipeline, UnknownPass, did_you_mean
@@ -164,3 +168,20 @@ def cluster_option(what: str = "", *, default: str | None = None) -> Callable[[A
     return click.option(
         "--cluster", required=default is None, default=default, show_default=default is not None, help=text
     )
+
+
+def demand_file_can_be_written(path: Path) -> None:
+    """Raises ``OSError`` where a file of this name could not be written, before what takes long is done for it."""
+    if path.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not path.parent.is_dir():
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path.parent))
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def demand_inputs(model: Path, *, form: FileForm = MODEL_FILE, init: Path | None = None) -> None:
+    """Raises ``UserError`` where there is no such Python file, or nothing at ``init``."""
+    demand_python_file(model, form)
+    if init is not None:
+        demand_weights_there(init)

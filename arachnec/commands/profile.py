@@ -32,7 +32,7 @@ def command(model: Path, data: Path, columns: str, cluster: str, output: Path, d
 
     MODEL may be a sampler file, and the clips requests: then a step of each of its models is timed, as it is built.
     """
-    from arachnec.commands.inputs import demand_file_can_be_written
+    from arachnec.commands.options import demand_file_can_be_written
     from arachnec.commands.sampler_options import is_sampler
     from arachnec.cost.profile import only_length
     from arachnec.ir.diagnostic import counted
