@@ -33,6 +33,7 @@ from arachnec.pipelining.evaluate import StageTimes, Table, held
 from arachnec.pipelining.schedules import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.cascade_ranks import on
 from arachnec.planning.formulate import decided
+from arachnec.planning.handoff_memory import overflow
 from arachnec.planning.pipeline_errors import PipelineDoesNotFit, cell_does_not_divide_error
 from arachnec.planning.pipeline_module import at_level_placed
 from arachnec.planning.pipeline_orders import (
@@ -55,7 +56,6 @@ from arachnec.planning.pipeline_places import (
     replica_lanes,
     runs_of,
 )
-from arachnec.planning.program_memory import overflow
 
 ATTEMPTS = 4  # to leave enough memory free for what waits
 ADAPTING = frozenset({"dapple", "planned"})  # hold as many micro-batches as the memory lets them
