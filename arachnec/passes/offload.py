@@ -25,7 +25,7 @@ from arachnec.passes.shard_optimizer import CROWDED
 from arachnec.planning.formulate import FitsNoDegree, StateTooLarge, problem_of
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.host_choice import host_gib, with_host
-from arachnec.planning.pipeline_errors import PipelineDoesNotFit
+from arachnec.planning.pipeline_places import PipelineDoesNotFit
 
 CHOICES = ("auto", "none", *PLACED)
 

@@ -13,8 +13,8 @@ from arachnec.ir.nodes import Level, Module
 from arachnec.passes.infra.base import Count, Pass
 from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.schedules import WarmUp
-from arachnec.planning.pipeline_module import with_bound
 from arachnec.planning.pipeline_orders import SPLITTING, ScheduleName, stages_each
+from arachnec.planning.pipeline_places import with_bound
 from arachnec.planning.pipeline_plan import Options, pipelined
 
 OWN: dict[str, ScheduleName] = {"k": "kfkb", "v": "interleaved-1f1b", "policy": "dapple"}  # options of one schedule

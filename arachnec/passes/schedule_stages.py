@@ -12,8 +12,8 @@ from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Level, Module, quantity
 from arachnec.passes.infra.base import CountFromZero, Pass
 from arachnec.planning.layout_bound import least_by_degree
-from arachnec.planning.pipeline_module import with_bound
 from arachnec.planning.pipeline_orders import DECODED, DECODED_QUICKLY, ScheduleName, stages_each
+from arachnec.planning.pipeline_places import with_bound
 from arachnec.planning.pipeline_plan import Options, pipelined
 
 

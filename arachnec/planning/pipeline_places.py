@@ -1,27 +1,26 @@
-"""Where the stages of a pipeline lie, and what every group of their ranks does.
-
-Without a planner's ``place`` on the stages the ranks are cut into as many equal runs as a pipeline has ranks. A *lane*
-is one group of ranks, as many as a cascade's degree, its micro-batches and its order. With equal runs every replica of
-the pipeline has a lane in each of them. With unequal ones micro-batches go round: each stage's groups take turns.
-"""
+"""Where the stages of a pipeline lie, the ranks of their cascades, and the module that they make."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, combinations, pairwise
 from math import gcd
 
 from arachnec.cost.memory import stages_apart
 from arachnec.cost.model import CostModel
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
-from arachnec.ir.nodes import Cascade, Module, Phase, Stage, integers
+from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, integers, quantity
 from arachnec.ir.stage_sizes import shape_of
+from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.order import reads_saved
 from arachnec.pipelining.action import Order, PipelineSchedule
+from arachnec.planning import lower_bounds
 from arachnec.planning.cascade_ranks import on, pick_ranks
+from arachnec.planning.formulate import has_gradient, problem_of
 from arachnec.planning.pipeline_orders import ScheduleName, pipeline_ranks
 from arachnec.planning.placement import in_order, place_among
+from arachnec.solver.problem import TICKS
 
 Ranks = tuple[int, ...]
 
@@ -294,3 +293,50 @@ def staged_placements(
         for rank in placed.ranks:
             free[rank] = placed.end
     return list(done.values())
+
+
+def cell_does_not_divide_error(cell: int, ranks: int, degree: int) -> UserError:
+    return user_error(
+        f"cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch",
+        help=f"give `shard-parameters` a cell that divides {ranks}, and a degree that it divides",
+    )
+
+
+@dataclass(frozen=True)
+class PipelineDoesNotFit(Diagnostic):
+    title = "schedule `{schedule}` needs {needed:.4g} GiB on the ranks of @{stage}, their devices have {memory:.4g}"
+    help = (
+        "use more stages or ranks, a schedule that holds fewer micro-batches, or `partition{{tokens=...}}` with fewer "
+        "tokens in each{more}"
+    )
+    schedule: str
+    needed: float
+    stage: str
+    memory: float
+    more: str = ""
+
+
+def with_bound(plan: Module, cost: CostModel) -> Module:
+    """A plan of the module of ``cost`` with the bound: before that no schedule of any kind ends."""
+    problem = problem_of(cost.module, cost)
+    bound = max(0, lower_bounds.bound_of(cost.module, cost, problem) - len(problem.jobs)) / TICKS
+    bound_ms = Quantity(min(quantity(plan.attrs["makespan"]), bound), "ms")
+    return replace(plan, attrs=plan.attrs.updated(bound=bound_ms))
+
+
+def at_level_placed(module: Module, cascades: Sequence[Cascade], places: Mapping[str, tuple[int, ...]]) -> Module:
+    """``places`` are the ranks of every trained stage. 0 ms stand as the bound (``with_bound``)."""
+    trained = [stage.name for stage in module.stages if stage.trained]
+    readers: dict[str, list[str]] = {name: [] for name in trained}
+    for cascade in cascades:
+        if cascade.stage in readers and has_gradient(cascade):
+            readers[cascade.stage].append(cascade.name)
+    makespan = max(cascade.end for cascade in cascades)
+    return replace(
+        module,
+        level=Level.PLACED,
+        cascades=tuple(cascades),
+        reductions=tuple(Reduce(name, tuple(readers[name]), Attributes.of(ranks=places[name])) for name in trained),
+        steps=tuple(Step(name) for name in trained),
+        attrs=module.attrs.updated(makespan=Quantity(makespan, "ms"), bound=Quantity(0.0, "ms"), proved=False),
+    )

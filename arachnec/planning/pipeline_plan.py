@@ -34,8 +34,6 @@ from arachnec.pipelining.schedules import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.cascade_ranks import on
 from arachnec.planning.formulate import decided
 from arachnec.planning.handoff_memory import overflow
-from arachnec.planning.pipeline_errors import PipelineDoesNotFit, cell_does_not_divide_error
-from arachnec.planning.pipeline_module import at_level_placed
 from arachnec.planning.pipeline_orders import (
     DECODED,
     Replica,
@@ -49,7 +47,10 @@ from arachnec.planning.pipeline_orders import (
 from arachnec.planning.pipeline_places import (
     Lane,
     MicroBatch,
+    PipelineDoesNotFit,
     Places,
+    at_level_placed,
+    cell_does_not_divide_error,
     lanes_in_turns,
     micro_batches,
     places_of,

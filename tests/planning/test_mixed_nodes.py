@@ -18,7 +18,7 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.lowering.programs import lower
 from arachnec.passes.check import find_problems
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.pipeline_module import at_level_placed
+from arachnec.planning.pipeline_places import at_level_placed
 from arachnec.planning.validate import validate_schedule
 
 MIXED = "1x4:h100-80g+1x4:a100-80g"
