@@ -27,12 +27,12 @@ from arachnec.spmd.specialisation import Graphs
 from arachnec.spmd.specialise import recorded_model, specialise
 from arachnec.spmd.tensor_parallel.stage import with_width
 from arachnec.tracing.blocks import CapturedModel
+from arachnec.tracing.captured import forwards_of_shapes
 from arachnec.tracing.clip_trials import Reached, run_clip, sizes_of
 from arachnec.tracing.cost import encoder_stage, spread, trained_stage
 from arachnec.tracing.errors import cannot_on_meta, cannot_take_error
 from arachnec.tracing.find import find_blocks
 from arachnec.tracing.graph import block_graph
-from arachnec.tracing.known_outputs import forwards_of_shapes
 from arachnec.tracing.measured_stage import measured_stage
 from arachnec.tracing.record import ExampleCall, Repeats, flatten_call, is_meta
 from arachnec.tracing.sample import ModelSource, arguments_of, meta_encoders

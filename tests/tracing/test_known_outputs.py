@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from arachnec.tracing.blocks import capture_blocks
-from arachnec.tracing.known_outputs import forwards_of_shapes
+from arachnec.tracing.captured import forwards_of_shapes
 from tests.tracing.test_capture_plain import WIDTH, Block, Model
 from tests.tracing.test_capture_plain import examples as plain_examples
 
