@@ -21,9 +21,8 @@ from arachnec.ir.values import Attributes, Formula, Quantity, Term
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.cascade_ranks import arrival
 from arachnec.planning.sampling.chains import Rates, request_chains
-from arachnec.planning.sampling.objectives import MEASURED
 from arachnec.planning.sampling.plan import CLOSE, Plan
-from arachnec.planning.sampling.policies import in_order_of_length
+from arachnec.planning.sampling.policies import MEASURED, in_order_of_length
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
 from arachnec.report import plan_report
 from arachnec.solver.problem import TICKS

@@ -35,10 +35,13 @@ from arachnec.planning.sampling.chains import (
     with_pieces,
 )
 from arachnec.planning.sampling.least_cluster import fits_no_rank, not_this_way
-from arachnec.planning.sampling.objectives import MEASURED, improved_pieces, insertion_plans, measure
 from arachnec.planning.sampling.policies import (
+    MEASURED,
     coding_apart,
+    improved_pieces,
     in_order_of_length,
+    insertion_plans,
+    measure,
     one_degree,
     replica,
     shared_pools,
