@@ -10,8 +10,8 @@ from arachnec.cost.model import CostModel
 from arachnec.ir.nodes import Module, quantity
 from arachnec.ir.values import Formula, Quantity, Term
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.pipeline_performance import module_performance
 from arachnec.views.explain import explain
+from arachnec.views.explain_pipeline import module_performance
 from tests.distributed.pipeline_cases import pipeline_of
 from tests.planning.test_pipeline_plan import module_of
 
