@@ -14,8 +14,8 @@ from torch import fx
 from arachnec.ir.values import Value
 from arachnec.spmd.rewrite import Note, ShardedBlock
 from arachnec.tracing.captured import CapturedBlock, CapturedModel, Origin
+from arachnec.tracing.cost import GIB, polynomial
 from arachnec.tracing.dims import B, S
-from arachnec.tracing.formulas import GIB, polynomial
 
 
 def exchange_attributes(captured: CapturedModel, shared: Sequence[ShardedBlock]) -> dict[str, Value | None]:

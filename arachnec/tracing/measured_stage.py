@@ -23,12 +23,11 @@ from arachnec.ir.nodes import Stage
 from arachnec.ir.state_placement import place
 from arachnec.ir.values import Attributes, Formula, Quantity
 from arachnec.tracing.captured import CapturedModel
-from arachnec.tracing.cost import batch_bytes, dtype_of, layers_in_order
+from arachnec.tracing.cost import GIB, TERA, batch_bytes, dtype_of, layers_in_order, polynomial
 from arachnec.tracing.counted_run import CountedAttention, TotalFlops
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.errors import RandomOperation, WritesState
 from arachnec.tracing.export import is_seeded
-from arachnec.tracing.formulas import GIB, TERA, polynomial
 from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.layers import tensor_sizes
 from arachnec.tracing.memory import closest

@@ -47,9 +47,9 @@ from arachnec.planning.stage_cuts import parts_of
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.runtime.host_optimizer import HostMasters
+from arachnec.tracing.cost import readers_of
 from arachnec.tracing.dataflow import Cut, Dataflow, record_dataflow, single_blocks
 from arachnec.tracing.layers import ADAMW, layer_of_parameters, tensor_sizes
-from arachnec.tracing.stage_figures import readers_of
 
 CPU, WIDTH, BLOCKS = torch.device("cpu"), 5, 4
 PATHS = tuple(f"blocks.{number}" for number in range(BLOCKS))

@@ -19,7 +19,7 @@ from arachnec.spmd.spatial.encoding import FRAMES, encode_divided
 from arachnec.spmd.spatial.peers import Counted
 from arachnec.spmd.spatial.split_tensor import NotDivisible, SplitTensor
 from arachnec.spmd.spatial.tiles import Call, calls_of, owners_of
-from arachnec.tracing.formulas import GIB
+from arachnec.tracing.cost import GIB
 from arachnec.tracing.shell import PeakBytes
 
 RANKS = 4  # that are thought of, where a clip can be shared by so many

@@ -16,7 +16,7 @@ from arachnec.spmd.spatial.encoding import FRAMES
 from arachnec.spmd.spatial.peers import Counted
 from arachnec.spmd.spatial.split_tensor import NotDivisible
 from arachnec.spmd.tensor_parallel.weights import WeightCuts, cuts_of, encode_with_parts
-from arachnec.tracing.formulas import GIB
+from arachnec.tracing.cost import GIB
 
 META = torch.device("meta")
 
