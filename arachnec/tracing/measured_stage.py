@@ -24,7 +24,6 @@ from arachnec.ir.state_placement import place
 from arachnec.ir.values import Attributes, Formula, Quantity
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.cost import GIB, TERA, batch_bytes, dtype_of, layers_in_order, polynomial
-from arachnec.tracing.counted_run import CountedAttention, TotalFlops
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.errors import RandomOperation, WritesState
 from arachnec.tracing.export import is_seeded
@@ -32,7 +31,7 @@ from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.layers import tensor_sizes
 from arachnec.tracing.memory import closest
 from arachnec.tracing.record import ExampleCall, flatten_call, is_meta, training_mode
-from arachnec.tracing.shell import PeakBytes
+from arachnec.tracing.shell import CountedAttention, PeakBytes, TotalFlops
 
 ONE = sympy.Integer(1)
 LINEAR = (B * S, B * T, B, ONE)

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
-from arachnec.tracing.counted_run import TotalFlops
-from arachnec.tracing.shell import measure_encoder
+from arachnec.tracing.shell import TotalFlops, measure_encoder
 
 
 class LearnedTokens(nn.Module):
