@@ -21,6 +21,7 @@ from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
 from arachnec.models.compiled_modules import without_compilation
+from arachnec.models.encoders import decode
 from arachnec.models.file import (
     SAMPLER_FORM,
     ModelFile,
@@ -31,7 +32,6 @@ from arachnec.models.file import (
     ran_out_of_memory,
     wrong_encoders,
 )
-from arachnec.models.latents import decode
 from arachnec.models.weight_files import found_weights
 
 if TYPE_CHECKING:
