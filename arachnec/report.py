@@ -24,7 +24,7 @@ from arachnec.ir.sampling import (
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.tensor_parallel import divided_encoders
 from arachnec.planning.pipeline_places import stage_places
-from arachnec.planning.sparse_summary import sparse_summaries
+from arachnec.planning.sparse_stages import sparse_summaries
 from arachnec.views.timeline import planned
 
 

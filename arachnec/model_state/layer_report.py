@@ -10,7 +10,7 @@ from arachnec.checkpoint.class_states import ClassState
 from arachnec.ir.head_density import Heads, LayerDensity
 from arachnec.model_state.layer_summary import ClassSummary, LayerSummary
 from arachnec.model_state.sparsity_history import SparsityHistory
-from arachnec.planning.sparse_summary import Forecast
+from arachnec.planning.sparse_stages import Forecast
 from arachnec.spmd.sparse_layers import LayerState, Measured
 
 

@@ -58,7 +58,7 @@ from arachnec.model_state.measured_layers import (
     weights_of,
 )
 from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
-from arachnec.planning.sparse_summary import forecasts
+from arachnec.planning.sparse_stages import forecasts
 from arachnec.sparsity.clip_grid import caption_blocks, token_grid
 from arachnec.sparsity.head_shares import learns, lists_fit
 from arachnec.spmd.chosen_fetch import Room

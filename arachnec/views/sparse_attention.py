@@ -8,7 +8,7 @@ from arachnec.ir.diagnostic import counted
 from arachnec.ir.head_density import layer_densities
 from arachnec.ir.nodes import Module, Stage
 from arachnec.model_state.layer_summary import LayerSummary
-from arachnec.planning.sparse_summary import SparseSummary, sparse_summaries
+from arachnec.planning.sparse_stages import SparseSummary, sparse_summaries
 from arachnec.views.colours import svg_style
 from arachnec.views.format import ranges
 from arachnec.views.timeline_svg import opening

@@ -37,7 +37,7 @@ from arachnec.ir.nodes import Clip, Level, Module, Stage
 from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.sparse_summary import sparse_summaries
+from arachnec.planning.sparse_stages import sparse_summaries
 
 DENSITIES = (0.3, 0.2, 0.1, 0.05)
 MODELS = {"wan2_1_1_3b_vae": (8, 16, 32, 64), "wan2_1_14b": (32, 64), "hunyuanvideo": (16, 32, 64)}

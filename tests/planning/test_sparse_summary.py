@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from arachnec.ir.parser import parse_module
-from arachnec.planning.sparse_summary import sparse_summaries
+from arachnec.planning.sparse_stages import sparse_summaries
 
 HEADS = Path(__file__).parents[1] / "golden" / "lower" / "sparse_heads.cascade"
 

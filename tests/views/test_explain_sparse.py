@@ -8,7 +8,7 @@ from pathlib import Path
 from arachnec.ir.nodes import quantity
 from arachnec.ir.parser import parse_module
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.planning.sparse_summary import sparse_summaries
+from arachnec.planning.sparse_stages import sparse_summaries
 from arachnec.report import plan_report
 from arachnec.views.explain import explain
 from arachnec.views.format import ms
