@@ -139,7 +139,7 @@ def drawing(model: Path, plans: Sequence[Compared], samples: bool = False) -> st
     from arachnec.ir.diagnostic import counted
     from arachnec.ir.nodes import quantity
     from arachnec.ir.sampling import objective_of
-    from arachnec.views.comparison_svg import Plan, draw_comparison
+    from arachnec.views.timeline_svg import Plan, draw_comparison
 
     module = plans[0].module
     assert module.cluster is not None

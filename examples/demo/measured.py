@@ -11,8 +11,8 @@ from pathlib import Path
 from arachnec.backends.simulator import simulate
 from arachnec.ir.nodes import Module
 from arachnec.ir.parser import parse_file
-from arachnec.views.comparison_svg import Plan, draw_comparison
 from arachnec.views.timeline import Timeline, read_measured
+from arachnec.views.timeline_svg import Plan, draw_comparison
 
 SAME_LOSS = 1e-4  # relative, after some steps of an optimizer that divides by small numbers
 

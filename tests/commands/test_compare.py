@@ -18,8 +18,8 @@ from arachnec.driver import compare
 from arachnec.ir.limits import MOST_DRAWN_RANKS
 from arachnec.ir.nodes import Phase
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.views.comparison_svg import Plan, draw_comparison
 from arachnec.views.timeline import Interval, Timeline
+from arachnec.views.timeline_svg import Plan, draw_comparison
 from tests.commands.small_model import MODEL
 
 PIPELINES = ("data-parallel", "default", "same-bucket")
