@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from arachnec.commands.options import (
-    Batch,
     PassOptions,
     batch_option,
     cluster_option,
@@ -22,6 +21,7 @@ from arachnec.commands.options import (
 )
 from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import is_sampler
+from arachnec.data.manifest import Batch
 
 if TYPE_CHECKING:
     from arachnec.driver import Compared

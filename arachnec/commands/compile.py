@@ -13,7 +13,6 @@ import msgspec
 
 from arachnec.backends.torch_distributed.options import training_options
 from arachnec.commands.options import (
-    Batch,
     PassOptions,
     batch_option,
     cluster_option,

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 import click
 
 from arachnec.data.columns import Columns
-from arachnec.data.manifest import ALL, Batch
+from arachnec.data.manifest import ALL
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.file import MODEL_FILE, FileForm, demand_python_file
 from arachnec.models.weights_there import demand_weights_there
@@ -155,8 +155,6 @@ columns_option = click.option(
 batch_option = click.option(
     "--batch", type=BatchType(), help="Clips in a global batch, or `all`, where the manifest does not say."
 )
-
-__all__ = ["Batch", "batch_option", "columns_option", "data_option"]
 
 
 FORMS = "a TOML file, a short form such as 2x8:h100-80g or 4:cpu, or auto: the machine at hand, as `cluster detect`"
