@@ -203,17 +203,16 @@ def _different(versions: Sequence[BlockCall]) -> list[BlockCall]:
 
     A number of frames, say, is frozen into the graph; only a call with another number can show that it matters.
     """
-    forms = [[part for leaf in version.leaves for part in _moving(leaf)] for version in versions]
+    forms = [
+        [part for leaf in version.leaves for part in (leaf.shape if isinstance(leaf, Tensor) else [repr(leaf)])]
+        for version in versions
+    ]
     chosen = [len(versions) - 1]
     for place, exported in enumerate(forms[0]):
         others = [i for i, form in enumerate(forms) if form[place] != exported]
         if others and not set(others) & set(chosen):
             chosen.append(min(others, key=lambda i: sum(x.numel() for x in _tensors(versions[i]))))
     return [versions[i] for i in chosen]
-
-
-def _moving(leaf: Any) -> list[Any]:
-    return list(leaf.shape) if isinstance(leaf, Tensor) else [repr(leaf)]
 
 
 def _described(

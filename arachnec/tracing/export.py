@@ -251,7 +251,7 @@ def _interleaved(graph: fx.Graph) -> None:
         if not (
             isinstance(first, fx.Node)
             and first.target is aten.slice_scatter.default
-            and len(first.users) == 1 + _dead(first)
+            and sum(bool(user.users) for user in first.users) == 1
         ):
             continue
         base, even, *start_even = first.args
@@ -270,11 +270,6 @@ def _interleaved(graph: fx.Graph) -> None:
             result = _inserted(graph, last, aten.flatten.using_ints, (stacked, dim, dim + 1))
         last.replace_all_uses_with(result)
         graph.erase_node(last)
-
-
-def _dead(node: fx.Node) -> int:
-    """How many users of a node have no users themselves."""
-    return sum(not user.users for user in node.users)
 
 
 def _strided(arguments: Sequence[Any], size: int) -> tuple[int, int, int] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -173,7 +173,8 @@ class SettingsWatch:
         for alike in kinds.values():
             for path in dict(alike[0].named_modules()):
                 members = [block.get_submodule(path) for block in alike]
-                names = _differing([dict(_settings(member)[1]) for member in members])
+                first, *others = (dict(_settings(member)[1]) for member in members)
+                names = [name for name in first if any(other.get(name) != first[name] for other in others)]
                 for member in members if names else ():
                     self._watched[id(member)] = {name: (path, name) for name in names}
                     self._modules.append(member)
@@ -194,10 +195,6 @@ class SettingsWatch:
     def __exit__(self, *error: object) -> None:
         for module, kind in zip(self._modules, self._classes, strict=True):
             module.__class__ = kind
-
-
-def _differing(settings: Sequence[dict[str, Any]]) -> list[str]:
-    return [name for name in settings[0] if any(other.get(name) != settings[0][name] for other in settings[1:])]
 
 
 def _watching(

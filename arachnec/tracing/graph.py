@@ -86,7 +86,8 @@ def _op(captured: CapturedBlock, node: fx.Node, names: dict[fx.Node, str]) -> Gr
     operands: list[str] = []
     attributes: list[tuple[str, Value]] = []
     for name, argument in _arguments(node):
-        tensors = [x for x in (argument if isinstance(argument, Sequence) else (argument,)) if _is_tensor(x)]
+        listed = argument if isinstance(argument, Sequence) else (argument,)
+        tensors = [x for x in listed if isinstance(x, fx.Node) and not _is_size(x)]
         if tensors:
             operands += [names[x] for x in tensors]
         elif (value := _value(captured, argument)) is not None:
@@ -101,10 +102,6 @@ def _arguments(node: fx.Node) -> list[tuple[str, Any]]:
     else:
         names = [f"arg{i}" for i in range(len(node.args))] if len(node.args) != 2 else ["input", "index"]
     return [*zip(names, node.args, strict=False), *node.kwargs.items()]
-
-
-def _is_tensor(argument: Any) -> bool:
-    return isinstance(argument, fx.Node) and not _is_size(argument)
 
 
 def _value(captured: CapturedBlock, argument: Any) -> Value | None:

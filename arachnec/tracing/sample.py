@@ -214,11 +214,10 @@ def meta_encoders(source: ModelSource) -> dict[str, nn.Module]:
         if not needs_values(error):
             raise
         encoders = source.encoders()
-    return {name: without_values(encoder) if _has_values(encoder) else encoder for name, encoder in encoders.items()}
-
-
-def _has_values(module: nn.Module) -> bool:
-    return any(not parameter.is_meta for parameter in module.parameters())
+    return {
+        name: encoder if all(parameter.is_meta for parameter in encoder.parameters()) else without_values(encoder)
+        for name, encoder in encoders.items()
+    }
 
 
 class _Probe:
