@@ -174,7 +174,7 @@ def _idle(timeline: Timeline) -> list[str]:
     longest = max(idle.values())
     worst = [rank for rank in idle if idle[rank] >= longest * 0.999]
     if len(worst) < len(lanes):
-        sentences.append(f"Most idle {_are(worst)} {_ranks(worst)}, {ms(longest)}.")
+        sentences.append(f"Most idle {'is' if len(worst) == 1 else 'are'} {_ranks(worst)}, {ms(longest)}.")
     gap, rank, start = max(
         ((b.start - a.end, rank, a.end) for rank, lane in lanes.items() for a, b in pairwise(lane)),
         default=(0.0, 0, 0.0),
@@ -304,7 +304,8 @@ def _other_degree(cascade: Cascade, degree: int, cost: CostModel, makespan: floa
     ranks = _like(cascade, degree, cost)
     entry = cost.table.fitting(cascade, degree, ranks)
     if entry is None:
-        need, room = cost.memory(cascade, degree, _most_blocks(cascade, cost)), cost.room_on(ranks, degree)
+        blocks = cost.blocks(cascade) if cost.can_recompute(cascade) else 0
+        need, room = cost.memory(cascade, degree, blocks), cost.room_on(ranks, degree)
         return f"At {degree} it would not fit: {need:.3g} GiB per rank, where {room:.3g} are free."
     current = cascade.end - cascade.start
     time, recompute, now = entry.time, entry.recompute, cost.recomputed(cascade)
@@ -362,10 +363,6 @@ def _rooms(cost: CostModel) -> str:
     """``42.9 GiB``, or where devices differ ``42.9 to 58 GiB``."""
     rooms = sorted(cost.room_on(kind, 1) for kind in cost.devices.kinds) or [cost.room]
     return " to ".join(dict.fromkeys((f"{rooms[0]:.3g}", f"{rooms[-1]:.3g}"))) + " GiB"
-
-
-def _most_blocks(cascade: Cascade, cost: CostModel) -> int:
-    return cost.blocks(cascade) if cost.can_recompute(cascade) else 0
 
 
 def _blocks(recomputed: int, blocks: int) -> str:
@@ -431,10 +428,6 @@ def _count(number: int, noun: str) -> str:
 
 def _ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {ranges(ranks)}"
-
-
-def _are(ranks: Sequence[int]) -> str:
-    return "is" if len(ranks) == 1 else "are"
 
 
 def _listed(words: Sequence[str]) -> str:

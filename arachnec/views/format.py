@@ -46,7 +46,8 @@ def title_of(module: Module) -> str:
     The model is the class of what is trained; a module that does not know it is called by its own name.
     """
     models = [str(stage.attrs["source"]) for stage in module.stages if stage.trained and "source" in stage.attrs]
-    words = [", ".join(models) or module.name, f"{counted(len(module.clips), 'clip')}{_on_cluster(module)}"]
+    cluster = "" if module.cluster is None else f" on {named(module.cluster)}"
+    words = [", ".join(models) or module.name, f"{counted(len(module.clips), 'clip')}{cluster}"]
     return ", ".join([*words, module.name.replace("_", " ")] if models else words)
 
 
@@ -74,10 +75,6 @@ def clip_names(names: Mapping[int, str], clips: Sequence[int], most: int = MOST_
 def names_of(module: Module) -> dict[int, str]:
     """The name of every clip, by its number in the module."""
     return {clip.id: str(clip.attrs.get("name", clip.id)) for clip in module.clips}
-
-
-def _on_cluster(module: Module) -> str:
-    return "" if module.cluster is None else f" on {named(module.cluster)}"
 
 
 def terminal() -> Console:
