@@ -81,7 +81,9 @@ def make_batch(
             sampled = replace(clip, encoded=own) if own else clip
             with naming([clip]):
                 pair = model_file.sample(sampled, clip_generator(seed, step, clip.id))
-                samples.append(_checked(model_file, clip, pair))
+                check_sample(pair, lambda: model_file.span("sample"), clip.name)
+                kwargs, target = pair
+                samples.append((kwargs, target))
     arguments = {
         name: _joined(model_file, name, clips, [kwargs.get(name) for kwargs, _ in samples])
         for name in _names(model_file, clips, samples)
@@ -107,12 +109,6 @@ def prediction_of(output: Any) -> Tensor:
             help="return a tensor, or a tuple or mapping whose first element is one",
         )
     return output
-
-
-def _checked(model_file: ModelFile, clip: VideoClip, result: Any) -> tuple[dict[str, Any], Tensor]:
-    check_sample(result, lambda: model_file.span("sample"), clip.name)
-    kwargs, target = result
-    return kwargs, target
 
 
 def _names(
