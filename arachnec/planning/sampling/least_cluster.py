@@ -101,7 +101,8 @@ def least_ranks(module: Module, fits: Fits) -> int | None:
     assert cluster is not None
     if isinstance(cluster.attrs.get("mixed"), tuple):
         return None
-    sizes = [world for world in range(cluster.world + 1, TIMES * cluster.world + 1) if _can_have(cluster, world)]
+    larger = range(cluster.world + 1, TIMES * cluster.world + 1)
+    sizes = [world for world in larger if _in_one_node(cluster, world) or world % cluster.gpus == 0]
     return _least(sizes, lambda world: fits(replace(module, cluster=grown(cluster, world))))
 
 
@@ -124,10 +125,6 @@ def _least(sizes: Sequence[int], fits: Callable[[int], bool]) -> int | None:
             return None
         step = len(sizes) - 1 - below
     return sizes[bisect_left(range(below + step), True, below + 1, key=lambda place: fits(sizes[place]))]
-
-
-def _can_have(cluster: Cluster, world: int) -> bool:
-    return _in_one_node(cluster, world) or world % cluster.gpus == 0
 
 
 def _in_one_node(cluster: Cluster, world: int) -> bool:
