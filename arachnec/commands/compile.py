@@ -23,6 +23,7 @@ from arachnec.commands.options import (
 )
 from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
+from arachnec.data.manifest import Batch
 from arachnec.executable.training_options import Training
 
 

@@ -130,7 +130,11 @@ def not_in_tiles_error(clip: str | int, vae: str, tile: str, stride: str, size: 
 
 @dataclass(frozen=True)
 class FixedTiles:
-    """Tiles of a VAE that has no other way to encode."""
+    """Tiles of a VAE that has no other way to encode.
+
+    Their ``tiled_encode`` takes one clip, and leaves zeros, without a word, where no whole tile lies. So a clip whose
+    sizes are no tiles is refused before anything runs.
+    """
 
     vae: str
     tile: Size

@@ -1,4 +1,9 @@
-"""Schedules in the CSV of ``torch.distributed.pipelining``, and the rules that every schedule obeys."""
+"""Schedules in the CSV of ``torch.distributed.pipelining``, and the rules that every schedule obeys.
+
+One row is a rank, one cell an action; cells may be empty. What torch derives itself when it lowers a schedule, and
+arachnec likewise, is read too: sends, receives, unshards, reshards and ``REDUCE_GRAD`` are checked as words and left
+out. ``(0F4;7B0)OVERLAP_F_B`` is DualPipeV's pair.
+"""
 
 from __future__ import annotations
 

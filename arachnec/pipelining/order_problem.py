@@ -62,6 +62,12 @@ def lower_bound(problem: OrderProblem, split: bool) -> float:
     """No schedule of this problem ends earlier; ``split`` where each backward may be halved or whole.
 
     Transfers count with their length, their queues do not.
+
+    Two arguments. A rank runs one action at a time, none before its input can be there, and what follows an action
+    follows it (Jackson's preemptive schedule, which is exact for one rank whose actions may be interrupted): so a
+    micro-batch also passes all stages there and back. And memory: a forward's bytes are held until its last gradient,
+    so bytes times seconds need room below the limit (dual feasible functions, Fekete and Schepers 2001, count clips
+    that exclude each other in full).
     """
     chains = _Chains(problem, split)
     return max(

@@ -31,6 +31,11 @@ def list_schedule(problem: OrderProblem, entry: Sequence[int], split: bool) -> t
     """Makespan and schedule for micro-batches that enter as in ``entry``; with ``split``, backwards in halves.
 
     ValueError if a micro-batch does not fit on a rank alone.
+
+    A gradient that others wait for comes first, of the micro-batch that entered first; then a forward, of the last
+    stage that has one, if the memory holds it; then a weight gradient, as filling. A forward is only taken where the
+    memory that is left lets the micro-batches already begun on this rank end, in the order in which they entered (the
+    banker's rule, Dijkstra 1965). So no order deadlocks that fits alone.
     """
     makespan, orders = _Run(problem, entry, split).run()
     return makespan, PipelineSchedule(tuple(map(tuple, orders)))
@@ -186,7 +191,10 @@ def plan_order(problem: OrderProblem, *, split: bool, tries: int = 2000, seed: i
 
 
 def anneal(problem: OrderProblem, split: bool, tries: int, seed: int) -> Sequence[int]:
-    """The order of entry whose list schedule ends first."""
+    """The order of entry whose list schedule ends first.
+
+    Each order is decoded by ``list_schedule``. A move swaps two micro-batches, or takes one to another place.
+    """
     rng = random.Random(seed)
     count = problem.micro_batches
 
@@ -258,6 +266,10 @@ def choose_k(
 
     ``times`` with the transfers as last measured, one stage a rank; ``limits`` for what every rank may save.
     Candidates are the divisors of m where none are given. UserError if the memory does not hold even the smallest.
+
+    Ada-Grouper (2303.01675, section 4). Slow links: a larger k sends the next micro-batch of a group while this one
+    computes. Every rank then holds k times as many. So k is the one with the shortest step, by the exact evaluation, of
+    those that the memory holds.
     """
     stages, count = len(times.forward), len(times.forward[0])
     wanted = sorted(candidates or (k for k in groupings(count) if count % k == 0))

@@ -129,6 +129,9 @@ def pick_ranks(cluster: Cluster, free: Sequence[int], degree: int, near: set[int
     """``degree`` of the free ranks, ascending; ``near`` are the ranks that hold the inputs.
 
     Raises ValueError where fewer are free.
+
+    Parts of a node and whole nodes are taken as aligned groups where there are any, ``degree`` consecutive ranks from a
+    multiple of it on: ranks communicate in process groups, and of those there are few.
     """
     if len(free) < degree:
         raise ValueError(f"degree {degree} with {len(free)} ranks free")

@@ -46,6 +46,9 @@ def moved(cascades: Sequence[Cascade], placed: list[Cascade], cost: CostModel, l
     """With cascades outside the family moved to aligned groups one by one, where the last still ends by ``latest``.
 
     Each has an equal share of the placements that are tried.
+
+    A cascade moves to an aligned group alone; or its ranks trade places with those of such a group, in all cascades or
+    in those before or after it.
     """
     kept: set[str] = set()
     looks, left = iter(range(LOOKS // max(1, len(placed)))), PLACED // max(1, len(placed))

@@ -26,7 +26,16 @@ def bound_of(module: Module, cost: CostModel, problem: Problem) -> int:
 
 
 def mixed_bound(module: Module, cost: CostModel, problem: Problem) -> int:
-    """Ticks below which no schedule ends on nodes that differ."""
+    """Ticks below which no schedule ends on nodes that differ.
+
+    ``arachnec.solver.bound`` counts GPUs as if all were the fastest. Here every kind of device has a weight, what a ms
+    of it is worth. A cascade of degree d on devices of one kind uses up d times its ms there times the kind's weight. A
+    group of several kinds may share tokens by their speeds: it takes at least as long as its devices together, each at
+    its own speed and all the time, and a device uses up at least its part of the work times its weight over its speed.
+    Whatever the weights, the sum over all cascades of the least that each uses up is at most what all devices are worth
+    until the end. So the bound holds for any of them (they are the dual of a linear program that shares out the work);
+    those taken are how fast each kind does this work.
+    """
     kinds = kinds_of(cost)
     cascades = [cascade.with_attrs(shards=None) for cascade in module.cascades]  # others are possible
     problem = _relaxed(cascades, cost, problem, kinds)

@@ -108,7 +108,10 @@ def group_size(replica: Replica, asked: int | None) -> int:
 
 def planned_order(replica: Replica, replicas: int, decoded: int = DECODED) -> PipelineSchedule:
     """The best order found with the share of the effort of one of so many different ``replicas``: ``decoded`` actions
-    in the orders that are looked at for all of them. Less than the whole effort is for a comparison."""
+    in the orders that are looked at for all of them. Less than the whole effort is for a comparison.
+
+    The effort is counted, and all replicas share it: where they are many or long, each gets less.
+    """
     if exceeds_alone(replica):
         return _one_after_another(replica)
     mib = [[size * 1024 for size in row] for row in replica.kept]  # Z3 counts in whole numbers

@@ -265,7 +265,11 @@ def stage_places(module: Module) -> dict[str, tuple[int, ...]]:
 def staged_placements(
     cascades: Sequence[Cascade], cost: CostModel, places: Mapping[str, tuple[int, ...]]
 ) -> list[Cascade]:
-    """Every cascade with its ranks, as early as its inputs, their handoffs and its ranks allow."""
+    """Every cascade with its ranks, as early as its inputs, their handoffs and its ranks allow.
+
+    A forward takes ranks of its stage's place. Its backward and its weight gradients run on the same ranks in the same
+    order, because what it saved lies there. Every rank keeps the order of the schedule.
+    """
     free = [0.0] * cost.cluster.world
     done: dict[str, Cascade] = {}
     for cascade in in_order(cascades):

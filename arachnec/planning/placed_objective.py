@@ -37,7 +37,13 @@ def simulated_ms(
     cascades: Sequence[Cascade],
     following: Following = Following(),
 ) -> float:
-    """ms of a costed module's iteration, its cascades placed like this, until its optimizer steps."""
+    """ms of a costed module's iteration, its cascades placed like this, until its optimizer steps.
+
+    The costs of a plan are those of a cascade that has its links to itself. Groups on one NIC, one uplink or one host's
+    PCIe slow each other down, and so do all-reduces and the backwards that hide them. The discrete events
+    (``arachnec.simulation``) know that; they take 17 ms of processor time for 16 cascades on 16 GPUs and 0.1 s for 105
+    on 256, three to eight times what placing them takes.
+    """
     trained = [stage.name for stage in module.stages if stage.trained]
     everyone = Attributes.of(ranks=tuple(range(cluster.world)))
     placed = replace(
@@ -74,6 +80,11 @@ class ExposedSync:
 
     The makespan where no stage names its layers or one rank is alone: a plan changes nothing then. ``following`` says
     whether there are buckets, and whether a plan may be reversed.
+
+    ``bucket`` hides all-reduces behind the last backward of every rank, so that of two plans of equal makespan the one
+    that ends with long cascades on all ranks is through first; with short cascades and slow links that is worth more
+    than a percent of makespan. Counted here is what ever smaller buckets come to, each reduced once its gradients are
+    complete on every rank and the buckets before it are through; ``bucket`` finds the real ones.
     """
 
     def __init__(self, module: Module, cost: CostModel, following: Following = Following()) -> None:

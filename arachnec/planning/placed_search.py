@@ -41,7 +41,12 @@ from arachnec.solver.widths import Nested, nested
 
 
 def with_family_degrees(problem: Problem, cost: CostModel) -> Nested:
-    """The problem with the family's degrees. A job that the family has no degree for keeps all of its own."""
+    """The problem with the family's degrees. A job that the family has no degree for keeps all of its own.
+
+    Any degree is legal, and lower bounds count them all. But a cascade of 11 ranks needs groups that no other plan has.
+    So a schedule is sought among the degrees of the family first, and outside of it where that promises more than its
+    groups cost (``planning.family_placement``).
+    """
     kept: dict[int, tuple[int, ...]] = {}
     for job in problem.jobs:
         if id(job.choices) not in kept:

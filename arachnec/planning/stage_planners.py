@@ -99,7 +99,11 @@ class CostedLayers:
 
 
 def costed_layers(module: Module, stage: Stage, costed: Callable[[Module], Module]) -> CostedLayers:
-    """``costed`` makes micro-batches of an iteration's clips and costs them: the passes before the scheduler."""
+    """``costed`` makes micro-batches of an iteration's clips and costs them: the passes before the scheduler.
+
+    Each layer is made a stage of its own and costed as any other, embedding with the first and head with the last. The
+    costs are the mean over the micro-batches of the first iterations of the manifest (``SAMPLE``).
+    """
     parts = parts_of(stage, range(1, len(layers_of(stage))))
     stages = tuple(part for other in module.stages for part in (parts if other.name == stage.name else (other,)))
     count = min(SAMPLE, max(1, len(batch_sizes(module))))
@@ -153,7 +157,12 @@ class Joint:
 
 
 def adaptis_stages(layers: CostedLayers, stage: Stage) -> tuple[Stage, ...]:
-    """The stages of the best plan, each with its ``place``. Raises UserError where nothing fits."""
+    """The stages of the best plan, each with its ``place``. Raises UserError where nothing fits.
+
+    Ranks are cut into runs; a pipeline has one rank of each, or one group that shares a clip. For every number of runs
+    the search's seeds are evaluated; from the best number on it repairs bottlenecks. Runs have the speed and the memory
+    of their nodes' kind.
+    """
     plan = joint_plan(layers)
     sizes, placement = plan.search.plan.sizes, plan.search.plan.placement
     parts = parts_of(stage, list(accumulate(sizes))[:-1])
@@ -231,6 +240,9 @@ def dapple_stages(layers: CostedLayers, stage: Stage, profile: LayerProfile | No
 
     The degree is the least at which a plan fits. ``profile``, of so many clips a ``batch``, replaces the module's own
     times and sizes. Raises UserError where nothing fits or the profile is for another model.
+
+    A device of the planner is a group of ranks that share a clip, one rank where the micro-batches fit one. Machines
+    are the cluster's nodes. Times are the module's own, or those of a profile file in DAPPLE's format.
     """
     given = None if profile is None else by_blocks(profile, stage)
     for degree, groups in device_groups(layers.cost.cluster):

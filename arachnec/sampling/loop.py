@@ -227,7 +227,12 @@ def state_bytes(loop: Loop) -> int:
 
 
 def packed(loop: Loop) -> Tensor:
-    """uint8 ``[state_bytes]`` on the latents' device; nobody waits for it."""
+    """uint8 ``[state_bytes]`` on the latents' device; nobody waits for it.
+
+    The bytes of a request are as many at every step and at every outcome of its switch, so the receiver knows their
+    number before anything is sent: a head, the generator, the latents, the last prediction, and room for the longest
+    history.
+    """
     distances = loop.distances + [0.0] * (len(loop.schedule) - len(loop.distances))
     switched = -1 if loop.switched is None else loop.switched
     head = torch.tensor([loop.step, switched, float(loop.failed), *distances], dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Trials of a model: whether it takes a clip's shape, and whether it keeps the clips of a batch apart, run on a small model."""
+"""Trials of a model: whether it takes a clip's shape, and, made small, whether it keeps the clips of a batch apart."""
 
 from __future__ import annotations
 
@@ -228,6 +228,8 @@ def demand_clips_apart(
     Raises ``UserError`` where the predictions or the loss of a batch differ from those of its clips, where the model
     draws its prediction, and where the model or its loss raises with what its own ``sample`` gives. It cannot be told
     where this machine lacks what the model needs, or ``sample`` gives no values for a clip without files.
+
+    The model runs in numbers, one block of each structure (``tracing.small_model``).
     """
     clip = clip_of(like, call.clip, call.text)
     first, second, drawn = _two_samples(source, clip, encoders)

@@ -251,7 +251,12 @@ def _storage(tensor: Tensor) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """``parts`` are the paths of each stage's blocks, in the order in which they run."""
+    """``parts`` are the paths of each stage's blocks, in the order in which they run.
+
+    A unit outside the blocks runs where the forward comes to it: with the block before it, or with the first. A tensor
+    that several later stages need is sent from each stage to the next, so that a stage receives from its neighbours
+    alone.
+    """
 
     flow: Dataflow
     parts: tuple[tuple[str, ...], ...]

@@ -30,7 +30,12 @@ Sizes = dict[str, fx.Node]  # nodes that give a size, by its expression
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
-    """The program, every operation kept whole or said as the one that it comes to; ``program`` itself may change."""
+    """The program, every operation kept whole or said as the one that it comes to; ``program`` itself may change.
+
+    ``run_decompositions`` runs a block twice more, symbols and all, and takes longer than the export itself. The few
+    operations that it changes in most blocks are changed here, by a rule each. A program with any other that it would
+    change, such as one that writes in place, is left to it.
+    """
     nodes = [node for node in program.graph.nodes if node.op not in ("placeholder", "output")]
     if all(node.target in RULES or _stays(node) for node in nodes) and _rewritten(nodes):
         return program

@@ -71,7 +71,11 @@ class _OneModule:
 
 
 class TotalFlops(FlopCounterMode):
-    """Counts inside; ``get_total_flops`` says how many."""
+    """Counts inside; ``get_total_flops`` says how many.
+
+    torch's counter also counts by module, with hooks that fail for a module that is given a view of a parameter while
+    no gradients are computed, as of learned tokens that are expanded to the batch.
+    """
 
     def __init__(self) -> None:
         super().__init__(display=False)

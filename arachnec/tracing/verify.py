@@ -107,6 +107,11 @@ def narrow_copy(block: nn.Module, *, in_float32: bool) -> nn.Module:
     """A copy with small uniform values for parameters, and for buffers on the meta device; wide matrices factored.
 
     On the CPU where the block is on the meta device. ``in_float32``: what is of half precision becomes float32.
+
+    What is tested is which operation reads what, not rounding, so a wide matrix is a product of two thin ones: a linear
+    layer of 5,120 x 13,824 takes 1/470 of its time and memory. Every other operation is given the product itself, so
+    that nothing else changes. Numbers of half precision are computed in float32: a processor without instructions for
+    bfloat16 takes up to 175 times as long for them.
     """
     generator = torch.Generator("cpu").manual_seed(SEED)
     tile = torch.empty(TILE).uniform_(-0.05, 0.05, generator=generator)

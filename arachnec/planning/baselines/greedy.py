@@ -1,4 +1,7 @@
-"""Baselines that fill groups of GPUs greedily, and their schedules as candidates of the default."""
+"""Baselines that fill groups of GPUs greedily, and their schedules as candidates of the default.
+
+`docs/baselines.md` says what differs from the originals.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,14 @@ PACE = 1.05  # of the heaviest sequence's work, up to which a group is filled
 
 
 def in_dynamic_rounds(module: Module, problem: Problem, tokens: int | None = None) -> Schedule:
-    """The cascades of a module in rounds, with at most ``tokens`` of a sequence per GPU."""
+    """The cascades of a module in rounds, with at most ``tokens`` of a sequence per GPU.
+
+    As Megatron-Core schedules it ("hybrid context parallel"): every sequence gets the smallest power of two of GPUs
+    that holds it; its work is estimated as S^2 / cp. Then rounds are filled greedily: the heaviest sequence opens a
+    group and sets the pace; others join the least loaded group of their size while that stays within the pace, or open
+    a group while GPUs are free; the rest waits for the next round. GPUs that are left over double a group. All ranks
+    meet between rounds, because groups change.
+    """
     work: dict[int, float] = {}
     fewest: dict[int, float] = {}
     for sink in sinks_of(problem):
@@ -80,7 +90,11 @@ def _one_round(
 
 
 def best_bags(problem: Problem, candidates: list[tuple[int, ...]]) -> Schedule | None:
-    """The shortest schedule over these cuts of the GPUs; None where every one is too small for some job."""
+    """The shortest schedule over these cuts of the GPUs; None where every one is too small for some job.
+
+    As KnapFormer balances (arXiv 2508.06001): the GPUs are cut into bags; a sequence runs in one bag, shared by its
+    GPUs. Longest first, every sequence goes to the bag that would be done with it first.
+    """
     ticks = ticks_at(problem, sinks_of(problem), {size for sizes in candidates for size in sizes})
     assignments = [least_loaded(ticks, sizes) for sizes in candidates]
     tried = [in_rounds(problem, [groups]) for groups in assignments if groups is not None]
@@ -106,7 +120,12 @@ def _cuts(gpus: int) -> Iterator[tuple[int, ...]]:
 
 
 def bucket_by_bucket(module: Module, problem: Problem, degree: int | None = None) -> Schedule:
-    """The cascades of a module, those of one length at a time, at one degree or the best one."""
+    """The cascades of a module, those of one length at a time, at one degree or the best one.
+
+    As NeMo trains video models: every data-parallel rank draws its micro-batch from the same bucket, so that all take
+    equally long; then all go on to the next bucket. One context-parallel degree holds for the whole run. What is lost:
+    GPUs for which a bucket has no micro-batch left wait, and a bucket of few long clips keeps few of them busy.
+    """
     buckets: dict[object, list[int]] = {}
     for sink in sinks_of(problem):
         cascade = module.cascades[sink]

@@ -337,7 +337,11 @@ PRICES = (2.0, 1.0, 4.0)  # of a GPU tick, in ticks of the request's own end tim
 def insertion_plans(
     chains: Sequence[Chain], gpus: int, node: int, objective: Objective, clock: Clock
 ) -> Iterator[list[Piece]]:
-    """Every order at every price, the first ones whatever the clock says."""
+    """Every order at every price, the first ones whatever the clock says.
+
+    Orders and prices (``solver.insertion``) come from the bound's one machine: which request ends first there, which
+    may be late there, and how many wait when a request arrives, so that it is narrow where many do.
+    """
     grid = Grid(gpus, next(nested_widths(node, gpus)))
     wanted = [Demand(chain.release, ((1, chain),)) for chain in chains]
     ends = shortest_remaining_first(wanted, gpus)

@@ -30,7 +30,14 @@ class Segment:
 
 
 def segments_of(clip: Clip, models: int, length: int, longest: int | None = None) -> Iterator[Segment]:
-    """The chain of a request. ``longest`` limits the segments that are certain; None leaves them whole."""
+    """The chain of a request. ``longest`` limits the segments that are certain; None leaves them whole.
+
+    A request whose switch comes when it comes has a window, [least, most] steps of the first model. Its first model
+    surely takes the steps before ``least`` and its second those from ``most`` on. Over the window there are segments of
+    both, of at most ``length`` steps each: those of the first model, then those of the second. At every outcome each
+    step is taken once, because a segment behind the switch hands its input on, and so does one of the second model
+    before it.
+    """
     steps, outcomes = integer(clip.attrs["steps"]), outcomes_of(clip)
     if models == 1:
         yield from cut_steps(0, steps, longest or steps)
