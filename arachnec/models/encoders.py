@@ -86,7 +86,10 @@ def _videos(images: Tensor, frames: int) -> Tensor:
 
 
 def _scale(vae: nn.Module, latents: Tensor) -> tuple[Tensor | float, Tensor | float, float]:
-    """Mean, standard deviation and factor. Raises ``UserError``."""
+    """Mean, standard deviation and factor. Raises ``UserError``.
+
+    Every pipeline's way is ``(latents - mean) / std * factor``; VAEs differ in where these numbers lie.
+    """
     if _config(vae, "batch_norm_eps") is not None:
         raise unknown_scale_error(type(vae).__name__, "it has a batch norm over patches")
     factor = float(_config(vae, "scaling_factor") or 1.0)

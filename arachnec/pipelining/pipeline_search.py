@@ -31,7 +31,11 @@ def even_sizes(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def balanced_sizes(instance: PipelineInstance, placement: Sequence[int], seed: int = 0) -> tuple[int, ...]:
-    """First what overflows a rank's memory is least, then the busiest rank's time, then the sum of their squares."""
+    """First what overflows a rank's memory is least, then the busiest rank's time, then the sum of their squares.
+
+    With one stage a rank this is the textbook's linear partition; with several the sums over a rank's stages count, and
+    simulated annealing over the cuts finds them.
+    """
     rng = random.Random(seed)
     works = [layer.forward + layer.activation_gradient + layer.weight_gradient for layer in instance.layers]
     work = (0.0, *accumulate(works))

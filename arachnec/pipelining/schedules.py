@@ -121,7 +121,11 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int)
 
 
 def _schedule(stages: int, micro_batches: int, k: int, ahead_on: Sequence[int]) -> PipelineSchedule:
-    """``ahead_on[r]`` groups of ``k`` go forward on rank r before the first goes backward."""
+    """``ahead_on[r]`` groups of ``k`` go forward on rank r before the first goes backward.
+
+    GPipe, 1F1B, kFkB and DAPPLE's differ in how many forwards a rank runs before its first backward, and in how many
+    micro-batches go as one. One stage a rank.
+    """
     groups = [range(first, min(first + k, micro_batches)) for first in range(0, micro_batches, k)]
 
     def order(rank: int) -> Order:
@@ -148,6 +152,9 @@ def interleaved_1f1b(ranks: int, micro_batches: int, v: int) -> PipelineSchedule
 
     As torch, it wants m to be a multiple of the number of rounds, max(1, m // p). With v = 1 it is not 1F1B: it runs
     twice as many forwards ahead. UserError for other m.
+
+    Narayanan et al., 2104.04473. Micro-batches go in rounds. In a round a rank takes all micro-batches through its
+    first stage, then through its next.
     """
     require_positive(ranks=ranks, micro_batches=micro_batches, v=v)
     rounds = max(1, micro_batches // ranks)
@@ -187,7 +194,11 @@ def zb_h2(stages: int, micro_batches: int) -> PipelineSchedule:
 
 
 def _split_order(stage: int, micro_batches: int, ahead: int, back: int) -> Order:
-    """``ahead`` forwards, then forward and activation gradient in turn; each weight gradient ``back`` turns later."""
+    """``ahead`` forwards, then forward and activation gradient in turn; each weight gradient ``back`` turns later.
+
+    Zero bubble (Qi et al., 2401.10241, sections 2.3 and 3): other ranks wait for activation gradients; weight gradients
+    fill the bubbles.
+    """
     ahead = min(ahead, micro_batches)
     order = [Action(stage, FORWARD, m) for m in range(ahead)]
     for m in range(micro_batches):
@@ -201,7 +212,11 @@ def _split_order(stage: int, micro_batches: int, ahead: int, back: int) -> Order
 
 
 def zb_v(ranks: int, micro_batches: int) -> PipelineSchedule:
-    """2 ``ranks`` stages; a rank holds at most 2p of them at once. Best for equal F, B and W, and m >= 2p."""
+    """2 ``ranks`` stages; a rank holds at most 2p of them at once. Best for equal F, B and W, and m >= 2p.
+
+    Zero bubble in the memory of 1F1B (Qi et al., 2401.10241, section 6). Rank r has stage r and stage 2p - 1 - r, a V,
+    so the last rank turns round at once.
+    """
     require_positive(ranks=ranks, micro_batches=micro_batches)
     return PipelineSchedule(tuple(_v_order(rank, ranks, micro_batches) for rank in range(ranks)))
 

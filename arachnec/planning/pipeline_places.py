@@ -1,4 +1,9 @@
-"""Where the stages of a pipeline lie, the ranks of their cascades, and the module that they make."""
+"""Where the stages of a pipeline lie, the ranks of their cascades, and the module that they make.
+
+Without a planner's ``place`` on the stages the ranks are cut into as many equal runs as a pipeline has ranks. A *lane*
+is one group of ranks, as many as a cascade's degree, its micro-batches and its order. With equal runs every replica of
+the pipeline has a lane in each of them. With unequal ones micro-batches go round: each stage's groups take turns.
+"""
 
 from __future__ import annotations
 

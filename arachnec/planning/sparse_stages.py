@@ -74,6 +74,9 @@ def sparse_stage(
     """The stage with densities for the layers that can be sparse, and with reasons why other attentions are dense.
 
     ``densities`` by layer, or one for all heads; a layer without ``lacking`` says why it has none.
+
+    An attention is found by its lengths: queries and keys both grow with the clip's tokens. What it attends to is
+    followed by symbol, never by size. All others stay dense, each with its reason.
     """
     blocks = block_names(stage)
     known = {graph.name: graph for graph in graphs}

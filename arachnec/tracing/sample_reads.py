@@ -91,6 +91,9 @@ def demand_own_generator(
 
     It runs on the smallest video and the smallest still, in numbers; where it raises there, on a small one without
     files; else nothing is known. ``encoders`` are on the meta device. Global states are what they were afterwards.
+
+    The ranks that share a clip each call ``sample`` with a generator in one state; what they draw elsewhere differs,
+    and each would train on other noise.
     """
     largest_first = sorted(clips, key=lambda clip: (math.prod(clip.shape[:3]), clip.text_tokens), reverse=True)
     for smallest in {clip.frames == 1: clip for clip in largest_first}.values():

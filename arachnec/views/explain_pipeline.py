@@ -23,6 +23,8 @@ def module_performance(module: Module, cost: CostModel) -> Performance:
 
     Compute is what its cascades take; messages are those that it sends. Exposed is how much earlier the last cascade
     would end if they were free, every rank's order kept.
+
+    AdaPtis' performance model of a module (2509.23722, section 4).
     """
     ranks = range(cost.cluster.world)
     compute, messages = [0.0] * len(ranks), [0.0] * len(ranks)
