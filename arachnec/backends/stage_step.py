@@ -1,7 +1,7 @@
 """Forward and backward of one stage for one micro-batch, and what goes between stages, as one run of bytes.
 
 The values that a stage hands on, and the gradients that it hands back, are known by number and shape on both sides
-(``tracing.cuts``), so they travel as one message.
+(``tracing.dataflow``), so they travel as one message.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Place(Pass):
     Without ``topology`` a cascade is spread over the ranks on which it can start first, as over a mesh whose innermost
     dimension is data parallel. It is there to be compared with.
 
-    The stages of a pipeline have a place (``planning.staged_placement``): there, and as scheduled, run their cascades.
+    The stages of a pipeline have a place (``planning.pipeline_places``): there, and as scheduled, run their cascades.
     """
 
     needs: ClassVar[Level] = Level.SCHEDULED

@@ -3,7 +3,7 @@
 A device has room for few communicators (``analysis.group_family``). The scheduler takes degrees of the family, and
 ranks that are free together are mostly aligned. Where some are not, every cascade waits for an aligned group in its
 turn. Each group outside the family has a price: a placement with more of them is taken only where it is so much
-shorter. In the end cascades that are still outside are moved (``planning.rank_trades``).
+shorter. In the end cascades that are still outside are moved (``moved``).
 """
 
 from __future__ import annotations

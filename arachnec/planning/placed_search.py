@@ -2,11 +2,11 @@
 
 A scheduler counts GPUs; ``place`` then finds that a group is on two nodes and takes longer, and what waits for it
 starts later. So what counts here is when the gradients of the *placed* schedule are synchronised
-(``planning.exposed_sync``), and in the end its *simulated* iteration (``planning.simulated_objective``), in which
+(``ExposedSync``), and in the end its *simulated* iteration (``simulated_ms``), in which
 groups that share links slow each other down. ``solver.portfolio`` screens by the cheaper ones.
 
 The problem is seen in up to three ways, which are transformations with a way back: as it is; with degrees of the family
-of process groups (``planning.family_degrees``); and of these, with those whose blocks nest, which can be placed as they
+of process groups (``with_family_degrees``); and of these, with those whose blocks nest, which can be placed as they
 are (``solver.widths``).
 """
 

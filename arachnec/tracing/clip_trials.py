@@ -234,7 +234,7 @@ def demand_clips_apart(
     draws its prediction, and where the model or its loss raises with what its own ``sample`` gives. It cannot be told
     where this machine lacks what the model needs, or ``sample`` gives no values for a clip without files.
 
-    The model runs in numbers, one block of each structure (``tracing.small_model``).
+    The model runs in numbers, one block of each structure (``small_model``).
     """
     clip = clip_of(like, call.clip, call.text)
     first, second, drawn = _two_samples(source, clip, encoders)
