@@ -1,7 +1,7 @@
 """A traced stage cut into runs of its blocks. In: the stage and the first layer of every part. Out: the parts.
 
 The embedding goes with the first blocks and the head with the last, as the model's own forward comes to them
-(``tracing.dataflow``). Every part has its own costs, memory and parameters, by the figures per block class of ``trace``.
+(``tracing.dataflow``). Every part has its own costs, memory and parameters, by ``trace``'s figures per block class.
 """
 
 from __future__ import annotations
