@@ -22,8 +22,7 @@ from torch.utils._pytree import tree_leaves
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.timesteps import UNIFORM, Timesteps
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
 from arachnec.models.file import line_span
 from arachnec.tracing.sample import CAPTIONS, SMALL, ModelSource, arguments_of, clip_of, meta_encoders, sample_of
 

@@ -9,8 +9,7 @@ from typing import Any
 from torch import nn
 
 from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
-from arachnec.ir.diagnostic import user_error
-from arachnec.ir.span import Span
+from arachnec.ir.diagnostic import Span, user_error
 from arachnec.tracing.sample import ModelSource, arguments_of
 
 
