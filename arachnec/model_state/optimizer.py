@@ -25,7 +25,7 @@ from arachnec.optimizers.kept_state import KeptState
 from arachnec.optimizers.own_update import told_update
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, has_modes, recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule
-from arachnec.runtime.host_optimizer import HostMasters
+from arachnec.runtime.host_copies import HostMasters
 
 UPDATED_BYTES = 64 * 2**20  # of masters in one group of the optimizer
 WHOLE = 2**63  # bytes of a piece, which a layer never has

@@ -1,16 +1,54 @@
-"""Copies between a rank's device and what it keeps in its host's memory, started and not waited for, and counted."""
+"""What a rank keeps in its host's memory: copies that nobody waits for, inputs of blocks, an optimizer's masters."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from arachnec.runtime.device_runtime import DeviceRuntime, Event
-from arachnec.runtime.host_arena import HostArena, aligned
+
+ALIGNED = 256  # bytes, as the device's copies like them
+
+
+@dataclass
+class HostArena:
+    """``memory`` is flat, of bytes. Parts are lent from where the first of enough bytes is free."""
+
+    memory: Tensor
+    _free: list[tuple[int, int]] = field(init=False)  # first byte and one behind the last, ascending
+
+    def __post_init__(self) -> None:
+        self._free = [(0, self.memory.numel())] if self.memory.numel() else []
+
+    def lend(self, size: int) -> Tensor | None:
+        """So many bytes; None where no free part is that large."""
+        taken = aligned(size)
+        for number, (first, end) in enumerate(self._free):
+            if end - first >= taken:
+                self._free[number : number + 1] = [(first + taken, end)] if end - first > taken else []
+                return self.memory[first : first + size]
+        return None
+
+    def give_back(self, first: int, size: int) -> None:
+        """The part that begins at byte ``first``; joined with its free neighbours."""
+        end = first + aligned(size)
+        insort(self._free, (first, end))
+        place = bisect_left(self._free, (first, end))
+        if place + 1 < len(self._free) and self._free[place + 1][0] == end:
+            self._free[place : place + 2] = [(first, self._free[place + 1][1])]
+        if place and self._free[place - 1][1] == first:
+            self._free[place - 1 : place + 1] = [(self._free[place - 1][0], self._free[place][1])]
+
+
+def aligned(size: int) -> int:
+    """Bytes that a part of ``size`` takes."""
+    return -(-size // ALIGNED) * ALIGNED
+
 
 APART = 2**20  # bytes beside what is lent: each of some thousand parts begins at a round address
 
@@ -101,3 +139,94 @@ class HostCopies:
         if 0 <= first < self._arena.memory.numel():
             self._arena.give_back(first, lent.numel() * lent.itemsize)
             self._read = event
+
+
+@dataclass(eq=False)
+class _Kept:
+    """One input: in the host, on its way back, or back."""
+
+    buffer: Tensor
+    gone: Event
+    before: _Kept | None  # the one that goes out before; needed after it, or before it by the same block
+    here: tuple[Tensor, Arrival] | None = None
+    read: bool = False  # its buffer may hold another one by now
+
+
+@dataclass
+class HostInputs:
+    """Of one rank; ``put`` and ``get`` are what autograd calls when it saves an input, and when it needs it again."""
+
+    copies: HostCopies
+    _last: _Kept | None = field(default=None, repr=False)
+
+    @torch.no_grad()
+    def put(self, value: Tensor) -> object:
+        """Take an input out of the device's memory."""
+        buffer, free = self.copies.lend(value.shape, value.dtype)
+        self._last = _Kept(buffer, self.copies.take(buffer, value, free), self._last)
+        return self._last
+
+    @torch.no_grad()
+    def get(self, kept: object) -> Tensor:
+        """Have it back on the device, once, and the one before it on its way."""
+        assert isinstance(kept, _Kept) and not kept.read
+        self._start(kept)
+        if kept.before is not None:
+            self._start(kept.before)
+        assert kept.here is not None
+        value, arrival = kept.here
+        arrival.wait()
+        kept.here = None
+        kept.before = None
+        kept.read = True
+        return value
+
+    def begin(self) -> None:
+        """A cascade's forward begins: what others have kept is none of its."""
+        self._last = None
+
+    def _start(self, kept: _Kept) -> None:
+        if kept.here is not None or kept.read:
+            return
+        device = self.copies.runtime.device
+        value = torch.empty(kept.buffer.shape, dtype=kept.buffer.dtype, device=device)
+        arrival = self.copies.bring(value, kept.buffer, kept.gone)
+        self.copies.give_back(kept.buffer, arrival.event)
+        kept.here = value, arrival
+
+
+@dataclass
+class HostMasters:
+    """``taken`` and ``rounded`` are buffers in the host, of gradients and of parameters, made at their first use."""
+
+    copies: HostCopies
+    _taken: dict[str, Tensor] = field(default_factory=dict)
+    _rounded: dict[str, Tensor] = field(default_factory=dict)
+    _arrivals: list[Arrival] = field(default_factory=list)
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """A copy in the host of at least fp32, as a parameter of the optimizer."""
+        dtype = torch.promote_types(parameter.dtype, torch.float32)
+        copy = torch.empty(parameter.shape, dtype=dtype, device="cpu")
+        return torch.nn.Parameter(copy.copy_(parameter.detach()))
+
+    @torch.no_grad()
+    def gradients(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Gradients in the host; the host waits for them."""
+        for name, value in given.items():
+            if name not in self._taken:
+                self._taken[name] = self.copies.buffer(value.numel(), value.dtype)
+            event = self.copies.take(self._taken[name].view(value.shape), value)
+        self.copies.settle()
+        if given:
+            event.synchronize()
+        return {name: self._taken[name].view(value.shape) for name, value in given.items()}
+
+    @torch.no_grad()
+    def bring(self, name: str, target: Tensor, master: Tensor) -> None:
+        """Start to fill a tensor on the device from its master, rounded in the host; the current stream waits."""
+        if name not in self._rounded:
+            self._rounded[name] = self.copies.buffer(target.numel(), target.dtype)
+        rounded = self._rounded[name].view(target.shape)
+        rounded.copy_(master)
+        self.copies.bring(target, rounded).wait()

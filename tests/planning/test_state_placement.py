@@ -45,8 +45,7 @@ from arachnec.passes.stages import Stages
 from arachnec.planning.host_choice import with_host
 from arachnec.planning.stage_cuts import parts_of
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.host_copies import HostCopies
-from arachnec.runtime.host_optimizer import HostMasters
+from arachnec.runtime.host_copies import HostCopies, HostMasters
 from arachnec.tracing.cost import readers_of
 from arachnec.tracing.dataflow import Cut, Dataflow, record_dataflow, single_blocks
 from arachnec.tracing.layers import ADAMW, layer_of_parameters, tensor_sizes

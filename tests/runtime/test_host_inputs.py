@@ -8,9 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.host_arena import HostArena
-from arachnec.runtime.host_copies import APART, HostCopies
-from arachnec.runtime.host_inputs import HostInputs
+from arachnec.runtime.host_copies import APART, HostArena, HostCopies, HostInputs
 
 BLOCKS, BYTES = 3, 8 * 4
 

@@ -29,8 +29,7 @@ from arachnec.models.file import ModelFile
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoff_connections import HandoffConnections
 from arachnec.runtime.handoffs import handoff_pairs
-from arachnec.runtime.host_copies import HostCopies
-from arachnec.runtime.host_inputs import HostInputs
+from arachnec.runtime.host_copies import HostCopies, HostInputs
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.rank_threads import RankThreads

@@ -13,8 +13,7 @@ from arachnec.model_state.cells.host_shard import HostShard
 from arachnec.model_state.cells.layout import FlatLayout, layouts_of
 from arachnec.model_state.cells.slots import Slots
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.host_copies import HostCopies
-from arachnec.runtime.host_inputs import HostInputs
+from arachnec.runtime.host_copies import HostCopies, HostInputs
 from tests.distributed import fake_device
 from tests.distributed.harness import PRELOAD, RankPool
 from tests.warm_python import warm_python
