@@ -6,8 +6,11 @@ events of the CPU stand in, so that all devices take one path through the code.
 
 from __future__ import annotations
 
+import mmap
 import os
+import sys
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,7 +21,30 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from arachnec.ir.diagnostic import user_error
-from arachnec.runtime.locked_memory import locked_tensor
+
+
+class _Pages(mmap.mmap):
+    """Pages that are unlocked before they go back to the system: a weak reference would hear of it behind that, when
+    something else may lie there."""
+
+    unlock: Callable[[], object] | None = None
+
+    def __del__(self) -> None:
+        if self.unlock is not None and not sys.is_finalizing():
+            self.unlock()
+
+
+def locked_tensor(size: int, dtype: torch.dtype, cudart: Any) -> Tensor | None:
+    """A flat tensor of ``size`` elements, not zero, unlocked when its memory is given back; None where the host has no
+    more to lock. ``cudart`` is torch's module of that name."""
+    pages = _Pages(-1, size * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # these may be huge
+    values = torch.frombuffer(pages, dtype=dtype, count=size)
+    address = values.data_ptr()
+    if int(cudart.cudaHostRegister(address, len(pages), 0)):
+        return None
+    pages.unlock = lambda: cudart.cudaHostUnregister(address)
+    return values
+
 
 GIB = 2**30
 

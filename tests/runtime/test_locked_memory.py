@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from arachnec.runtime.locked_memory import locked_tensor
+from arachnec.runtime.device_runtime import locked_tensor
 
 
 @dataclass
