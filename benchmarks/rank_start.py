@@ -32,7 +32,7 @@ def rank_starts(rank: int, ranks: int, lazy: bool, port: int, pipe: Connection) 
     import torch
     import torch.distributed as dist
 
-    from arachnec.runtime.handoff_connections import HandoffConnections
+    from arachnec.runtime.handoffs import HandoffConnections
 
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)

@@ -18,8 +18,7 @@ from torch import nn
 from arachnec.cost.profile import HANDOFF, Collective
 from arachnec.profiling.layer_collectives import Call
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.handoff_connections import HandoffConnections
-from arachnec.runtime.handoffs import Handoffs, HandoffThreads, Received, TensorSpec
+from arachnec.runtime.handoffs import HandoffConnections, Handoffs, HandoffThreads, Received, TensorSpec
 
 SIZES = {"small": 4 << 10, "large": 1 << 20}  # bytes
 COUNT = 6  # blocks, and messages, one behind the other

@@ -27,8 +27,7 @@ from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.model_state.updated_parameters import UpdatedParameters
 from arachnec.models.file import ModelFile
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.handoff_connections import HandoffConnections
-from arachnec.runtime.handoffs import handoff_pairs
+from arachnec.runtime.handoffs import HandoffConnections, handoff_pairs
 from arachnec.runtime.host_copies import HostCopies, HostInputs
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups

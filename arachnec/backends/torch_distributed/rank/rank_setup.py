@@ -37,7 +37,7 @@ from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.handoffs import HandoffConnections
 from arachnec.runtime.host_copies import HostCopies, HostMasters
 from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups

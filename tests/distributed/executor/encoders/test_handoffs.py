@@ -15,8 +15,7 @@ from arachnec.backends.torch_distributed import engine
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
 from arachnec.runtime.device_runtime import DeviceRuntime, HostCopy
-from arachnec.runtime.handoff_connections import HandoffConnections, most_peers_of
-from arachnec.runtime.handoffs import Handoffs, HandoffThreads, TensorSpec
+from arachnec.runtime.handoffs import HandoffConnections, Handoffs, HandoffThreads, TensorSpec, most_peers_of
 from tests.distributed.executor_cases import RUNS, Work, assert_same_gradients, clip, executable, plain_loop
 from tests.distributed.harness import run_ranks
 from tests.distributed.late_device import LateEvent, late_runtime
@@ -121,7 +120,7 @@ DIES = """
 import os, sys, time
 import torch.distributed as dist
 from datetime import timedelta
-from arachnec.runtime.handoff_connections import HandoffConnections
+from arachnec.runtime.handoffs import HandoffConnections
 from arachnec.ir.diagnostic import UserError, render
 
 os.environ["TORCH_GLOO_LAZY_INIT"] = "1"
