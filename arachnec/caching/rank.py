@@ -31,11 +31,10 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.phases import GROUP_TIMEOUT, Enter, Timeouts, unwatched
 from arachnec.models.encoders import running_encoders
 from arachnec.runtime.agreement import agree, gather_text
-from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.process_groups import wanted_groups
 from arachnec.runtime.rank_threads import RankThreads
-from arachnec.runtime.step_progress import StepProgress
+from arachnec.runtime.step_progress import Clock, StepProgress
 from arachnec.spmd.spatial.peers import Group
 
 SET_ASIDE = "set_aside.jsonl"

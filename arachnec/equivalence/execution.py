@@ -28,7 +28,7 @@ from arachnec.executable.training_options import TorchClass, Training
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
 from arachnec.model_state.gradient_precision import keep_gradients
 from arachnec.models.file import ModelFile
-from arachnec.runtime.clock import Clock
+from arachnec.runtime.step_progress import Clock
 from arachnec.spmd.sharded_model import install
 from arachnec.spmd.specialisation import Specialisation
 from arachnec.spmd.specialise import captured_again

@@ -17,8 +17,7 @@ from arachnec.data.requests import Request
 from arachnec.ir.nodes import Cascade, Instruction, Module, quantity
 from arachnec.ir.sampling import planned_steps
 from arachnec.launch.phases import Place, Position, Timeouts
-from arachnec.runtime.clock import Clock
-from arachnec.runtime.step_progress import StepProgress, named
+from arachnec.runtime.step_progress import Clock, StepProgress, named
 
 
 @dataclass(frozen=True)

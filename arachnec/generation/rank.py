@@ -33,10 +33,10 @@ from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.launch.phases import GROUP_TIMEOUT, Timeouts
 from arachnec.lowering.continuation import begins_as
 from arachnec.models.sampler_file import decoded
-from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoffs import HandoffConnections, Handoffs, HandoffThreads, TensorSpec, handoff_pairs
 from arachnec.runtime.process_groups import family_groups, wanted_groups
+from arachnec.runtime.step_progress import Clock, Interval
 from arachnec.sampling.forward import BranchPoint, all_branches, branches_of
 from arachnec.sampling.loop import Loop, Point, Predict, Sampling, begin, guided, packed, run, state_bytes, unpack
 from arachnec.spmd.specialisation import Specialisation

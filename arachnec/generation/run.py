@@ -37,7 +37,7 @@ from arachnec.passes.check import checked
 from arachnec.passes.infra.base import installed, load_file
 from arachnec.passes.infra.instruments import Instrument
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.runtime.clock import Interval
+from arachnec.runtime.step_progress import Interval
 
 PLAN, OUTCOMES, REPORT = "plan", "outcomes", "report.json"
 WORKER = "arachnec.generation.worker"

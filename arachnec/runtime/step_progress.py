@@ -1,9 +1,4 @@
-"""What a rank is doing in a step: its instruction, the clips of it, and the ranks that it waits for.
-
-The thread that trains writes down its instruction, and leaves word of it for the case that its process is killed. The
-watchdog's thread asks for the rest. On a device the host is ahead of what runs: the first instruction that the device
-has not passed counts.
-"""
+"""A rank's step, instruction by instruction: when each began and ended, what runs now, and which ranks it waits for."""
 
 from __future__ import annotations
 
@@ -11,13 +6,76 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+import msgspec
 
 from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program
 from arachnec.launch.phases import Place, Position
-from arachnec.runtime.clock import Clock
+
+if TYPE_CHECKING:
+    from arachnec.runtime.device_runtime import DeviceRuntime, Timer
+
+
+class Interval(msgspec.Struct, frozen=True):
+    """One instruction on one rank; ms from the start of the step."""
+
+    rank: int
+    op: str
+    target: str
+    start: float
+    end: float
+
+
+class Clock:
+    """Measures without making anybody wait: moments are taken, and read at the end."""
+
+    def __init__(self, rank: int, runtime: DeviceRuntime) -> None:
+        self._rank = rank
+        self._runtime = runtime
+        self._zero = runtime.timer()
+        self._marks: list[tuple[str, str, Timer, Timer]] = []
+        self._passed = 0
+
+    def measure(self, op: str, target: str) -> _Measured:
+        """Run inside what is measured; of what raises nothing is noted."""
+        return _Measured(self, op, target)
+
+    def now(self) -> Timer:
+        return self._runtime.timer()
+
+    def note(self, op: str, target: str, started: Timer) -> None:
+        """Something has ended that began at a ``now``."""
+        self._marks.append((op, target, started, self._runtime.timer()))
+
+    def under_way(self) -> tuple[str, str] | None:
+        """Of what was measured, the operation and target that the device is in; None where it has passed all. Nobody
+        waits; one other thread may ask."""
+        marks = self._marks
+        while self._passed < len(marks) and marks[self._passed][3].passed():
+            self._passed += 1
+        return marks[self._passed][:2] if self._passed < len(marks) else None
+
+    def intervals(self) -> list[Interval]:
+        """All that was measured, in order. Waits for the device."""
+        self._runtime.synchronize()
+        zero = self._zero
+        return [Interval(self._rank, op, target, a.since(zero), b.since(zero)) for op, target, a, b in self._marks]
+
+
+class _Measured:
+    def __init__(self, clock: Clock, op: str, target: str) -> None:
+        self._clock, self._op, self._target = clock, op, target
+
+    def __enter__(self) -> None:
+        self._started = self._clock.now()
+
+    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
+        if kind is None:
+            self._clock.note(self._op, self._target, self._started)
+
 
 TOGETHER = ("encode", "forward", "backward", "weight", "norm", "learn", "denoise")  # all of the group are in it at once
 COMPUTES = ("forward", "backward", "weight", "denoise", "decode")

@@ -24,7 +24,7 @@ from arachnec.launch.ranks import as_rank
 from arachnec.models.file import load_model_file
 from arachnec.profiling.profiler import Profiler
 from arachnec.runtime.agreement import gather
-from arachnec.runtime.clock import Interval
+from arachnec.runtime.step_progress import Interval
 from benchmarks.pipelines.torch_peer import MODEL
 
 KINDS = ("forward", "backward", "weight", "norm", "step", "reduce", "send", "free", "wait", "faults", "processor")

@@ -8,7 +8,7 @@ import pytest
 
 from arachnec.backends.torch_distributed.reporting.report import PlannedTimes, busy_ms
 from arachnec.ir.parser import parse_module
-from arachnec.runtime.clock import Interval
+from arachnec.runtime.step_progress import Interval
 
 PROGRAM = Path(__file__).parents[1] / "golden" / "check" / "pipeline_zero_bubble.cascade"
 OPS = ("encode", "wait", "forward", "backward", "weight", "reduce", "step")

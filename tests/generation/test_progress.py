@@ -15,8 +15,8 @@ from arachnec.generation.progress import RequestProgress, instruction_limit
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.launch.phases import PLAN_S, Position, Timeouts
-from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceRuntime
+from arachnec.runtime.step_progress import Clock
 from tests.generation.cases import ENCODER, FIXED, REQUESTS, SAMPLER, lowered, partitioned, sampling_of, written
 from tests.warm_python import warm_python
 

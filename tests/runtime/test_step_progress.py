@@ -12,9 +12,8 @@ import torch
 
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.launch.phases import Position
-from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.step_progress import StepProgress, named
+from arachnec.runtime.step_progress import Clock, StepProgress, named
 from tests.distributed.executor_cases import Work, clip, lowered, traced
 
 CLIPS = [clip("a", 2), clip("b", 3)]

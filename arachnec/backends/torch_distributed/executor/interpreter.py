@@ -44,12 +44,11 @@ from arachnec.model_state.gradients import GradientSynchronisation, layers_in
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import global_norm, norm_over
 from arachnec.models.clip_errors import naming
-from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import Event, HostCopy
 from arachnec.runtime.handoffs import Handoffs, Received
 from arachnec.runtime.out_of_memory import raise_explained
 from arachnec.runtime.rank_threads import spare_cores
-from arachnec.runtime.step_progress import StepProgress
+from arachnec.runtime.step_progress import Clock, StepProgress
 from arachnec.spmd.sparse_layers import SparseCascade
 
 POLL_S = 2e-4

@@ -16,7 +16,7 @@ from arachnec.ir.diagnostic import writing
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.launch.start_times import StartTimes
 from arachnec.model_state.layer_summary import LayerSummary
-from arachnec.runtime.clock import Interval
+from arachnec.runtime.step_progress import Interval
 from arachnec.views.planned_and_measured import differs, run_note
 
 if TYPE_CHECKING:

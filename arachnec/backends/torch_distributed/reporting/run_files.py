@@ -15,7 +15,7 @@ from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, Executable
 from arachnec.ir.nodes import Module
 from arachnec.ir.printer import print_module
 from arachnec.runtime.agreement import gather_text
-from arachnec.runtime.clock import Interval
+from arachnec.runtime.step_progress import Interval
 from arachnec.views.executable_page import PAGE, executable_page
 from arachnec.views.timeline import planned, read_measured
 from arachnec.views.timeline_svg import draw

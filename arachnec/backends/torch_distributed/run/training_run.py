@@ -71,12 +71,11 @@ from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.model_state.sparsity_history import HISTORY
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
-from arachnec.runtime.clock import Clock, Interval
 from arachnec.runtime.device_runtime import OnHost
 from arachnec.runtime.handoffs import TensorSpec
 from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
 from arachnec.runtime.slow_ranks import notes_of_slow
-from arachnec.runtime.step_progress import StepProgress
+from arachnec.runtime.step_progress import Clock, Interval, StepProgress
 
 
 class Trainer:

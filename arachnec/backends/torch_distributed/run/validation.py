@@ -28,8 +28,8 @@ from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.other_manifests import STEP, ValidationBatches, demand_same_manifests
 from arachnec.executable.training_options import Training
 from arachnec.runtime.agreement import gather
-from arachnec.runtime.clock import Clock
 from arachnec.runtime.handoffs import TensorSpec
+from arachnec.runtime.step_progress import Clock
 
 MEASURES = Share(ends=False, measures=True)
 

@@ -36,11 +36,11 @@ from arachnec.model_state.optimizer import Optimizer
 from arachnec.model_state.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.passes.infra.base import installed, load_file
 from arachnec.passes.infra.pipeline import Pipeline
-from arachnec.runtime.clock import Clock
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoffs import HandoffConnections, TensorSpec
 from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.step_progress import Clock
 from tests.distributed import fake_device
 from tests.distributed.harness import PRELOAD, RankPool
 from tests.warm_python import warm_python

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.reporting import report
-from arachnec.runtime.clock import Interval
+from arachnec.runtime.step_progress import Interval
 from tests.distributed.executor_cases import QUICK, Work, clip, executable, train
 from tests.distributed.harness import run_ranks
 
