@@ -24,7 +24,7 @@ from statistics import median
 
 from arachnec.pipelining.evaluate import StageTimes
 from arachnec.pipelining.order_search import Grouping, choose_k, groupings
-from arachnec.runtime.link_watch import LinkWatch
+from arachnec.runtime.replanning import LinkWatch
 
 AHEAD = 2  # steps: the next step's plan is ready when links are compared
 SETTINGS = ((2, 8), (4, 16), (8, 32))  # stages, micro-batches

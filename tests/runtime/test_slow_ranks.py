@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from arachnec.runtime.slow_ranks import IDLE, STEPS, SlowRanks, factors
+from arachnec.runtime.replanning import IDLE, STEPS, SlowRanks, factors
 
 PLANNED = [10.0, 20.0, 10.0, 0.0]
 EVEN = [50.0, 100.0, 50.0, 0.0]

@@ -39,9 +39,9 @@ from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoffs import HandoffConnections
 from arachnec.runtime.host_copies import HostCopies, HostMasters
-from arachnec.runtime.link_watch import HandoffNotes
 from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups
 from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.replanning import HandoffNotes
 from arachnec.tracing.captions_read import demand_captions_read
 from arachnec.tracing.sample import meta_encoders
 from arachnec.tracing.timesteps_read import demand_timesteps_read

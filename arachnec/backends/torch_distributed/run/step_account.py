@@ -21,7 +21,7 @@ from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import user_error
 from arachnec.optimizers.schedules import is_rate
 from arachnec.runtime.agreement import gather
-from arachnec.runtime.slow_ranks import SlowRanks
+from arachnec.runtime.replanning import SlowRanks
 from arachnec.runtime.step_progress import Interval
 
 

@@ -73,8 +73,7 @@ from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.device_runtime import OnHost
 from arachnec.runtime.handoffs import TensorSpec
-from arachnec.runtime.link_watch import LinkWatch, Notes, measured_speeds
-from arachnec.runtime.slow_ranks import notes_of_slow
+from arachnec.runtime.replanning import LinkWatch, Notes, measured_speeds, notes_of_slow
 from arachnec.runtime.step_progress import Clock, Interval, StepProgress
 
 

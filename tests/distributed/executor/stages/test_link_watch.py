@@ -9,7 +9,7 @@ import pytest
 from arachnec.executable.folder import MEASURED_PROGRAM, read_executable
 from arachnec.ir.nodes import integer, quantity
 from arachnec.ir.parser import parse_module
-from arachnec.runtime.link_watch import EVERY, LinkWatch, Message, Notes, measured_speeds
+from arachnec.runtime.replanning import EVERY, LinkWatch, Message, Notes, measured_speeds
 from tests.distributed.executor_cases import clip, losses, train_on
 from tests.distributed.pipeline_cases import executable, pipeline_of
 
