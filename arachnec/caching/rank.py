@@ -32,8 +32,7 @@ from arachnec.launch.phases import GROUP_TIMEOUT, Enter, Timeouts, unwatched
 from arachnec.models.encoders import running_encoders
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.process_groups import wanted_groups
-from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.rank_resources import RankThreads, wanted_groups
 from arachnec.runtime.step_progress import Clock, StepProgress
 from arachnec.spmd.spatial.peers import Group
 

@@ -35,7 +35,7 @@ from arachnec.lowering.continuation import begins_as
 from arachnec.models.sampler_file import decoded
 from arachnec.runtime.device_runtime import DeviceRuntime, OnHost
 from arachnec.runtime.handoffs import HandoffConnections, Handoffs, HandoffThreads, TensorSpec, handoff_pairs
-from arachnec.runtime.process_groups import family_groups, wanted_groups
+from arachnec.runtime.rank_resources import family_groups, wanted_groups
 from arachnec.runtime.step_progress import Clock, Interval
 from arachnec.sampling.forward import BranchPoint, all_branches, branches_of
 from arachnec.sampling.loop import Loop, Point, Predict, Sampling, begin, guided, packed, run, state_bytes, unpack

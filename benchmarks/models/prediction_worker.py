@@ -29,8 +29,7 @@ from arachnec.profiling.profiler import TRAINING, Profiler
 from arachnec.runtime.agreement import gather
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoffs import HandoffConnections, handoff_pairs
-from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
-from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.rank_resources import RankThreads, wanted_gradient_groups, wanted_groups
 from arachnec.runtime.step_progress import Clock
 
 MODEL = Path(__file__).with_name("prediction_model.py")

@@ -9,7 +9,7 @@ from arachnec.analysis.communicators import HOST_HANDOFFS, resident
 from arachnec.analysis.stage_ranks import learning_ranks
 from arachnec.analysis.uses import Values
 from arachnec.ir.parser import parse_module
-from arachnec.runtime.process_groups import wanted_gradient_groups
+from arachnec.runtime.rank_resources import wanted_gradient_groups
 
 PARTS = Path(__file__).parents[1] / "golden" / "stages" / "sparse_parts.expect"
 

@@ -47,7 +47,7 @@ from arachnec.models.clip_errors import naming
 from arachnec.runtime.device_runtime import Event, HostCopy
 from arachnec.runtime.handoffs import Handoffs, Received
 from arachnec.runtime.out_of_memory import raise_explained
-from arachnec.runtime.rank_threads import spare_cores
+from arachnec.runtime.rank_resources import spare_cores
 from arachnec.runtime.step_progress import Clock, StepProgress
 from arachnec.spmd.sparse_layers import SparseCascade
 

@@ -29,8 +29,7 @@ from arachnec.models.file import ModelFile
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoffs import HandoffConnections, handoff_pairs
 from arachnec.runtime.host_copies import HostCopies, HostInputs
-from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
-from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.rank_resources import RankThreads, wanted_gradient_groups, wanted_groups
 from arachnec.runtime.replanning import HandoffNotes
 from arachnec.spmd.block_forward import InputsAway
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade

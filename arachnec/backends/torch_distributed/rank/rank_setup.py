@@ -39,8 +39,7 @@ from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoffs import HandoffConnections
 from arachnec.runtime.host_copies import HostCopies, HostMasters
-from arachnec.runtime.process_groups import family_groups, wanted_gradient_groups
-from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.rank_resources import RankThreads, family_groups, wanted_gradient_groups
 from arachnec.runtime.replanning import HandoffNotes
 from arachnec.tracing.captions_read import demand_captions_read
 from arachnec.tracing.sample import meta_encoders

@@ -38,8 +38,7 @@ from arachnec.passes.infra.base import installed, load_file
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoffs import HandoffConnections, TensorSpec
-from arachnec.runtime.process_groups import wanted_gradient_groups, wanted_groups
-from arachnec.runtime.rank_threads import RankThreads
+from arachnec.runtime.rank_resources import RankThreads, wanted_gradient_groups, wanted_groups
 from arachnec.runtime.step_progress import Clock
 from tests.distributed import fake_device
 from tests.distributed.harness import PRELOAD, RankPool
