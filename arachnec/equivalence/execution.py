@@ -26,7 +26,7 @@ from arachnec.backends.torch_distributed.rank.sharded_blocks import needs_sequen
 from arachnec.equivalence.small_program import Small
 from arachnec.executable.training_options import TorchClass, Training
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Stage
-from arachnec.model_state.gradient_precision import keep_gradients
+from arachnec.model_state.kept_gradients import keep_gradients
 from arachnec.models.file import ModelFile
 from arachnec.runtime.step_progress import Clock
 from arachnec.spmd.sharded_model import install

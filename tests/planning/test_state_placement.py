@@ -35,8 +35,7 @@ from arachnec.ir.state_placement import GIB, place, with_kept
 from arachnec.ir.tables import FIGURES
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Value
 from arachnec.model_state.cells.flat_layer import FlatLayer
-from arachnec.model_state.gradient_precision import keep_gradients
-from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
+from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, keep_gradients, set_gradient
 from arachnec.model_state.optimizer import Optimizer
 from arachnec.optimizers.recipe import recipe_of
 from arachnec.passes.shard_optimizer import ShardOptimizer

@@ -30,7 +30,7 @@ from arachnec.ir.nodes import Module
 from arachnec.ir.parameter_cells import replicas
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.phases import GROUP_TIMEOUT
-from arachnec.model_state.gradient_precision import keep_gradients
+from arachnec.model_state.kept_gradients import keep_gradients
 from arachnec.model_state.optimizer import Optimizer
 from arachnec.model_state.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.models.encoders import running_encoders

@@ -65,8 +65,7 @@ from arachnec.ir.nodes import Module
 from arachnec.launch.ending import StopRequest
 from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock
-from arachnec.model_state.gradient_precision import keep_gradients, says_low
-from arachnec.model_state.kept_gradients import drop_gradients
+from arachnec.model_state.kept_gradients import drop_gradients, keep_gradients, says_low
 from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.model_state.sparsity_history import HISTORY
 from arachnec.models.file import ModelFile

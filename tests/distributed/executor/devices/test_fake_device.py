@@ -31,7 +31,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Module, Stage
 from arachnec.ir.stage_sizes import gradient_bytes, gradient_element_bytes, trained_count
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.model_state.gradient_precision import keep_gradients
+from arachnec.model_state.kept_gradients import keep_gradients
 from arachnec.model_state.optimizer import Optimizer
 from arachnec.model_state.updated_parameters import layers_of_stages, updated_parameters
 from arachnec.passes.infra.base import installed, load_file

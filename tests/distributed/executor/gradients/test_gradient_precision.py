@@ -17,9 +17,8 @@ from arachnec.model_state.gradient_pieces import (
     Piece,
     piece_size,
 )
-from arachnec.model_state.gradient_precision import keep_gradients, says_low
 from arachnec.model_state.gradients import GradientSynchronisation
-from arachnec.model_state.kept_gradients import gradient_of, set_gradient
+from arachnec.model_state.kept_gradients import gradient_of, keep_gradients, says_low, set_gradient
 from arachnec.model_state.optimizer import Optimizer
 from tests.distributed.executor_cases import cluster
 from tests.distributed.harness import run_ranks
