@@ -17,7 +17,7 @@ from torch import Tensor
 
 from arachnec.checkpoint.parts import AVERAGE, Part
 from arachnec.executable.training_options import Schedule, Training
-from arachnec.model_state.gradient_pieces import pieces_of
+from arachnec.model_state.gradients import pieces_of
 from arachnec.model_state.kept_gradients import gradient_of
 from arachnec.model_state.parameter_parts import GatheredParts, Parts, own_parts
 from arachnec.optimizers.entries import KeptEntries

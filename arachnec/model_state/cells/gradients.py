@@ -18,8 +18,7 @@ from arachnec.ir.nodes import Instruction
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.model_state.cells.flat_layer import FlatLayer
 from arachnec.model_state.cells.gathering import Gathering
-from arachnec.model_state.gradient_pieces import SMALLEST_PIECE, Piece, pieces_of
-from arachnec.model_state.gradients import GradientSynchronisation
+from arachnec.model_state.gradients import SMALLEST_PIECE, GradientSynchronisation, Piece, pieces_of
 from arachnec.model_state.kept_gradients import set_gradient
 from arachnec.runtime.collectives import gathered_on_first
 

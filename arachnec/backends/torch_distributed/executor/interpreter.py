@@ -39,8 +39,7 @@ from arachnec.ir.stage_sizes import recomputed_layers
 from arachnec.kernels.attention.fused_attention import sdpa_preferring
 from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.model_state.cells.gradients import ShardGradients, StageCells
-from arachnec.model_state.gradient_pieces import piece_size
-from arachnec.model_state.gradients import GradientSynchronisation, layers_in
+from arachnec.model_state.gradients import GradientSynchronisation, layers_in, piece_size
 from arachnec.model_state.kept_gradients import drop_gradients
 from arachnec.model_state.optimizer import global_norm, norm_over
 from arachnec.models.clip_errors import naming

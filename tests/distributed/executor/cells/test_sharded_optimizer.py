@@ -18,7 +18,7 @@ from arachnec.checkpoint.parts import part_of
 from arachnec.executable.folder import read_executable, write_executable
 from arachnec.executable.training_options import Training
 from arachnec.ir.values import Quantity
-from arachnec.model_state.gradient_pieces import ScatteredPiece
+from arachnec.model_state.gradients import ScatteredPiece
 from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
 from arachnec.model_state.parameter_parts import Parts
 from arachnec.models.file import load_model_file

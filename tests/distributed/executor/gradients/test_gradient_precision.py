@@ -10,14 +10,14 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Instruction, Level, Module, Stage
 from arachnec.ir.values import Attributes
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.model_state.gradient_pieces import (
+from arachnec.model_state.gradients import (
     EXCHANGED,
     LARGEST_PIECE,
     SMALLEST_PIECE,
+    GradientSynchronisation,
     Piece,
     piece_size,
 )
-from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.model_state.kept_gradients import gradient_of, keep_gradients, says_low, set_gradient
 from arachnec.model_state.optimizer import Optimizer
 from tests.distributed.executor_cases import cluster
