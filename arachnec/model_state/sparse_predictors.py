@@ -43,21 +43,24 @@ from arachnec.ir.stage_sizes import count_in, layers_of
 from arachnec.kernels.sparse.cube_sides import Grid, cube_counts
 from arachnec.kernels.sparse.predictor import MASS, kept_blocks
 from arachnec.kernels.sparse.token_cubes import CELL
-from arachnec.model_state.kept_layers import kept_history, kept_layers
 from arachnec.model_state.key_list_files import ListFiles, ListSizes, write_lists
-from arachnec.model_state.layer_report import PlannedLayer, layer_summary
 from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.model_state.measured_layers import (
+    HISTORY,
     LEAST,
+    PlannedLayer,
+    SparsityHistory,
     add_to,
     classes_after,
     for_length,
+    kept_history,
+    kept_layers,
+    layer_summary,
     means,
     no_totals,
     spread,
     weights_of,
 )
-from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
 from arachnec.planning.sparse_stages import forecasts
 from arachnec.sparsity.clip_grid import caption_blocks, token_grid
 from arachnec.sparsity.head_shares import learns, lists_fit

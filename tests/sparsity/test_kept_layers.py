@@ -8,8 +8,7 @@ import torch
 from arachnec.checkpoint.class_states import CLASSES, VALUES, ClassState, class_tensor
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import LENGTH_CLASSES, ByLength
-from arachnec.model_state.kept_layers import KeptLayer, kept_history, kept_layers
-from arachnec.model_state.sparsity_history import HISTORY, SparsityHistory
+from arachnec.model_state.measured_layers import HISTORY, KeptLayer, SparsityHistory, kept_history, kept_layers
 
 NAME = "blocks.0.0"
 OWN = ClassState((0.5, 0.9), (0.25, 1.0), (1.0, 0.5))

@@ -67,7 +67,7 @@ from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock
 from arachnec.model_state.kept_gradients import drop_gradients, keep_gradients, says_low
 from arachnec.model_state.layer_summary import LayerSummary
-from arachnec.model_state.sparsity_history import HISTORY
+from arachnec.model_state.measured_layers import HISTORY
 from arachnec.models.file import ModelFile
 from arachnec.runtime.agreement import agree, gather_text
 from arachnec.runtime.device_runtime import OnHost

@@ -32,8 +32,8 @@ from arachnec.ir.values import Formula, Quantity, Term, Value
 from arachnec.kernels.sparse.predictor import Projections
 from arachnec.model_state import sparse_predictors
 from arachnec.model_state.key_list_files import read_lists, share_that_differs
+from arachnec.model_state.measured_layers import HISTORY, STEPS_KEPT
 from arachnec.model_state.sparse_predictors import SparsePredictors
-from arachnec.model_state.sparsity_history import HISTORY, STEPS_KEPT
 from arachnec.models.file import load_model_file
 from arachnec.sparsity.head_shares import FIRST
 from arachnec.spmd.chosen_fetch import Room

@@ -19,8 +19,8 @@ from arachnec.checkpoint.parts import Part
 from arachnec.ir.head_density import LENGTH_CLASSES, ByLength
 from arachnec.kernels.sparse.predictor import kept_blocks
 from arachnec.model_state.key_list_files import read_lists
+from arachnec.model_state.measured_layers import HISTORY
 from arachnec.model_state.sparse_predictors import SparsePredictors
-from arachnec.model_state.sparsity_history import HISTORY
 from tests.distributed.executor.gradients.test_sparse import (
     CLIPS,
     LAYERS,
