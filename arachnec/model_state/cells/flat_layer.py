@@ -1,11 +1,8 @@
-"""One flat tensor of a layer on one rank: its own shard always, the whole from gather to release.
-
-The layer's parameters are views of the whole, for good: of memory that other layers have in between (`slots`).
-"""
+"""One flat tensor of a layer on one rank, its own shard always, the whole for a while; where parameters lie in it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -13,10 +10,79 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.model_state.cells.host_shard import HostShard
-from arachnec.model_state.cells.layout import FlatLayout
 from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.runtime.collectives import Waited, start_all_gather_in_place, start_reduce_scatter_in_place
 from arachnec.runtime.host_copies import HostCopies
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A parameter's place in a flat tensor."""
+
+    name: str
+    shape: tuple[int, ...]
+    first: int
+
+    @property
+    def size(self) -> int:
+        return torch.Size(self.shape).numel()
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Elements [start, start + size) of a flattened parameter, which lie in a rank's shard from ``place`` on."""
+
+    slot: Slot
+    start: int
+    size: int
+    place: int
+
+
+@dataclass(frozen=True)
+class FlatLayout:
+    """One flat tensor of a layer."""
+
+    layer: int
+    dtype: torch.dtype
+    trained: bool
+    slots: tuple[Slot, ...]
+    ranks: int  # of a cell
+
+    @property
+    def shard_size(self) -> int:
+        """Elements of one rank's shard."""
+        end = self.slots[-1].first + self.slots[-1].size
+        return -(-end // self.ranks)
+
+    def pieces(self, member: int) -> Iterator[Piece]:
+        """What a cell's member number ``member`` has of each parameter; nothing of most."""
+        begin, end = member * self.shard_size, (member + 1) * self.shard_size
+        for slot in self.slots:
+            first, last = max(begin, slot.first), min(end, slot.first + slot.size)
+            if first < last:
+                yield Piece(slot, first - slot.first, last - first, first - begin)
+
+
+def layouts_of(parameters: Mapping[str, Tensor], layers: Mapping[str, int], ranks: int) -> tuple[FlatLayout, ...]:
+    """The flat tensors of a model in the order of its layers; ``layers`` says which layer each parameter is in."""
+    groups: dict[tuple[int, str, bool], list[str]] = {}
+    for name, value in parameters.items():
+        groups.setdefault((layers[name], str(value.dtype), value.requires_grad), []).append(name)
+    return tuple(
+        _layout(layer, trained, {name: parameters[name] for name in names}, ranks)
+        for (layer, _, trained), names in sorted(groups.items())
+    )
+
+
+def _layout(layer: int, trained: bool, parameters: Mapping[str, Tensor], ranks: int) -> FlatLayout:
+    slots: list[Slot] = []
+    end = 0
+    for name, value in parameters.items():
+        slots.append(Slot(name, tuple(value.shape), end))
+        end += value.numel()
+    dtype = next(iter(parameters.values())).dtype
+    return FlatLayout(layer, dtype, trained, tuple(slots), ranks)
+
 
 EXACT = 4  # bytes of an element, from which on a collective itself may sum
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from arachnec.ir.parameter_cells import HELD
-from arachnec.model_state.cells.layout import FlatLayout
+from arachnec.model_state.cells.flat_layer import FlatLayout
 
 ALIGNED = 512  # bytes: as allocators align, for copies and collectives of any precision
 

@@ -21,10 +21,9 @@ from arachnec.ir.parameter_cells import cell_of, own_cell
 from arachnec.ir.stage_sizes import layers_of
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.phases import GROUP_TIMEOUT
-from arachnec.model_state.cells.flat_layer import FlatLayer
+from arachnec.model_state.cells.flat_layer import FlatLayer, Piece
 from arachnec.model_state.cells.gathering import Gathering
 from arachnec.model_state.cells.gradients import ShardGradients, StageCells
-from arachnec.model_state.cells.layout import Piece
 from arachnec.model_state.cells.slots import Slots
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.models.file import ModelFile

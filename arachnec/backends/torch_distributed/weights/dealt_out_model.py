@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from arachnec.backends.torch_distributed.weights.shared_weights import put_in_place
 from arachnec.backends.torch_distributed.weights.streamed_weights import Offered, Take, absent, streamed_model
 from arachnec.executable.training_options import Training
-from arachnec.model_state.cells.flat_layer import FlatLayer
-from arachnec.model_state.cells.layout import FlatLayout, layouts_of
+from arachnec.model_state.cells.flat_layer import FlatLayer, FlatLayout, layouts_of
 from arachnec.model_state.cells.slots import Slots
 from arachnec.models.file import ModelFile
 from arachnec.runtime.host_copies import HostCopies

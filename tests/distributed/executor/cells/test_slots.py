@@ -9,9 +9,8 @@ from torch import Tensor, nn
 from arachnec.ir.nodes import Instruction
 from arachnec.ir.parameter_cells import HELD
 from arachnec.ir.values import Attributes
-from arachnec.model_state.cells.flat_layer import FlatLayer
+from arachnec.model_state.cells.flat_layer import FlatLayer, layouts_of
 from arachnec.model_state.cells.gathering import Gathering
-from arachnec.model_state.cells.layout import layouts_of
 from arachnec.model_state.cells.slots import Slots, ends_of, slot_of
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies
