@@ -23,8 +23,7 @@ from arachnec.cost.profile import GATHER, SCATTER, Collective
 from arachnec.ir.nodes import Instruction
 from arachnec.ir.values import Attributes
 from arachnec.model_state.cells.flat_layer import FlatLayer, FlatLayout, layouts_of
-from arachnec.model_state.cells.gathering import Gathering
-from arachnec.model_state.cells.slots import Slots
+from arachnec.model_state.cells.gathering import Gathering, Slots
 from arachnec.model_state.kept_gradients import set_gradient
 
 SMALL = 1024  # parameters of the layer that tells the latency

@@ -1,19 +1,12 @@
-"""Layers that come and go while a cascade runs on a cell.
-
-In a forward each layer is gathered before it runs, one ahead, and released behind it. In a backward it is gathered
-again before its first gradient is computed, for recomputation as well; once the backward has come to the layer before
-it, its gradients are reduce-scattered and it is released.
-
-All members of a cell gather in the order of the program's list, whatever the model does: a layer that runs early brings
-those before it along, one that never runs is gathered at the end. A backward takes the order in which layers ran.
-"""
+"""Layers that come and go while a cascade runs on a cell, and the few slots of memory in which they are whole."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,10 +17,88 @@ from torch.utils import _pytree as pytree
 from arachnec.analysis.gathers import layers_listed
 from arachnec.ir.nodes import Instruction, integer
 from arachnec.ir.parameter_cells import HELD
-from arachnec.model_state.cells.flat_layer import FlatLayer, Scattering
-from arachnec.model_state.cells.slots import Slots, slot_of
+from arachnec.model_state.cells.flat_layer import FlatLayer, FlatLayout, Scattering
 from arachnec.runtime.collectives import Waited
 from arachnec.spmd.sharded_tokens import ShardedTokens
+
+ALIGNED = 512  # bytes: as allocators align, for copies and collectives of any precision
+
+
+@dataclass(eq=False)
+class _Slot:
+    buffer: Tensor  # bytes, as many as the largest layer has; with memory from their first use to ``drop``
+    layer: Hashable | None = None  # that is whole in it
+    put_aside: Callable[[], None] | None = None  # takes that layer out
+
+    def grow(self, size: int) -> None:
+        storage = self.buffer.untyped_storage()
+        if storage.size() < size:
+            storage.resize_(0)  # what lies there is of nobody any more
+            storage.resize_(size)
+
+
+@dataclass(eq=False)
+class Slots:
+    """Of one rank, by number."""
+
+    slots: dict[int, _Slot] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, stages: Iterable[tuple[Sequence[FlatLayout], int]], device: torch.device) -> Slots:
+        """``stages`` are the flat tensors of each, and the number of its last layer."""
+        sizes: dict[int, int] = {}
+        for layouts, last in stages:
+            layers: dict[int, list[FlatLayout]] = {}
+            for layout in layouts:
+                layers.setdefault(layout.layer, []).append(layout)
+            for layer, own in layers.items():
+                number = slot_of(layer, last)
+                sizes[number] = max(sizes.get(number, 0), ends_of(own)[-1])
+        slots = {n: _Slot(torch.empty(size, dtype=torch.uint8, device=device)) for n, size in sizes.items()}
+        return cls(slots)
+
+    def places(self, layer: int, last: int, layouts: Sequence[FlatLayout]) -> list[Tensor]:
+        """The whole flat tensors of one layer, one behind the other in its slot."""
+        buffer, ends = self.slots[slot_of(layer, last)].buffer, ends_of(layouts)
+        return [
+            buffer.data[first : first + bytes_of(layout)].view(layout.dtype)
+            for layout, first in zip(layouts, [0, *ends], strict=False)
+        ]
+
+    def take(self, slot: int, layer: Hashable, layouts: Sequence[FlatLayout], put_aside: Callable[[], None]) -> None:
+        """Have ``layer`` lie in its slot from now on; one that is whole there is put aside."""
+        own = self.slots[slot]
+        if own.put_aside is not None and own.layer != layer:
+            own.put_aside()
+        own.layer, own.put_aside = layer, put_aside
+        own.grow(ends_of(layouts)[-1])
+
+    def leave(self, slot: int, layer: Hashable) -> None:
+        """The slot is free, if this layer lay in it."""
+        own = self.slots.get(slot)
+        if own is not None and own.layer == layer:
+            own.layer = own.put_aside = None
+
+    def drop(self) -> None:
+        """Give the memory of all free slots back."""
+        for slot in self.slots.values():
+            if slot.layer is None:
+                slot.buffer.untyped_storage().resize_(0)
+
+
+def slot_of(layer: int, last: int) -> int:
+    """The slot of a stage's layer; ``last`` is the number of what lies in none."""
+    return HELD if layer == last else layer % HELD
+
+
+def bytes_of(layout: FlatLayout) -> int:
+    """Of a whole flat tensor."""
+    return layout.shard_size * layout.ranks * layout.dtype.itemsize
+
+
+def ends_of(layouts: Sequence[FlatLayout]) -> list[int]:
+    """Where each of a layer's flat tensors ends in its slot and the next begins, in bytes."""
+    return list(accumulate(-(-bytes_of(layout) // ALIGNED) * ALIGNED for layout in layouts))
 
 
 @dataclass

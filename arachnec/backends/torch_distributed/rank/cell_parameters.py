@@ -22,9 +22,8 @@ from arachnec.ir.stage_sizes import layers_of
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.phases import GROUP_TIMEOUT
 from arachnec.model_state.cells.flat_layer import FlatLayer, Piece
-from arachnec.model_state.cells.gathering import Gathering
+from arachnec.model_state.cells.gathering import Gathering, Slots
 from arachnec.model_state.cells.gradients import ShardGradients, StageCells
-from arachnec.model_state.cells.slots import Slots
 from arachnec.model_state.gradients import GradientSynchronisation
 from arachnec.models.file import ModelFile
 from arachnec.runtime.device_runtime import DeviceRuntime

@@ -15,7 +15,7 @@ from arachnec.backends.torch_distributed.weights.shared_weights import put_in_pl
 from arachnec.backends.torch_distributed.weights.streamed_weights import Offered, Take, absent, streamed_model
 from arachnec.executable.training_options import Training
 from arachnec.model_state.cells.flat_layer import FlatLayer, FlatLayout, layouts_of
-from arachnec.model_state.cells.slots import Slots
+from arachnec.model_state.cells.gathering import Slots
 from arachnec.models.file import ModelFile
 from arachnec.runtime.host_copies import HostCopies
 from arachnec.tracing.layers import layer_of_parameters

@@ -8,9 +8,8 @@ from torch import Tensor, nn
 from arachnec.ir.nodes import Instruction
 from arachnec.ir.values import Attributes
 from arachnec.model_state.cells.flat_layer import FlatLayer, FlatLayout, layouts_of
-from arachnec.model_state.cells.gathering import Gathering
+from arachnec.model_state.cells.gathering import Gathering, Slots
 from arachnec.model_state.cells.host_shard import HostShard
-from arachnec.model_state.cells.slots import Slots
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies, HostInputs
 from tests.distributed import fake_device

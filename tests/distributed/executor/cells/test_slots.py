@@ -10,8 +10,7 @@ from arachnec.ir.nodes import Instruction
 from arachnec.ir.parameter_cells import HELD
 from arachnec.ir.values import Attributes
 from arachnec.model_state.cells.flat_layer import FlatLayer, layouts_of
-from arachnec.model_state.cells.gathering import Gathering
-from arachnec.model_state.cells.slots import Slots, ends_of, slot_of
+from arachnec.model_state.cells.gathering import Gathering, Slots, ends_of, slot_of
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.host_copies import HostCopies
 
