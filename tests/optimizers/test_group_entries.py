@@ -12,9 +12,8 @@ from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import Schedule, Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.model_state.optimizer import Optimizer
-from arachnec.optimizers.entries import KeptEntries
 from arachnec.optimizers.recipe import Recipe, recipe_of
-from arachnec.optimizers.state import kept_state, state_bytes
+from arachnec.optimizers.state import KeptEntries, kept_state, state_bytes
 
 PLAIN = Training(lr=0.1, clip_norm=0)
 
