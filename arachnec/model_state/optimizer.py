@@ -21,7 +21,7 @@ from arachnec.model_state.gradients import pieces_of
 from arachnec.model_state.kept_gradients import gradient_of
 from arachnec.model_state.parameter_parts import GatheredParts, Parts, own_parts
 from arachnec.optimizers.kept_state import KeptState
-from arachnec.optimizers.own_update import told_update
+from arachnec.optimizers.own_scripts import told_update
 from arachnec.optimizers.recipe import ParameterGroup, Recipe, has_modes, recipe_of
 from arachnec.optimizers.schedules import Rates, demand_schedule
 from arachnec.optimizers.state import KeptEntries

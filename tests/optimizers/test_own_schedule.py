@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.given_module import guarded
-from arachnec.optimizers.own_schedule import advance, demand_rates, own_schedule
+from arachnec.optimizers.own_scripts import advance, demand_rates, own_schedule
 
 
 def optimizer() -> torch.optim.Optimizer:

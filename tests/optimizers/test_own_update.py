@@ -14,7 +14,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Span
 from arachnec.model_state.optimizer import Optimizer
-from arachnec.optimizers.own_update import told_update
+from arachnec.optimizers.own_scripts import told_update
 from arachnec.optimizers.recipe import Recipe, recipe_of
 
 
@@ -96,7 +96,7 @@ def raised_in_torch() -> None:
 
 
 def test_what_a_package_raises_is_told_where_the_model_file_makes_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("arachnec.optimizers.own_update.users_frames", lambda error: [])  # as of a class in a package
+    monkeypatch.setattr("arachnec.optimizers.own_scripts.users_frames", lambda error: [])  # as of a class in a package
     span = Span("model.py", 3, 1, 3, 9)
     with pytest.raises(UserError) as caught, told_update(Recipe((), None, None, span), "Prodigy", 2):
         raised_in_torch()

@@ -48,7 +48,7 @@ from arachnec.launch.phases import Enter, unwatched
 from arachnec.launch.start_times import StartClock, StartTimes
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
-from arachnec.optimizers.own_schedule import advance, demand_rates, own_schedule, step_schedule
+from arachnec.optimizers.own_scripts import advance, demand_rates, own_schedule, step_schedule
 from arachnec.optimizers.recipe import UserOptimizer
 from arachnec.runtime.agreement import agree
 from arachnec.runtime.device_runtime import DeviceRuntime

@@ -21,7 +21,7 @@ from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.batch import clip_generator
 from arachnec.models.file import load_model_file
 from arachnec.models.given_module import with_own_optimizer
-from arachnec.optimizers.own_schedule import own_schedule
+from arachnec.optimizers.own_scripts import own_schedule
 from tests.distributed.executor_cases import MODEL, QUICK, captured_once
 from tests.distributed.harness import run_ranks
 

@@ -1,17 +1,22 @@
-"""A learning rate schedule that a script of the user's makes: called and stepped, its mistakes told as such."""
+"""Optimizers and rate schedules of the user's own: called and stepped, their mistakes told as the user's."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
+from arachnec.ir.users_code import users_frames
+from arachnec.models.file import line_span, ran_out_of_memory
 from arachnec.models.given_module import guarded
+from arachnec.optimizers.recipe import Recipe
 from arachnec.optimizers.schedules import is_rate
 
 
@@ -79,3 +84,38 @@ def step_schedule(schedule: Any) -> None:
 
 def _refusal(error: Exception, remedy: str) -> WrongSchedule:
     return WrongSchedule(None, f"raised {type(error).__name__}: {' '.join(str(error).split())}", remedy)
+
+
+def failed_update_error(span: Span | None, kind: str, error: str, step: int, place: str) -> UserError:
+    return user_error(
+        f"`optimizer`, a {kind}, raised {error} in its update of step {step}",
+        label=place,
+        help=(
+            "correct it, and resume from the last whole checkpoint: this step may have updated some "
+            "parameters and is kept nowhere"
+        ),
+        span=span,
+    )
+
+
+@contextmanager
+def told_update(recipe: Recipe, kind: str, step: int) -> Iterator[None]:
+    """Raises ``UserError`` for what the user's code raised in the update of optimizer step ``step``, from 0.
+
+    That is code of an optimizer that torch does not have, or a hook on one that it has. What torch itself raised, and
+    memory that ran out, pass.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except (Exception, SystemExit) as error:
+        frames = users_frames(error)
+        if ran_out_of_memory(error) or (recipe.kind is not None and not frames):
+            raise
+        message = " ".join(str(error).split())
+        told = f"{type(error).__name__}{': ' if message else ''}{message}"
+        if not frames:  # a class of an installed package
+            raise failed_update_error(recipe.span, kind, told, step, "the optimizer comes from here") from error
+        span = line_span(Path(frames[-1].filename), frames[-1].lineno or 1)
+        raise failed_update_error(span, kind, told, step, "raised here") from error
