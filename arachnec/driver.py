@@ -332,7 +332,7 @@ def compare_requests(
     requests, machine = read_requests(data), parse_cluster(cluster)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    from arachnec.generation.compiled import asked
+    from arachnec.generation.plan import asked
     from arachnec.generation.plan import traced as trace_requests
 
     sampling, _ = asked(Path(sampler), switch, None, "carry")

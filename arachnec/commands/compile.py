@@ -142,7 +142,7 @@ def compile_sampler(
     requests, machine = read_requests(data), parse_cluster(cluster)
     pipeline = options.pipeline("generate" if passes is None else passes, profile)
     from arachnec.commands.generated import print_request_plan
-    from arachnec.generation.compiled import asked, compile_requests
+    from arachnec.generation.plan import asked, compile_requests
     from arachnec.report import plan_report
 
     switch, first, history = how

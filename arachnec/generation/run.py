@@ -25,8 +25,7 @@ from arachnec.executable.sampling_folder import (
     read_sampling_executable,
     sampler_digest,
 )
-from arachnec.generation.compiled import CompiledRequests, asked, compile_requests
-from arachnec.generation.plan import DEFAULT, planned
+from arachnec.generation.plan import DEFAULT, CompiledRequests, asked, compile_requests, planned
 from arachnec.generation.results import EXECUTED, Outcome, Results
 from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError

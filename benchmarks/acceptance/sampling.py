@@ -25,7 +25,7 @@ from torch import Tensor
 from arachnec.data.requests import Request
 from arachnec.data.switch import ONE_MODEL, Switch, parse_switch
 from arachnec.generation import plan
-from arachnec.generation.compiled import asked
+from arachnec.generation.plan import asked
 from arachnec.generation.rank import GenerationRank
 from arachnec.generation.results import Outcome
 from arachnec.generation.run import Generation, prepare, run_here

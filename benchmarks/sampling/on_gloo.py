@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from arachnec.cluster.file import parse_cluster
 from arachnec.data.requests import Request, read_requests
 from arachnec.executable.folder import MEASURED
-from arachnec.generation.compiled import asked, compile_requests
+from arachnec.generation.plan import asked, compile_requests
 from arachnec.generation.run import prepare_executable, run_here
 from arachnec.ir.nodes import quantity
 from arachnec.models.sampler_file import SamplerFile, load_sampler_file

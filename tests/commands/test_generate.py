@@ -13,8 +13,7 @@ from arachnec.commands.generated import generate_here
 from arachnec.data.switch import ONE_MODEL, parse_switch
 from arachnec.executable.sampling_folder import Settings, StoredRequest
 from arachnec.generation import run as generation
-from arachnec.generation.compiled import asked
-from arachnec.generation.plan import demand_latents, forecast, ordered
+from arachnec.generation.plan import asked, demand_latents, forecast, ordered
 from arachnec.generation.results import Outcome, Results
 from arachnec.generation.switches_seen import Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import UserError, render
