@@ -20,7 +20,7 @@ from arachnec.executable.sampling_folder import Settings, write_sampling_executa
 from arachnec.generation.encoded import Encoders
 from arachnec.generation.learned_layers import with_predictors
 from arachnec.generation.model_kind import model_kind
-from arachnec.generation.switches_seen import Seen
+from arachnec.generation.results import Seen
 from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster, Graph, Level, Module, Stage

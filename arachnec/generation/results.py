@@ -1,8 +1,4 @@
-"""The files of finished requests. In: latents, pixels and what is known of their way. Out: files, whole or not there.
-
-``ID.safetensors`` has a request's ``latents``, and in its metadata the fingerprint of what made them: a run that is
-started again leaves out what is there with the same fingerprint. ``ID.mp4`` is written before it.
-"""
+"""The folder of results: files of finished requests, whole or not there, and a line for each switch that was seen."""
 
 from __future__ import annotations
 
@@ -21,6 +17,7 @@ from arachnec.data.requests import Request
 from arachnec.data.video_file import write_video
 from arachnec.executable.sampling_folder import Settings
 from arachnec.models.sampler_file import SamplerFile
+from arachnec.sampling.loop import Sampling
 
 LATENTS = "latents"
 ABOUT = "request"
@@ -102,3 +99,43 @@ class Results:
         save_tensors({LATENTS: latents.detach().cpu().contiguous()}, part, about)
         synced(part)
         part.replace(self.latents(request))
+
+
+SWITCHES = "switches.jsonl"
+LINES, NEWEST = 10_000, 4 * 2**20  # of the newest lines, and bytes, that are read
+
+
+class Seen(msgspec.Struct, frozen=True):
+    """Where a request of so many steps has switched, by which rule and between which models."""
+
+    models: tuple[str, ...]
+    switch: str
+    steps: int
+    switched: int
+
+    def of(self, sampling: Sampling) -> bool:
+        """Whether it says something of requests that are sampled so."""
+        return (self.models, self.switch) == (sampling.names, str(sampling.switch)) and self.steps > 0
+
+
+def read_seen(folder: Path) -> tuple[Seen, ...]:
+    """Those of earlier runs into this folder. A line that is none is left out: it is only a forecast."""
+    path, seen = folder / SWITCHES, []
+    if not path.is_file():
+        return ()
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - NEWEST))
+        lines = file.read(NEWEST).splitlines()
+    for line in lines[-LINES:]:
+        try:
+            seen.append(msgspec.json.decode(line, type=Seen))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            continue
+    return tuple(seen)
+
+
+def record_seen(folder: Path, seen: Iterable[Seen]) -> None:
+    lines = b"".join(msgspec.json.encode(row) + b"\n" for row in seen)
+    if lines:
+        with (folder / SWITCHES).open("ab") as file:
+            file.write(lines)

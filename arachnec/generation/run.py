@@ -26,8 +26,7 @@ from arachnec.executable.sampling_folder import (
     sampler_digest,
 )
 from arachnec.generation.plan import DEFAULT, CompiledRequests, asked, compile_requests, planned
-from arachnec.generation.results import EXECUTED, Outcome, Results
-from arachnec.generation.switches_seen import Seen, read_seen, record_seen
+from arachnec.generation.results import EXECUTED, Outcome, Results, Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Cluster, Module, Stage
 from arachnec.ir.printer import print_module

@@ -14,8 +14,7 @@ from arachnec.data.switch import ONE_MODEL, parse_switch
 from arachnec.executable.sampling_folder import Settings, StoredRequest
 from arachnec.generation import run as generation
 from arachnec.generation.plan import asked, demand_latents, forecast, ordered
-from arachnec.generation.results import Outcome, Results
-from arachnec.generation.switches_seen import Seen, read_seen, record_seen
+from arachnec.generation.results import Outcome, Results, Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.sampler_file import load_sampler_file
 from arachnec.passes.infra.pipeline import Pipeline

@@ -26,7 +26,7 @@ from arachnec.executable.batches import mixed_manifest
 from arachnec.executable.folder import read_header
 from arachnec.executable.train_file import training_of
 from arachnec.executable.training_options import Training
-from arachnec.generation.switches_seen import read_seen
+from arachnec.generation.results import read_seen
 from arachnec.ir.diagnostic import Diagnostic, UserError, render_all
 from arachnec.ir.limits import LONGEST_ERRORS, MOST_GPUS
 from arachnec.ir.nodes import Module
