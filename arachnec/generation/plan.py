@@ -18,8 +18,7 @@ from arachnec.data.switch import ONE_MODEL, Switch, parse_switch
 from arachnec.executable.folder import REPORT
 from arachnec.executable.sampling_folder import Settings, write_sampling_executable
 from arachnec.generation.encoded import Encoders
-from arachnec.generation.learned_layers import with_predictors
-from arachnec.generation.model_kind import model_kind
+from arachnec.generation.rank_models import model_kind, with_predictors
 from arachnec.generation.results import Seen
 from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.long_computations import Reporter, unreported
