@@ -1,24 +1,24 @@
-"""Where the output of an encoder for a clip lies, and which are there.
-
-A file is named by everything that its content follows from: the encoders' code and weights, the video and its time, the
-clip's sizes and caption. So what is there is right, whatever run wrote it, and equal clips share one file. A file is
-renamed to its name once it is whole.
-"""
+"""Where the output of an encoder for a clip lies, which are there, and which were made by several ranks."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 from torch import Tensor
 
 from arachnec.checkpoint.files import save_tensors, synced
+from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import TENSOR, is_whole
+from arachnec.ir.diagnostic import counted
+from arachnec.ir.nodes import Module
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.models.weight_files import weight_files
@@ -88,3 +88,57 @@ def _stamp(path: Path | None) -> tuple[str, int, int] | None:
         return None
     stat = path.stat()
     return str(path.absolute()), stat.st_size, stat.st_mtime_ns
+
+
+DIVIDED = "divided.jsonl"
+
+
+class Divided(msgspec.Struct, frozen=True):
+    """An encoder that so many ranks ran together, for so many clips of one shape."""
+
+    encoder: str
+    ranks: int
+    frames: int
+    height: int
+    width: int
+    clips: int
+
+    def text(self) -> str:
+        shape = f"{self.frames}x{self.height}x{self.width}"
+        return f"{self.encoder} was divided over {self.ranks} ranks for {counted(self.clips, 'clip')} of {shape}"
+
+
+def divided_in(module: Module, clips: Mapping[int, VideoClip]) -> list[Divided]:
+    """What a batch's program divides."""
+    stages = {stage.name: stage for stage in module.stages}
+    ranks_of = {
+        step.target: len(step.peers) for program in module.programs for step in program.instructions if step.peers
+    }
+    rows = [
+        Divided(cascade.stage, ranks, clip.frames, clip.height, clip.width, 1)
+        for cascade in module.cascades
+        if (ranks := ranks_of.get(cascade.name, 1)) > 1 and is_divided(cascade, stages[cascade.stage], ranks)
+        for clip in (clips[number] for number in cascade.clips)
+    ]
+    return together(rows)
+
+
+def together(rows: Iterable[Divided]) -> list[Divided]:
+    """One row for each encoder, number of ranks and shape, in the order in which they came."""
+    counts: Counter[Divided] = Counter()
+    for row in rows:
+        counts[msgspec.structs.replace(row, clips=0)] += row.clips
+    return [msgspec.structs.replace(row, clips=count) for row, count in counts.items()]
+
+
+def write_divided(folder: Path, rows: Iterable[Divided]) -> None:
+    """Add what a batch divided to what is known beside the plan."""
+    with (folder / DIVIDED).open("ab") as file:
+        for row in rows:
+            file.write(msgspec.json.encode(row) + b"\n")
+
+
+def read_divided(folder: Path) -> list[Divided]:
+    """What all batches divided."""
+    lines = (folder / DIVIDED).read_bytes().splitlines() if (folder / DIVIDED).is_file() else []
+    return together(msgspec.json.decode(line, type=Divided) for line in lines)

@@ -16,8 +16,7 @@ from typing import Any
 
 import msgspec
 
-from arachnec.caching.divided import Divided, read_divided
-from arachnec.caching.files import EncodedFiles, identity_of
+from arachnec.caching.files import Divided, EncodedFiles, identity_of, read_divided
 from arachnec.caching.options import CacheOptions, words_of
 from arachnec.caching.rank import SET_ASIDE, SetAside
 from arachnec.data.clip import VideoClip

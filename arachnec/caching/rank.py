@@ -20,8 +20,7 @@ from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
-from arachnec.caching.divided import divided_in, write_divided
-from arachnec.caching.files import EncodedFiles
+from arachnec.caching.files import EncodedFiles, divided_in, write_divided
 from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import Executable

@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from arachnec.backends.cascade_step import encode_loaded
 from arachnec.caching import manifest as planning
 from arachnec.caching import rank as caching_rank
-from arachnec.caching.divided import Divided, read_divided, together
-from arachnec.caching.files import EncodedFiles, identity_of
+from arachnec.caching.files import Divided, EncodedFiles, identity_of, read_divided, together
 from arachnec.caching.manifest import CLIPS, Cached, Encoding, NoneEncoded, Run, cache, encoding_plan
 from arachnec.caching.rank import SET_ASIDE, encode_batches
 from arachnec.caching.worker import follow, lead
