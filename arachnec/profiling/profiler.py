@@ -58,11 +58,9 @@ from arachnec.model_state.optimizer import Optimizer
 from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.profiling.clock import now
-from arachnec.profiling.handoff_times import HandoffTimes
 from arachnec.profiling.in_turns import Budget, Turn, in_turns
 from arachnec.profiling.layer_collectives import Call, LayerCollectives, largest_block
-from arachnec.profiling.links import measure_links
+from arachnec.profiling.links import HandoffTimes, measure_links, now
 from arachnec.profiling.local import Measured
 from arachnec.profiling.parts import Layers, timed_parts
 from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
