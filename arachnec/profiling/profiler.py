@@ -58,12 +58,21 @@ from arachnec.model_state.optimizer import Optimizer
 from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.profiling.in_turns import Budget, Turn, in_turns
+from arachnec.profiling.in_turns import (
+    Budget,
+    Point,
+    Turn,
+    choose_points,
+    deciding_sizes,
+    in_turns,
+    more_points,
+    sizes_of,
+    spread,
+)
 from arachnec.profiling.layer_collectives import Call, LayerCollectives, largest_block
 from arachnec.profiling.links import HandoffTimes, measure_links, now
 from arachnec.profiling.local import Measured
 from arachnec.profiling.parts import Layers, timed_parts
-from arachnec.profiling.points import Point, choose_points, deciding_sizes, more_points, sizes_of, spread
 from arachnec.profiling.sparse_kernels import measure_sparse, sparse_grids
 from arachnec.runtime.agreement import gather, share_text
 from arachnec.sparsity.clip_grid import token_grid

@@ -35,10 +35,9 @@ from arachnec.kernels.attention.subgroups import subgroups
 from arachnec.launch.ending import exit_with
 from arachnec.launch.ranks import as_rank
 from arachnec.models.sampler_file import DECODER, FromLatents, SamplerFile, latents_of, load_sampler_file
-from arachnec.profiling.in_turns import Budget, Turn, in_turns
+from arachnec.profiling.in_turns import SHAPES, Budget, Point, Turn, deciding_sizes, in_turns, sizes_of, spread
 from arachnec.profiling.links import measure_links, now
 from arachnec.profiling.local import Measured
-from arachnec.profiling.points import SHAPES, Point, deciding_sizes, sizes_of, spread
 from arachnec.profiling.profiler import (
     SHARED_SHAPES,
     TRAINED,

@@ -5,8 +5,7 @@ import math
 import pytest
 
 from arachnec.profiling import in_turns
-from arachnec.profiling.in_turns import Budget, Turn, counted, expected_s, telling_order
-from arachnec.profiling.points import Point
+from arachnec.profiling.in_turns import Budget, Point, Turn, counted, expected_s, telling_order
 from tests.distributed.executor_cases import clip
 
 

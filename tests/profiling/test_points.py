@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from arachnec.data.clip import VideoClip
 from arachnec.models.encoders import TextEncoder, VideoEncoder
-from arachnec.profiling.points import ENCODED_SHAPES, choose_points, deciding_sizes, more_points, sizes_of
+from arachnec.profiling.in_turns import ENCODED_SHAPES, choose_points, deciding_sizes, more_points, sizes_of
 
 
 class Padded(nn.Module):

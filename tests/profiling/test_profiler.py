@@ -12,9 +12,8 @@ from arachnec.backends.cascade_step import in_training_precision
 from arachnec.cost.profile import fit_profile
 from arachnec.executable.training_options import Training
 from arachnec.models.file import load_model_file
-from arachnec.profiling.in_turns import Budget
+from arachnec.profiling.in_turns import SHAPES, Budget, choose_points
 from arachnec.profiling.local import Measured
-from arachnec.profiling.points import SHAPES, choose_points
 from arachnec.profiling.profiler import Profiler
 from tests.distributed.executor_cases import ENCODER, MODEL, clip
 from tests.distributed.harness import run_ranks
