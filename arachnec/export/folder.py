@@ -16,8 +16,7 @@ from arachnec.checkpoint.trained_predictors import FILE as PREDICTORS
 from arachnec.checkpoint.trained_predictors import write_predictors
 from arachnec.executable.folder import Executable
 from arachnec.export.adapters import Merging, lora_file, merged_sources, peft_files
-from arachnec.export.model_values import META, ModelValues, TrainedModel, model_values
-from arachnec.export.trained_values import trained_values
+from arachnec.export.model_values import META, ModelValues, TrainedModel, model_values, trained_values
 from arachnec.ir.diagnostic import user_error
 from arachnec.models.adapters import WRAPPER, plain_model
 from arachnec.models.file import ModelFile

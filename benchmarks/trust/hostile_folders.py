@@ -31,7 +31,7 @@ from arachnec import cli
 from arachnec.checkpoint.folder import COMMIT, committed
 from arachnec.executable.folder import CLIPS, HEADER, MEASURED, PROGRAM, digest_of, read_executable
 from arachnec.executable.folder import MODEL as MODEL_FILE
-from arachnec.export.trained_values import MASTER, trained_values
+from arachnec.export.model_values import MASTER, trained_values
 from arachnec.ir.diagnostic import UserError
 from benchmarks.trust.input_fuzz import damaged, judge_all, other_tokens, other_values
 from tests.commands.binary_inputs import damaged_bytes
