@@ -14,8 +14,14 @@ import torch
 from torch import Tensor
 
 from arachnec.backends.torch_distributed.plans.supported import demand_supported
-from arachnec.equivalence.execution import OnRank, captured_blocks, run_rank, run_reference_steps
-from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
+from arachnec.equivalence.execution import (
+    Failed,
+    OnRank,
+    captured_blocks,
+    on_forked_ranks,
+    run_rank,
+    run_reference_steps,
+)
 from arachnec.equivalence.small_program import CannotExecute, Small, small
 from arachnec.equivalence.stand_in import stand_in
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted

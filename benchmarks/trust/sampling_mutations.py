@@ -25,7 +25,7 @@ from torch import Tensor
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import Switch
-from arachnec.equivalence.forked_ranks import Failed, on_forked_ranks
+from arachnec.equivalence.execution import Failed, on_forked_ranks
 from arachnec.ir.nodes import Module
 from arachnec.planning.sampling.requests import segmented
 from arachnec.sampling.loop import Sampling
