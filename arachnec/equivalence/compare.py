@@ -22,8 +22,7 @@ from arachnec.equivalence.execution import (
     run_rank,
     run_reference_steps,
 )
-from arachnec.equivalence.small_program import CannotExecute, Small, small
-from arachnec.equivalence.stand_in import stand_in
+from arachnec.equivalence.small_program import CannotExecute, Small, small, stand_in
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.limits import MOST_CHECKED_RANKS, MOST_NAMES
 from arachnec.ir.nodes import Module
