@@ -55,7 +55,7 @@ def command(folder: Path, ranks: int | None, output: Path | None, no_equivalence
 
 def check(program: Module) -> str:
     """What is seen when the program is executed on small tensors. Its imports wait until the ranks are started."""
-    from arachnec.equivalence.before_run import executed_first
+    from arachnec.equivalence.compare import executed_first
 
     return executed_first(program)
 

@@ -6,6 +6,7 @@ In: a module that ``check`` holds. Out: how far the two are apart, or a ``UserEr
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,6 +27,7 @@ from arachnec.equivalence.small_program import CannotExecute, Small, small, stan
 from arachnec.ir.diagnostic import Diagnostic, UserError, counted
 from arachnec.ir.limits import MOST_CHECKED_RANKS, MOST_NAMES
 from arachnec.ir.nodes import Module
+from arachnec.passes.check import checked
 
 TOLERANCE = 1e-6  # norms are made in fp32
 SECONDS = 60.0
@@ -171,3 +173,23 @@ def _stage(reduced: Small, parameter: str) -> str:
 def _layer(parameter: str) -> int | None:
     root, *rest = parameter.split(".")
     return int(rest[0]) if root == "blocks" else None
+
+
+MOST_INSTRUCTIONS = 2000  # of a program that is worth the seconds at every start
+
+
+def executed_first(program: Module) -> str:
+    """What was seen, for a person.
+
+    Raises ``UserError`` for a program that ``check`` refuses, or that does not compute what its batch asks for.
+    """
+    if sum(len(own.instructions) for own in program.programs) > MOST_INSTRUCTIONS:
+        return "self-test left out: the program is large (arachnec check --equivalence executes it on small tensors)"
+    started = time.perf_counter()
+    try:
+        told = demand_equivalent(checked(program)).text
+    except UserError as error:
+        if any(not isinstance(diagnostic, CannotExecute) for diagnostic in error.diagnostics):
+            raise
+        return f"self-test left out: {error}"
+    return f"self-test passed: {told} ({time.perf_counter() - started:.1f} s; --no-equivalence leaves it out)"
