@@ -18,8 +18,7 @@ from torch import Tensor
 from arachnec.analysis.communicators import grid
 from arachnec.analysis.gathers import GIVES_SLOTS_BACK
 from arachnec.analysis.uses import READS_GRADIENTS, overlapped_reduces
-from arachnec.backends.cascade_step import batch_loss, batch_of
-from arachnec.backends.finite_losses import finite_rows
+from arachnec.backends.cascade_step import batch_loss, batch_of, finite_rows
 from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.batches.batch_preparation import BatchPreparation, HostBatch
 from arachnec.backends.torch_distributed.batches.set_aside import usable

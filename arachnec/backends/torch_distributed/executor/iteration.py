@@ -9,7 +9,7 @@ from torch import Tensor
 
 from arachnec.analysis.receive_prefetch import Prefetched, prefetch_receives
 from arachnec.analysis.uses import Values
-from arachnec.backends.finite_losses import not_finite
+from arachnec.backends.cascade_step import not_finite
 from arachnec.backends.torch_distributed.batches.set_aside import LeftOut
 from arachnec.backends.torch_distributed.executor.shared_batches import Digest, Makers
 from arachnec.backends.torch_distributed.executor.side_by_side import own_part, own_program

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from arachnec.backends.finite_losses import finite_rows, not_finite, poisoning
+from arachnec.backends.cascade_step import finite_rows, not_finite, poisoning
 from arachnec.checkpoint.parts import part_of
 from arachnec.executable.training_options import TorchClass, Training
 from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
