@@ -1,17 +1,20 @@
-"""Forward and backward of one stage for one micro-batch, and what goes between stages, as one run of bytes.
-
-The values that a stage hands on, and the gradients that it hands back, are known by number and shape on both sides
-(``tracing.dataflow``), so they travel as one message.
-"""
+"""One stage for one micro-batch: forward, backward, weight gradients apart, and what goes between stages as bytes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from arachnec.backends.staged_model import StageRun
+from arachnec.model_state.kept_gradients import gradient_dtype, gradient_of, set_gradient
 from arachnec.tracing.dataflow import Cut, Form, Output
 
 ALIGNED = 16  # bytes: every tensor begins at a multiple, so that it can be viewed in its own precision
@@ -100,3 +103,119 @@ def _places(forms: Mapping[Output, Form]) -> dict[Output, int]:
 
 def _padded(size: int) -> int:
     return -(-size // ALIGNED) * ALIGNED
+
+
+PLAIN = functional.linear
+LINEAR = (PLAIN, torch.ops.aten.linear.default, torch.ops.aten.linear)
+
+
+@dataclass(frozen=True, eq=False)
+class _Product:
+    """What the gradients of one linear layer in one micro-batch need."""
+
+    weight: nn.Parameter
+    bias: Tensor | None
+    input: Tensor
+    gradient: Tensor
+
+
+@dataclass
+class Deferred:
+    """The weight gradients of one micro-batch on one stage. Entered for its forward, and where blocks are run again.
+
+    Modules call ``functional.linear``; that alone is another function inside, for a mode that sees every call of torch
+    costs a tenth of a small block's forward. Captured ``graphs`` call the operator: they take the mode.
+    """
+
+    graphs: bool = False
+    products: list[_Product] = field(default_factory=list)
+    _inside: list[AbstractContextManager[object]] = field(default_factory=list)
+
+    def __enter__(self) -> Deferred:
+        inside = _EveryCall(self.linear) if self.graphs else _calling(self.linear)
+        inside.__enter__()
+        self._inside.append(inside)
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._inside.pop().__exit__(*raised)
+
+    def linear(self, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """``functional.linear``; of a parameter that trains the gradient is left for later."""
+        plain = type(input) is Tensor and isinstance(weight, nn.Parameter) and weight.requires_grad
+        if plain and torch.is_grad_enabled() and (bias is None or isinstance(bias, nn.Parameter)):
+            result: Tensor = _Linear.apply(input, weight, bias, self.products)  # type: ignore[no-untyped-call]
+            return result
+        return PLAIN(input, weight, bias)
+
+    @torch.no_grad()
+    def run(self, only: Collection[int] | None = None) -> None:
+        """Add all weight gradients to their parameters, or those of which one has one of these ids."""
+        kept: list[_Product] = []
+        taken: list[_Product] = []
+        for product in self.products:
+            wanted = only is None or id(product.weight) in only or id(product.bias) in only
+            (taken if wanted else kept).append(product)
+        self.products[:] = kept
+        while taken:
+            product = taken.pop()
+            gradient = product.gradient.reshape(-1, product.gradient.shape[-1])
+            _add_product(product.weight, gradient.t(), product.input.reshape(-1, product.input.shape[-1]))
+            if product.bias is not None and product.bias.requires_grad:
+                _add(product.bias, gradient.sum(0))
+
+
+class _Linear(torch.autograd.Function):
+    """A linear layer whose backward leaves its parameters' gradients for later."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, weight: nn.Parameter, bias: Tensor | None, products: list[_Product]) -> Tensor:
+        ctx.save_for_backward(value)
+        ctx.weight, ctx.bias, ctx.products = weight, bias, products
+        return PLAIN(value, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (value,), gradient = ctx.saved_tensors, gradients[0]
+        ctx.products.append(_Product(ctx.weight, ctx.bias, value, gradient))
+        return gradient @ ctx.weight if ctx.needs_input_grad[0] else None, None, None, None
+
+
+@contextmanager
+def _calling(linear: Callable[..., Tensor]) -> Iterator[None]:
+    """Inside, this thread's modules call this in the place of ``functional.linear``; those of other threads do not."""
+    before, thread = functional.linear, get_ident()
+
+    def called(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return (linear if get_ident() == thread else before)(input, weight, bias)
+
+    functional.linear = called
+    try:
+        yield
+    finally:
+        functional.linear = before
+
+
+class _EveryCall(TorchFunctionMode):
+    """Sees every call of torch in this thread, and has linear layers computed by ``linear``."""
+
+    def __init__(self, linear: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self._linear = linear
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (self._linear if func in LINEAR else func)(*args, **(kwargs or {}))
+
+
+def _add_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
+    """Where precisions agree the product is added as it is made, and takes no memory of its own."""
+    kept = gradient_of(parameter)
+    if kept is not None and kept.dtype == left.dtype == right.dtype:
+        torch.addmm(kept, left, right, out=kept)
+    else:
+        _add(parameter, left @ right)
+
+
+def _add(parameter: Tensor, gradient: Tensor) -> None:
+    kept, dtype = gradient_of(parameter), gradient_dtype(parameter)
+    set_gradient(parameter, gradient.to(dtype) if kept is None else kept.add_(gradient))

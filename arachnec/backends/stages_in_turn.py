@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from arachnec.analysis.uses import split_backwards
 from arachnec.backends.cascade_step import batch_of, loss_of
-from arachnec.backends.stage_step import as_inputs, backward_of, forms_between
+from arachnec.backends.stage_step import Deferred, as_inputs, backward_of, forms_between
 from arachnec.backends.staged_model import Cuts, StageRun, parts_of
-from arachnec.backends.weight_gradients import Deferred
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Cascade, Module, Phase

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from arachnec.backends.weight_gradients import Deferred
+from arachnec.backends.stage_step import Deferred
 from arachnec.cost.profile import FIRST, LAST, PHASES
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
-from arachnec.backends.weight_gradients import Deferred
+from arachnec.backends.stage_step import Deferred
 
 linear = torch.ops.aten.linear.default
 

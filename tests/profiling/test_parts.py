@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arachnec.backends.weight_gradients import _Product
+from arachnec.backends.stage_step import _Product
 from arachnec.profiling.parts import Layers, timed_parts
 
 PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.addmm.out)

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from arachnec.analysis.stage_handoffs import forward_of
 from arachnec.backends.cascade_step import loss_of
-from arachnec.backends.stage_step import as_inputs, backward_of, forms_between
+from arachnec.backends.stage_step import Deferred, as_inputs, backward_of, forms_between
 from arachnec.backends.staged_model import StageRun, whole
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.rank.rank_context import SequenceParallel
-from arachnec.backends.weight_gradients import Deferred
 from arachnec.ir.nodes import Cascade, Instruction, Phase
 from arachnec.model_state.cells.gradients import ShardGradients, StageCells
 from arachnec.model_state.gradients import GradientSynchronisation
