@@ -27,8 +27,7 @@ from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.encoding import Encoding
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.executor.learning import learn
-from arachnec.backends.torch_distributed.executor.shared_batches import digest_of
-from arachnec.backends.torch_distributed.executor.side_by_side import own_part
+from arachnec.backends.torch_distributed.executor.shared_clips import digest_of, own_part
 from arachnec.backends.torch_distributed.executor.stage_cascades import StageCascades, encoders_of
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext

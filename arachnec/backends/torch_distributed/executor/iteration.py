@@ -11,8 +11,7 @@ from arachnec.analysis.receive_prefetch import Prefetched, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.backends.cascade_step import not_finite
 from arachnec.backends.torch_distributed.batches.set_aside import LeftOut
-from arachnec.backends.torch_distributed.executor.shared_batches import Digest, Makers
-from arachnec.backends.torch_distributed.executor.side_by_side import own_part, own_program
+from arachnec.backends.torch_distributed.executor.shared_clips import Digest, Makers, own_part, own_program
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.plans.supported import demand_supported
 from arachnec.data.clip import VideoClip

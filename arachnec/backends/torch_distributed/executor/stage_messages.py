@@ -27,7 +27,7 @@ from arachnec.analysis.stage_handoffs import (
 )
 from arachnec.analysis.uses import split_backwards
 from arachnec.backends.stage_step import ALIGNED, as_message, forms_between, gradient_forms, pack, packed_size, unpack
-from arachnec.backends.torch_distributed.executor.side_by_side import own_part
+from arachnec.backends.torch_distributed.executor.shared_clips import own_part
 from arachnec.backends.torch_distributed.rank.pipeline_rank import PipelineRank
 from arachnec.backends.torch_distributed.rank.rank_context import SequenceParallel
 from arachnec.data.clip import VideoClip

@@ -11,7 +11,7 @@ import torch
 
 from arachnec.backends.torch_distributed.batches.set_aside import notes_of_left_out
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
-from arachnec.backends.torch_distributed.executor.shared_batches import demand_equal_batches, difference
+from arachnec.backends.torch_distributed.executor.shared_clips import demand_equal_batches, difference
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report

@@ -32,7 +32,7 @@ from arachnec.backends.torch_distributed.checkpoints.initial_run import (
 from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run, Share, program_of
-from arachnec.backends.torch_distributed.executor.shared_batches import SharedBatches
+from arachnec.backends.torch_distributed.executor.shared_clips import SharedBatches
 from arachnec.backends.torch_distributed.executor.specs import Specs
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.options import RunOptions

@@ -1,9 +1,4 @@
-"""Whether the ranks that share a clip made the same batch of it. In: digests of each rank. Out: nothing, or an error.
-
-``sample`` may draw random numbers that are not its generator's, and then every rank trains on another clip. So in the
-first step that a run takes with a clip its ranks compare what they made, by one number in what all ranks exchange of a
-step anyway.
-"""
+"""Clips that groups of ranks share: a rank's own part of a cascade, and whether its ranks made the same batch of it."""
 
 from __future__ import annotations
 
@@ -11,7 +6,7 @@ import platform
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -19,12 +14,50 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from arachnec.backends.torch_distributed.executor.side_by_side import own_part
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import user_error
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer
+from arachnec.ir.parameter_cells import side_by_side
 from arachnec.models.clip_errors import shown_clips
 from arachnec.runtime.agreement import gather_text
+
+
+def own_part(cascade: Cascade, rank: int) -> Cascade:
+    """The cascade with the rank's own clips and ranks; as it is where it has one group, or not this rank."""
+    if cascade.side == 1 or rank not in cascade.ranks:
+        return cascade
+    number = cascade.ranks.index(rank) // cascade.degree
+    count = len(cascade.clips) // cascade.side
+    clips = cascade.clips[number * count : (number + 1) * count]
+    ranks = side_by_side(cascade.ranks, cascade.side)[number]
+    part = replace(cascade, clips=clips, batch=cascade.batch // cascade.side)
+    return part.with_attrs(side=None, ranks=ranks)
+
+
+def parts_of(instruction: Instruction) -> tuple[Instruction, ...]:
+    """A forward or backward as each of its groups runs it."""
+    side = integer(instruction.attrs.get("side", 1))
+    if side == 1:
+        return (instruction,)
+    attrs = instruction.attrs.updated(side=None)
+    return tuple(replace(instruction, peers=ranks, attrs=attrs) for ranks in side_by_side(instruction.peers, side))
+
+
+def own_program(program: Program) -> Program:
+    """A rank's program with the groups of its own clips; the same instructions otherwise."""
+    forwards = {step.target: step for step in program.instructions if step.op == "forward" and "side" in step.attrs}
+    if not forwards:
+        return program
+    return replace(program, instructions=tuple(_own(step, forwards, program.rank) for step in program.instructions))
+
+
+def _own(step: Instruction, forwards: dict[str, Instruction], rank: int) -> Instruction:
+    forward = forwards.get(step.target)
+    if forward is None or step.op not in ("forward", "backward"):
+        return step
+    mine = next(part.peers for part in parts_of(forward) if rank in part.peers)
+    return replace(step, peers=mine, attrs=step.attrs.updated(side=None))
+
 
 BITS = 0xFFFFFF  # of a digest: a sum over all ranks and clips is exact in fp64
 Makers = Mapping[tuple[int, ...], tuple[int, ...]]  # by clips the ranks that make a batch of them
