@@ -32,7 +32,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from arachnec.backends.simulator import Simulation, simulate
-from arachnec.backends.torch_distributed.executor.encode_ahead import encoders_first
+from arachnec.backends.torch_distributed.executor.encoding import encoders_first
 from arachnec.ir.nodes import Instruction, Module, Program, quantity
 from arachnec.ir.values import Quantity
 from arachnec.passes.infra.pipeline import Pipeline

@@ -22,9 +22,9 @@ from torch import Tensor
 from arachnec.backends.cascade_step import build_model, trained_parameters
 from arachnec.backends.reference import Outcome, run_reference
 from arachnec.backends.torch_distributed.batches.load_ahead import encoded_here
+from arachnec.backends.torch_distributed.executor.encoding import Specs
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, program_of
-from arachnec.backends.torch_distributed.executor.specs import Specs
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.rank.rank_setup import set_up_rank

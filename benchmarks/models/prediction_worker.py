@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 
 from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead
+from arachnec.backends.torch_distributed.executor.encoding import Specs
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
 from arachnec.backends.torch_distributed.executor.iteration import Iteration
-from arachnec.backends.torch_distributed.executor.specs import Specs
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.data.clip import VideoClip
 from arachnec.data.manifest import read_manifest

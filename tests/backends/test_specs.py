@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.executor.specs import Specs
+from arachnec.backends.torch_distributed.executor.encoding import Specs
 from arachnec.data.clip import VideoClip
 from arachnec.models.file import ModelFile
 from arachnec.runtime.handoffs import TensorSpec

@@ -1,29 +1,31 @@
-"""The encoders of one rank's iteration: its share of the clips, or its part of every clip.
-
-A clip that cannot be read has a value that is no number (``set_aside``).
-"""
+"""The encoders of one rank: its share of the clips, what is encoded for the next step, the form of what it receives."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import encode_loaded
+from arachnec.analysis.receive_prefetch import planned_memory
+from arachnec.analysis.uses import Values
+from arachnec.backends.cascade_step import encode, encode_loaded
 from arachnec.backends.torch_distributed.batches.load_ahead import own_clips
 from arachnec.backends.torch_distributed.batches.set_aside import no_numbers, stand_in
 from arachnec.backends.torch_distributed.executor.iteration import Iteration
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
-from arachnec.ir.nodes import Cascade, Stage
+from arachnec.ir.nodes import Cascade, Module, Phase, Program, Stage
 from arachnec.kernels.attention.exchange import gather_tokens
 from arachnec.kernels.attention.sequence_shard import even_split
 from arachnec.models.clip_errors import naming
-from arachnec.runtime.device_runtime import HostCopy
+from arachnec.models.file import ModelFile
+from arachnec.runtime.device_runtime import HostCopy, OnHost
+from arachnec.runtime.handoffs import TensorSpec
 from arachnec.spmd.spatial.peers import Group
+from arachnec.tracing.errors import needs_values
 
 
 @dataclass(frozen=True)
@@ -77,3 +79,92 @@ class Encoding:
 
     def _clips(self, cascade: Cascade) -> list[VideoClip]:
         return [self.iteration.clips[clip] for clip in cascade.clips]
+
+
+BEFORE = ("gather", "encode", "send", "receive", "free")  # what a program begins with while no model has run
+
+
+@dataclass
+class Ahead:
+    """What may be encoded ahead for one program, and what has been."""
+
+    module: Module
+    todo: list[Cascade]
+    clips: Mapping[int, VideoClip] = field(default_factory=dict)  # of that program's step
+    values: dict[str, OnHost] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, module: Module, program: Program, limit: float, clips: Mapping[int, VideoClip] | None = None) -> Ahead:
+        """The longest beginning of the program's encoders whose values fit ``limit`` GiB together from the start on."""
+        values = Values(module)
+        todo: list[Cascade] = []
+        for name in encoders_first(program):
+            names = {chosen.name for chosen in todo} | {name}
+            cascade = values.cascades[name]
+            if cascade.inputs or max(planned_memory(values, program, names)) > limit:
+                break
+            todo.append(cascade)
+        return cls(module, todo, clips or {})
+
+    def run(self, encode: Callable[[Cascade], OnHost], waiting: Callable[[], bool]) -> None:
+        """Encode one after the other for as long as there is something to wait for."""
+        while self.todo and waiting():
+            cascade = self.todo.pop(0)
+            self.values[cascade.name] = encode(cascade)
+
+
+def encoders_first(program: Program) -> list[str]:
+    """The cascades that a rank encodes by itself before it does anything else."""
+    names: list[str] = []
+    for instruction in program.instructions:
+        if instruction.op not in BEFORE or (instruction.op == "encode" and len(instruction.peers) > 1):
+            break
+        if instruction.op == "encode":
+            names.append(instruction.target)
+    return names
+
+
+@dataclass
+class Specs:
+    """Runs an encoder on the meta device, once per encoder and clip shape."""
+
+    model_file: ModelFile
+    encoders: Mapping[str, nn.Module]
+    device: torch.device
+    _meta: dict[str, nn.Module] = field(default_factory=dict)
+    _known: dict[tuple[object, ...], TensorSpec] = field(default_factory=dict)
+
+    def received(self, module: Module, program: Program, clips: Mapping[int, VideoClip]) -> dict[str, TensorSpec]:
+        """The spec of every encoder's value this rank receives, by cascade."""
+        names = {step.target for step in program.instructions if step.op == "receive"}
+        return {
+            cascade.name: self._of(cascade.stage, [clips[clip] for clip in cascade.clips])
+            for cascade in module.cascades
+            if cascade.name in names and cascade.phase is Phase.ENCODE
+        }
+
+    def _of(self, stage: str, clips: Sequence[VideoClip]) -> TensorSpec:
+        rows = [self._of_clip(stage, clip) for clip in clips]
+        return TensorSpec((sum(row.shape[0] for row in rows), *rows[0].shape[1:]), rows[0].dtype)
+
+    def _of_clip(self, stage: str, clip: VideoClip) -> TensorSpec:
+        # The file's own size does not matter: `load` scales to the clip's.
+        key = (stage, *clip.shape)
+        if key not in self._known:
+            value = self._encoded(stage, clip)
+            self._known[key] = TensorSpec(tuple(value.shape), value.dtype)
+        return self._known[key]
+
+    def _encoded(self, stage: str, clip: VideoClip) -> torch.Tensor:
+        meta = torch.device("meta")
+        try:
+            if not self._meta and self.model_file.encoders is not None:
+                with meta:
+                    self._meta.update(self.model_file.encoders())
+            with meta:
+                return encode(self._meta[stage].to(meta).eval(), [clip], meta)
+        except Exception as error:
+            if not needs_values(error):
+                raise
+            # An encoder whose forward looks at values has no meta form: here its own output says its shape.
+            return encode(self.encoders[stage], [clip], self.device)

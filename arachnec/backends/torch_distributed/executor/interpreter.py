@@ -23,8 +23,7 @@ from arachnec.backends.reference import encoded_inputs
 from arachnec.backends.torch_distributed.batches.batch_preparation import BatchPreparation, HostBatch
 from arachnec.backends.torch_distributed.batches.set_aside import usable
 from arachnec.backends.torch_distributed.executor.attention import attention_of, precision_of
-from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
-from arachnec.backends.torch_distributed.executor.encoding import Encoding
+from arachnec.backends.torch_distributed.executor.encoding import Ahead, Encoding
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.executor.learning import learn
 from arachnec.backends.torch_distributed.executor.shared_clips import digest_of, own_part

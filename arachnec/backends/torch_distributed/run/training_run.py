@@ -29,11 +29,10 @@ from arachnec.backends.torch_distributed.checkpoints.initial_run import (
     kinds_left,
     newest_checkpoint,
 )
-from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead
+from arachnec.backends.torch_distributed.executor.encoding import Ahead, Specs
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run, Share, program_of
 from arachnec.backends.torch_distributed.executor.shared_clips import SharedBatches
-from arachnec.backends.torch_distributed.executor.specs import Specs
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.other_options import state_beyond_plan

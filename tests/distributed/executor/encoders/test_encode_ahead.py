@@ -13,7 +13,7 @@ import torch.distributed as dist
 from arachnec.analysis.receive_prefetch import planned_memory, prefetch_receives
 from arachnec.analysis.uses import Values
 from arachnec.backends.torch_distributed import engine
-from arachnec.backends.torch_distributed.executor.encode_ahead import Ahead, encoders_first
+from arachnec.backends.torch_distributed.executor.encoding import Ahead, encoders_first
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.executable.folder import read_executable
 from arachnec.executable.training_options import Training
