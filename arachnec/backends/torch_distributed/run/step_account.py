@@ -16,13 +16,29 @@ from arachnec.backends.torch_distributed.plans.step_plans import Planned
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, ValidationLine
-from arachnec.backends.torch_distributed.run.skipped_steps import cause_of_skip, notes_of_clips
+from arachnec.backends.torch_distributed.reporting.report import ClipNote
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import user_error
 from arachnec.optimizers.schedules import is_rate
-from arachnec.runtime.agreement import gather
+from arachnec.runtime.agreement import gather, gather_text
 from arachnec.runtime.replanning import SlowRanks
 from arachnec.runtime.step_progress import Interval
+
+
+def notes_of_clips(own: Sequence[str | int]) -> list[ClipNote]:
+    """What each rank says of some clips, put together by clip. Collective."""
+    told = [msgspec.json.decode(row, type=list[str | int]) for row in gather_text(msgspec.json.encode(own).decode())]
+    clips = dict.fromkeys(clip for row in told for clip in row)
+    return [ClipNote(clip, [rank for rank, row in enumerate(told) if clip in row]) for clip in clips]
+
+
+def cause_of_skip(notes: Sequence[ClipNote], norm: float) -> str:
+    """Why a step is skipped, in words."""
+    if not notes:
+        kind = "not a number" if math.isnan(norm) else "infinite"
+        return f"the norm of the gradient is {kind}, though the loss of every clip is finite"
+    clips = ", ".join(f"{note.clip} (rank {', '.join(map(str, note.ranks))})" for note in notes)
+    return f"the loss of {'clip' if len(notes) == 1 else 'clips'} {clips} is not finite"
 
 
 @dataclass(frozen=True)
