@@ -1,9 +1,9 @@
-"""The order in which a run trains an executable's clips: as they are, shuffled, stratified, mixed, or drawn from a long
-manifest by rank 0."""
+"""The order in which a run trains an executable's clips, and the editions of its manifest that it has drawn from."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import msgspec
 import torch.distributed as dist
@@ -12,9 +12,9 @@ from arachnec.checkpoint.folder import Position
 from arachnec.data.batch_source import BatchSource
 from arachnec.executable.batches import Batches, ManifestBatches, Mark, MixedBatches, ShuffledBatches, StratifiedBatches
 from arachnec.executable.folder import Executable
-from arachnec.executable.other_manifests import Edition, GrownBatches
+from arachnec.executable.other_manifests import Edition, GrownBatches, continued, ordered
 from arachnec.executable.training_options import Training, bad_value
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, user_error, writing
 from arachnec.models.caption_tokens import CaptionCounter
 from arachnec.runtime.agreement import share_text
 from arachnec.runtime.told_batches import ToldBatches, mark_of
@@ -73,3 +73,37 @@ def _from_long(executable: Executable, training: Training, resumed: Position | N
     start = mark_of(drawing)
     share_text(msgspec.json.encode((start.clips, start.data, start.source)).decode())
     return ToldBatches(start, drawing, long.tokens)
+
+
+FILE = "clips.json"
+
+
+def run_editions(folder: Path | None, executable: Executable, done: int) -> tuple[Edition, ...]:
+    """Those of a run that goes on behind ``done`` batches, on all ranks alike.
+
+    Raises ``UserError``, on every rank, where the manifest has fewer clips than the run. Collective.
+    """
+    if folder is None:
+        return (Edition.of(executable),)
+    file = folder / FILE
+    before: tuple[Edition, ...] = ()
+    mine = file.read_text(errors="replace") if dist.get_rank() == 0 and file.is_file() else None
+    if text := share_text(mine):
+        try:
+            before = ordered(msgspec.json.decode(text, type=tuple[Edition, ...]))
+        except (msgspec.MsgspecError, RecursionError, ValueError) as error:
+            raise user_error(
+                f"{file} cannot be read: {error}",
+                help="restore that file; without it the run goes on with the clips of its first manifest alone",
+            ) from None
+    return continued(before, executable, done)
+
+
+def note_editions(folder: Path, editions: tuple[Edition, ...]) -> None:
+    """Write them beside the checkpoints; on rank 0, once the checkpoint of a resumed run has been taken."""
+    file, text = folder / FILE, msgspec.json.encode(editions)
+    draft = file.with_suffix(".draft")
+    with writing(draft):
+        folder.mkdir(parents=True, exist_ok=True)
+        draft.write_bytes(text)
+    draft.rename(file)

@@ -17,9 +17,14 @@ from arachnec.backends.cascade_step import (
     DTYPES,
     build_model,
 )
-from arachnec.backends.torch_distributed.batches.drawn_batches import demand_no_order, drawn_batches, may_grow
+from arachnec.backends.torch_distributed.batches.drawn_batches import (
+    demand_no_order,
+    drawn_batches,
+    may_grow,
+    note_editions,
+    run_editions,
+)
 from arachnec.backends.torch_distributed.batches.load_ahead import encoded_here
-from arachnec.backends.torch_distributed.batches.run_editions import note_editions, run_editions
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.checkpoints.initial_run import (
     demand_average_goes_on,
