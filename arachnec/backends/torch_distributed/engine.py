@@ -20,8 +20,7 @@ from torch import nn
 
 from arachnec.backends.torch_distributed.batches.own_batches import Compiling, own_executable
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
-from arachnec.backends.torch_distributed.checkpoints.initial_run import newest_checkpoint
-from arachnec.backends.torch_distributed.checkpoints.job_end import end_of_job
+from arachnec.backends.torch_distributed.checkpoints.initial_run import end_of_job, newest_checkpoint
 from arachnec.backends.torch_distributed.executor.attention import attention_by_grid, precision_of
 from arachnec.backends.torch_distributed.executor.iteration import program_of
 from arachnec.backends.torch_distributed.options import RunOptions

@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from arachnec.backends.torch_distributed.checkpoints.job_end import end_of_job
+from arachnec.backends.torch_distributed.checkpoints.initial_run import end_of_job
 from tests.distributed.executor.runs.test_audit_log import BATCHES, WORKS, demand_every_clip_once, epochs
 from tests.distributed.executor_cases import RUNS, executable, train_on
 from tests.distributed.harness import run_ranks
