@@ -1,9 +1,4 @@
-"""The plan of the next step, made by a process of its own while this one runs.
-
-The planner is a child of rank 0: it reads a question per line, an iteration and the links as measured, and answers with
-the lowered module's text, or with the mistake that kept it from one. Clip shapes that compiling had no time for are
-tried before their plan is made, and the others while no question waits. It ends when rank 0 does.
-"""
+"""The plan of the next step, made by a process of its own, also for other ranks than the passes were written for."""
 
 from __future__ import annotations
 
@@ -15,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -26,14 +21,63 @@ from arachnec.executable.folder import Executable, iteration_of, read_executable
 from arachnec.ir.diagnostic import UserError, render, user_error
 from arachnec.ir.head_density import ByLength
 from arachnec.ir.nodes import Clip, Cluster, Module
+from arachnec.ir.parameter_cells import cell_fits
 from arachnec.ir.printer import print_module
 from arachnec.ir.values import Attributes
 from arachnec.launch.planner_process import PlannerProcess, answering
 from arachnec.passes.annotate import Annotate
+from arachnec.passes.infra.base import Pass
+from arachnec.passes.infra.pipeline import Pipeline
+from arachnec.passes.schedule_pipeline import SchedulePipeline
+from arachnec.passes.schedule_same_bucket import ScheduleSameBucket
+from arachnec.passes.schedule_static import ScheduleStatic
+from arachnec.passes.shard_parameters import ShardParameters
+from arachnec.passes.stages import Stages
 
 if TYPE_CHECKING:
     from arachnec.backends.torch_distributed.plans.shape_trials import ShapeTrials
-    from arachnec.passes.infra.pipeline import Pipeline
+
+
+def on_other_ranks(pipeline: Pipeline, cluster: Cluster) -> Pipeline:
+    """The passes for a cluster of other size than the one that they were written for.
+
+    ``stages`` keeps its ``p`` or ``cuts`` where the ranks of one pipeline divide all ranks. Else there is one pipeline
+    of the most ranks, no more than before, that do. A ``degree`` stays where it divides the ranks of a stage, a
+    ``cell`` too, else it is the largest that does; ``replicas`` and ``degrees`` are planned anew, and ``orders`` of a
+    file give way to the schedule: they are for as many micro-batches as each pipeline had. The one ``degree`` of a
+    fixed layout is at most all ranks.
+    """
+    schedule = next((step for step in pipeline.passes if isinstance(step, SchedulePipeline)), SchedulePipeline())
+    per_rank = schedule.stages_each
+    count = next((_count(step) for step in pipeline.passes if isinstance(step, Stages)), None)
+    ranks = None if count is None else count // per_rank  # of one pipeline
+    fitting = 1 if ranks is None else _most(ranks, cluster.world)
+    replicas = cluster.world // fitting
+    degree = schedule.degree if replicas % (schedule.degree or 1) == 0 else None
+
+    def fitted(step: Pass) -> Pass:
+        if isinstance(step, ShardParameters) and step.cell.isdecimal():
+            cells = [size for size in range(1, int(step.cell) + 1) if replicas % size == 0]
+            return replace(step, cell=str(max(size for size in cells if cell_fits(size, cluster.nodes, cluster.gpus))))
+        if isinstance(step, Stages) and ranks is not None:
+            fewer: dict[str, Any] = {} if fitting == ranks else {"p": fitting * per_rank, "cuts": None}
+            return replace(step, replicas=None, **fewer)
+        if isinstance(step, SchedulePipeline):
+            return replace(step, degree=degree, degrees=None, orders=None)
+        if isinstance(step, ScheduleStatic | ScheduleSameBucket) and step.degree is not None:
+            return replace(step, degree=min(step.degree, cluster.world))
+        return step
+
+    return Pipeline(tuple(map(fitted, pipeline.passes)))
+
+
+def _count(stages: Stages) -> int | None:
+    return stages.p if stages.cuts is None else len(stages.cuts) + 1
+
+
+def _most(ranks: int, world: int) -> int:
+    return max(number for number in range(1, max(1, ranks) + 1) if world % number == 0)
+
 
 PLANNER = "arachnec.backends.torch_distributed.plans.background_planner"
 
@@ -127,9 +171,7 @@ class IterationPlanner:
 
     @cached_property
     def _pipeline(self) -> Pipeline:
-        from arachnec.backends.torch_distributed.plans.other_ranks import on_other_ranks
         from arachnec.passes.infra.base import installed, load_file
-        from arachnec.passes.infra.pipeline import Pipeline
 
         registry = installed()
         for name in self.executable.header.load:

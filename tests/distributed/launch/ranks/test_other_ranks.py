@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from arachnec.backends.torch_distributed.plans.other_ranks import on_other_ranks
+from arachnec.backends.torch_distributed.plans.background_planner import on_other_ranks
 from arachnec.backends.torch_distributed.plans.stage_counts import says_other_stages
 from arachnec.executable.training_options import Training
 from arachnec.passes.infra.pipeline import Pipeline
