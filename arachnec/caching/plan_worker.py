@@ -23,7 +23,7 @@ FOLDER = click.Path(path_type=Path)
 def command(plan: Path, output: Path, identity: str, init: Path | None, **limits: float | None) -> None:
     """Run this rank's part of PLAN, and write into OUTPUT."""
     with joined_rank(limits["start_timeout"] or START_S) as joined:
-        from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
+        from arachnec.backends.torch_distributed.plans.step_plans import planned_for_cpu
         from arachnec.caching.files import EncodedFiles
         from arachnec.caching.rank import encode_batches
         from arachnec.executable.folder import read_executable

@@ -15,8 +15,7 @@ from torch import Tensor
 from arachnec.backends.cascade_step import encode_loaded
 from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead, encoded_here
 from arachnec.backends.torch_distributed.executor.iteration import program_of
-from arachnec.backends.torch_distributed.plans.step_limits import StepLimits
-from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans
+from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans, StepLimits
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
 from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders

@@ -25,7 +25,7 @@ from arachnec.backends.torch_distributed.executor.attention import attention_by_
 from arachnec.backends.torch_distributed.executor.iteration import program_of
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.stage_counts import says_other_stages
-from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
+from arachnec.backends.torch_distributed.plans.step_plans import planned_for_cpu
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.run_files import write_measured
 from arachnec.backends.torch_distributed.reporting.step_log import StepLog, metrics_of

@@ -27,7 +27,7 @@ def command(folder: Path, options: RunOptions) -> None:
     with joined_rank(START_S if options.start_timeout is None else options.start_timeout) as joined:
         with without_garbage_collector():
             from arachnec.backends.torch_distributed.engine import train
-            from arachnec.backends.torch_distributed.plans.step_limits import planned_for_cpu
+            from arachnec.backends.torch_distributed.plans.step_plans import planned_for_cpu
             from arachnec.executable.folder import read_executable
 
         clock.done("imports")

@@ -7,17 +7,14 @@ only where planning takes longer than the step before. A batch whose shapes were
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 
+import torch
 import torch.distributed as dist
 
-from arachnec.backends.torch_distributed.plans.background_planner import (
-    BackgroundPlanner,
-    PlannedClip,
-    Question,
-)
+from arachnec.backends.torch_distributed.plans.background_planner import BackgroundPlanner, PlannedClip, Question
 from arachnec.backends.torch_distributed.plans.other_options import demand_room
 from arachnec.backends.torch_distributed.plans.shape_trials import any_untried
 from arachnec.backends.torch_distributed.plans.supported import demand_supported
@@ -29,11 +26,11 @@ from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.program_input import demand_own_input
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import ByLength
-from arachnec.ir.nodes import Module
+from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
-from arachnec.launch.phases import GROUP_TIMEOUT
+from arachnec.launch.phases import GROUP_TIMEOUT, Timeouts
 from arachnec.passes.check import Check
 from arachnec.runtime import told_batches
 from arachnec.runtime.agreement import share_text
@@ -263,3 +260,50 @@ def checked_program(text: str, source: str) -> Module:
     module = Check().run(module)
     demand_supported(module, module.programs)
     return module
+
+
+@dataclass
+class StepLimits:
+    """``applies``: planned times are those of this device; ``compiles``: a plan's first step may compile kernels."""
+
+    timeouts: Timeouts
+    applies: bool
+    compiles: bool
+    _longest_ms: float = 0.0  # of the steps so far, but for the first of each plan
+    _begun: set[PlanKey] = field(default_factory=set)  # plans that were carried out before
+
+    @classmethod
+    def of(cls, timeouts: Timeouts, executable: Executable, device: torch.device) -> StepLimits:
+        on_cpu = device.type == "cpu"
+        return cls(timeouts, planned_for_cpu(executable) or not on_cpu, not on_cpu)
+
+    def of_step(self, planned: Planned) -> float:
+        """Seconds. A plan's first step may take as long beyond its own limit as the start may."""
+        first = 0.0 if planned.key in self._begun else self.timeouts.of_start(planned.module)
+        return self.timeouts.of_step(planned.times.ends, self._longest_ms, first=first, applies=self.applies)
+
+    def of_instructions(self, planned: Planned) -> Callable[[Instruction], float]:
+        """Seconds for every instruction of a step that is about to begin."""
+        compiles = self.compiles and planned.key not in self._begun
+        first = self.timeouts.of_start(planned.module) if compiles else 0.0
+
+        def limit(instruction: Instruction) -> float:
+            time = instruction.attrs.get("time")
+            ms = 0.0 if time is None else quantity(time)
+            return self.timeouts.of_instruction(
+                ms, self._longest_ms, planned.times.ends, first=first, applies=self.applies
+            )
+
+        return limit
+
+    def took(self, planned: Planned, ms: float) -> None:
+        """Note what a step took."""
+        if planned.key in self._begun:
+            self._longest_ms = max(self._longest_ms, ms)
+        self._begun.add(planned.key)
+
+
+def planned_for_cpu(executable: Executable) -> bool:
+    """Whether the executable's cluster is one of CPUs."""
+    cluster = executable.program.cluster
+    return cluster is not None and cluster.attrs.get("device") == "cpu"
