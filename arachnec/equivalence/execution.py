@@ -26,8 +26,7 @@ from arachnec.backends.torch_distributed.executor.encoding import Specs
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, program_of
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
-from arachnec.backends.torch_distributed.rank.rank_context import RankContext
-from arachnec.backends.torch_distributed.rank.rank_setup import set_up_rank
+from arachnec.backends.torch_distributed.rank.rank_context import RankContext, set_up_rank
 from arachnec.backends.torch_distributed.rank.sharded_blocks import needs_sequence
 from arachnec.equivalence.small_program import Small
 from arachnec.executable.training_options import TorchClass, Training

@@ -42,7 +42,7 @@ from arachnec.backends.torch_distributed.executor.stage_messages import StageMes
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.other_options import state_beyond_plan
 from arachnec.backends.torch_distributed.plans.step_plans import KEPT, PlanKey, Planned, Plans, StepLimits
-from arachnec.backends.torch_distributed.rank.rank_setup import set_up_rank
+from arachnec.backends.torch_distributed.rank.rank_context import set_up_rank
 from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.audit_log import STEPS_OF_A_FILE, AuditLog
