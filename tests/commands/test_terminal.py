@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from arachnec.backends.torch_distributed.reporting.display import Display
+from arachnec.backends.torch_distributed.local_run import Display
 from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.cli import run
 from arachnec.commands.tables import plain_table
