@@ -27,8 +27,8 @@ from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.plans.stage_counts import says_other_stages
 from arachnec.backends.torch_distributed.plans.step_plans import planned_for_cpu
 from arachnec.backends.torch_distributed.reporting import events, report
+from arachnec.backends.torch_distributed.reporting.logs import StepLog, metrics_of
 from arachnec.backends.torch_distributed.reporting.run_files import write_measured
-from arachnec.backends.torch_distributed.reporting.step_log import StepLog, metrics_of
 from arachnec.backends.torch_distributed.run.training_run import (
     Trainer,
 )

@@ -187,7 +187,7 @@ def _tell_before(before: Callable[[Module], str], program: Module, console: Cons
 
 def written(folder: Path, options: RunOptions, batches: int) -> list[str]:
     """What the run left behind, one line each; makes the pictures. A step has so many ``batches``."""
-    from arachnec.backends.torch_distributed.reporting.audit_log import losses, validation_losses
+    from arachnec.backends.torch_distributed.reporting.logs import losses, validation_losses
     from arachnec.backends.torch_distributed.reporting.report import RunReport
     from arachnec.views.executable_page import PAGE
     from arachnec.views.sparse_attention import sparsity_map

@@ -15,7 +15,7 @@ from arachnec.backends.torch_distributed.executor.shared_clips import demand_equ
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
 from arachnec.backends.torch_distributed.reporting import events, report
-from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog, ValidationLine
+from arachnec.backends.torch_distributed.reporting.logs import AuditLine, AuditLog, ValidationLine
 from arachnec.backends.torch_distributed.reporting.report import ClipNote
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import user_error

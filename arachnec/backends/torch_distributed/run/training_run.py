@@ -45,9 +45,8 @@ from arachnec.backends.torch_distributed.plans.step_plans import KEPT, PlanKey, 
 from arachnec.backends.torch_distributed.rank.rank_context import set_up_rank
 from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.reporting import events, report
-from arachnec.backends.torch_distributed.reporting.audit_log import STEPS_OF_A_FILE, AuditLog
+from arachnec.backends.torch_distributed.reporting.logs import STEPS_OF_A_FILE, AuditLog, StepLog
 from arachnec.backends.torch_distributed.reporting.run_files import gradient_saver
-from arachnec.backends.torch_distributed.reporting.step_log import StepLog
 from arachnec.backends.torch_distributed.run.learned_sparsity import (
     FollowedDensities,
     note_of_left,

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.torch_distributed.batches.load_ahead import TRIES, LoadAhead
 from arachnec.backends.torch_distributed.batches.set_aside import LeftOut, is_unreadable, reason_of, usable
-from arachnec.backends.torch_distributed.reporting.audit_log import lines_of
+from arachnec.backends.torch_distributed.reporting.logs import lines_of
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import UnreadableVideo
 from arachnec.executable.training_options import Training

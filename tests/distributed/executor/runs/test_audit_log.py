@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from arachnec.backends.torch_distributed.local_run import pictures
-from arachnec.backends.torch_distributed.reporting.audit_log import (
+from arachnec.backends.torch_distributed.reporting.logs import (
     AuditLine,
     AuditLog,
     ValidationLine,

@@ -12,9 +12,8 @@ import msgspec
 import pytest
 import torch
 
-from arachnec.backends.torch_distributed.reporting.audit_log import AuditLine, AuditLog
+from arachnec.backends.torch_distributed.reporting.logs import AuditLine, AuditLog, StepLog
 from arachnec.backends.torch_distributed.reporting.report import StepReport
-from arachnec.backends.torch_distributed.reporting.step_log import StepLog
 from arachnec.executable.training_options import Logging, Schedule, TorchClass, Training
 from arachnec.ir.diagnostic import UserError
 from tests.distributed.executor_cases import Work, clip, executable, train_on
