@@ -17,8 +17,7 @@ from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead, en
 from arachnec.backends.torch_distributed.executor.iteration import program_of
 from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans, StepLimits
 from arachnec.backends.torch_distributed.reporting import events, report
-from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
-from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
+from arachnec.backends.torch_distributed.weights.encoder_setup import DividedEncoders, rank_encoders
 from arachnec.caching.files import EncodedFiles, divided_in, write_divided
 from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip

@@ -30,7 +30,7 @@ from arachnec.backends.cascade_step import (
 )
 from arachnec.backends.torch_distributed.reporting.events import emit
 from arachnec.backends.torch_distributed.reporting.report import Note
-from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
+from arachnec.backends.torch_distributed.weights.encoder_setup import DividedEncoders
 from arachnec.backends.torch_distributed.weights.shared_weights import shared_encoders, shared_model
 from arachnec.cost.communication import encoder_volumes, volumes
 from arachnec.cost.profile import BATCH, Measurement, Synchronisation

@@ -20,8 +20,7 @@ from arachnec.backends.cascade_step import in_step, trained_parameters
 from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead
 from arachnec.backends.torch_distributed.rank.cell_parameters import CellParameters, dealt_out_stage
 from arachnec.backends.torch_distributed.rank.pipeline_rank import PipelineRank
-from arachnec.backends.torch_distributed.weights.divided_encoders import DividedEncoders
-from arachnec.backends.torch_distributed.weights.encoder_setup import rank_encoders
+from arachnec.backends.torch_distributed.weights.encoder_setup import DividedEncoders, rank_encoders
 from arachnec.backends.torch_distributed.weights.shared_weights import given_module
 from arachnec.backends.torch_distributed.weights.streamed_weights import own_model
 from arachnec.data.clip import VideoClip
