@@ -1,28 +1,67 @@
-"""Weights that rank 0 reads or draws, and the other ranks receive.
-
-The others build their modules on the meta device, where weights have shapes and no memory, and allocate each tensor
-once, on their device and in the precision of training. Buffers are sent as weights are, so that those that a
-constructor computes are right everywhere. A module that cannot be built so is built as on rank 0, and its values then
-overwritten.
-"""
+"""Weights that rank 0 reads or draws, and the other ranks receive, once all have made modules of the same tensors."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterator, Mapping
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import DTYPES, build_encoders, build_model
-from arachnec.backends.torch_distributed.weights.equal_tensors import demand_equal_tensors
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import beginning_weights
 from arachnec.models.precision import in_precision
+from arachnec.runtime.agreement import gather_text, share_text
+
+Row = tuple[str, tuple[int, ...], str]
+"""Name, shape and precision of a tensor."""
+
+
+def tensors_differ_error(rank: int, own: str, first: str) -> Mistake:
+    return Mistake(
+        None,
+        f"rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}",
+        help=(
+            "give every rank the same folder, options and versions of Python, torch and libraries; and have "
+            "the model file make the same tensors on the meta device, where all but rank 0 build, as on the "
+            "CPU"
+        ),
+    )
+
+
+def demand_equal_tensors(modules: Mapping[str, nn.Module]) -> None:
+    """Raises ``UserError`` with the first tensor that is another on some rank than on rank 0. Collective."""
+    rows = [
+        (f"{name}.{key}", tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+        for name, module in sorted(modules.items())
+        for key, tensor in (*module.named_parameters(), *module.named_buffers())
+    ]
+    text = msgspec.json.encode(rows).decode()
+    digests = gather_text(hashlib.sha256(text.encode()).hexdigest())
+    if len({*digests}) == 1:
+        return
+    whole = share_text(text if dist.get_rank() == 0 else None)  # only now: models have thousands of tensors
+    rank_0 = msgspec.json.decode(whole, type=list[Row])
+    pairs = ((own, first) for own, first in zip_longest(rows, rank_0) if own != first)
+    told = gather_text(msgspec.json.encode([*map(_shown, next(pairs, (None, None)))]).decode())
+    others = [(rank, msgspec.json.decode(row, type=tuple[str, str])) for rank, row in enumerate(told)]
+    raise UserError(*(tensors_differ_error(rank, *pair) for rank, pair in others if digests[rank] != digests[0]))
+
+
+def _shown(row: Row | None) -> str:
+    if row is None:
+        return "no further tensor"
+    name, shape, precision = row
+    return f"`{name}` {list(shape)} {precision}"
+
 
 Modules = Mapping[str, nn.Module]
 CPU = torch.device("cpu")

@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import build_model
-from arachnec.backends.torch_distributed.weights.equal_tensors import demand_equal_tensors
 from arachnec.backends.torch_distributed.weights.shared_weights import (
     CPU,
     broadcast,
+    demand_equal_tensors,
     has_strays,
     put_in_place,
     share_random_state,
