@@ -43,8 +43,7 @@ from arachnec.kernels.sparse.token_cubes import CELL, KEYS, QUERIES, Grid, Token
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
 from arachnec.sparsity.head_shares import independent
 from arachnec.spmd.chosen_fetch import LayerFetch, Room
-from arachnec.spmd.sparse_block import Site
-from arachnec.spmd.sparse_runtime import Shares
+from arachnec.spmd.sparse_block import Shares, Site
 
 Layer = tuple[str, int]
 ROWS = 64  # queries whose rows of scores a predictor learns from in a step
