@@ -223,8 +223,7 @@ def captured(model_file, clips, stage):
     for one clip shape: each rank captures those that it needs."""
     import torch
 
-    from arachnec.spmd.specialisation import Graphs, Specialisation
-    from arachnec.spmd.specialise import captured_again
+    from arachnec.spmd.specialise import Graphs, Specialisation, captured_again
 
     step = Specialisation.of(stage)
     torch.manual_seed(SEED)

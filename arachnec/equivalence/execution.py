@@ -36,8 +36,7 @@ from arachnec.model_state.kept_gradients import keep_gradients
 from arachnec.models.file import ModelFile
 from arachnec.runtime.step_progress import Clock
 from arachnec.spmd.sharded_model import install
-from arachnec.spmd.specialisation import Specialisation
-from arachnec.spmd.specialise import captured_again
+from arachnec.spmd.specialise import Specialisation, captured_again
 from arachnec.tracing.captured import CapturedModel
 
 CPU = torch.device("cpu")

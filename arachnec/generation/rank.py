@@ -39,7 +39,7 @@ from arachnec.runtime.rank_resources import family_groups, wanted_groups
 from arachnec.runtime.step_progress import Clock, Interval
 from arachnec.sampling.forward import BranchPoint, all_branches, branches_of
 from arachnec.sampling.loop import Loop, Point, Predict, Sampling, begin, guided, packed, run, state_bytes, unpack
-from arachnec.spmd.specialisation import Specialisation
+from arachnec.spmd.specialise import Specialisation
 
 
 def unwatched(progress: RequestProgress) -> None:

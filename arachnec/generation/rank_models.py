@@ -29,8 +29,7 @@ from arachnec.sparsity.clip_grid import token_grid
 from arachnec.spmd.rewrite import shard_block
 from arachnec.spmd.sharded_model import SequenceModel, install
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
-from arachnec.spmd.specialisation import Graphs, Specialisation
-from arachnec.spmd.specialise import captured_again, captured_at
+from arachnec.spmd.specialise import Graphs, Specialisation, captured_again, captured_at
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.errors import cannot_on_meta
 from arachnec.tracing.find import structure

@@ -23,8 +23,7 @@ from arachnec.ir.nodes import Clip, Cluster, Graph, Level, Module, Stage
 from arachnec.ir.values import Attributes
 from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
-from arachnec.spmd.specialisation import Graphs
-from arachnec.spmd.specialise import recorded_model, specialise
+from arachnec.spmd.specialise import Graphs, recorded_model, specialise
 from arachnec.spmd.tensor_parallel.stage import with_width
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.captured import forwards_of_shapes

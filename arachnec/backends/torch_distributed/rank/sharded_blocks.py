@@ -17,7 +17,7 @@ from arachnec.ir.head_density import sparse_stages
 from arachnec.ir.nodes import Graph, Instruction, Module, integer
 from arachnec.models.file import ModelFile
 from arachnec.models.precision import CastSamples
-from arachnec.spmd.specialisation import Graphs, Specialisation
+from arachnec.spmd.specialise import Graphs, Specialisation
 from arachnec.tracing.errors import cannot_on_meta
 
 if TYPE_CHECKING:
