@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from arachnec.ir.nodes import Graph
 
 if TYPE_CHECKING:
-    from arachnec.spmd.block_forward import FusedForms
     from arachnec.spmd.rewrite import ShardedBlock
+    from arachnec.spmd.sharded_model import FusedForms
 
 
 def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBlock], FusedForms]:
@@ -19,7 +19,7 @@ def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBl
     """
     from arachnec.codegen.fused_block import fuse_block, fuse_sharded
     from arachnec.fusion.fused_graph import fuse_graph
-    from arachnec.spmd.block_forward import FusedForms
+    from arachnec.spmd.sharded_model import FusedForms
     from arachnec.tracing.graph import block_graph
 
     def fused(block: ShardedBlock) -> FusedForms:

@@ -25,7 +25,7 @@ from arachnec.export.folder import export
 from arachnec.kernels.sparse.key_lists import density
 from arachnec.model_state.key_list_files import read_lists
 from arachnec.passes.infra.named_pipelines import PIPELINES
-from arachnec.spmd.block_forward import BlockForward, BlockGraph
+from arachnec.spmd.sharded_model import BlockForward, BlockGraph
 
 TINY = "num_layers={layers}, num_attention_heads=2, attention_head_dim={head}, ffn_dim={ffn}, in_channels=4, "
 TINY += "out_channels=4, text_dim=16, freq_dim=32"

@@ -43,7 +43,7 @@ from arachnec.runtime.handoffs import HandoffConnections, handoff_pairs
 from arachnec.runtime.host_copies import HostCopies, HostInputs, HostMasters
 from arachnec.runtime.rank_resources import RankThreads, family_groups, wanted_gradient_groups, wanted_groups
 from arachnec.runtime.replanning import HandoffNotes
-from arachnec.spmd.block_forward import InputsAway
+from arachnec.spmd.sharded_model import InputsAway
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
 from arachnec.tracing.captions_read import demand_captions_read
 from arachnec.tracing.sample import meta_encoders
