@@ -15,10 +15,9 @@ from torch.utils.flop_counter import flop_registry
 from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Formula, Term
-from arachnec.spmd.spatial.encoding import FRAMES, encode_divided
+from arachnec.spmd.spatial.encoding import FRAMES, Call, calls_of, encode_divided, owners_of
 from arachnec.spmd.spatial.peers import Counted
 from arachnec.spmd.spatial.split_tensor import NotDivisible, SplitTensor
-from arachnec.spmd.spatial.tiles import Call, calls_of, owners_of
 from arachnec.tracing.cost import GIB
 from arachnec.tracing.shell import PeakBytes
 
