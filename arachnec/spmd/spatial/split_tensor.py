@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from arachnec.spmd.spatial.layout import Factor, Layout, Unaligned, even_bounds, viewed, whole
-from arachnec.spmd.spatial.peers import Peers
-from arachnec.spmd.spatial.transfers import Span, Spans, narrowed, transfer
+from arachnec.spmd.spatial.peers import Peers, Span, Spans, narrowed, transfer
 
 Rule = Callable[..., Any]
 

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arachnec.spmd.spatial.layout import Factor, Layout, has_empty, is_cut, whole
+from arachnec.spmd.spatial.peers import Span
 from arachnec.spmd.spatial.shape_rules import uncut
 from arachnec.spmd.spatial.split_tensor import NotDivisible, SplitTensor
-from arachnec.spmd.spatial.transfers import Span
 
 
 @dataclass(frozen=True)
