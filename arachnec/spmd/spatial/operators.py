@@ -6,7 +6,18 @@ import torch
 
 from arachnec.spmd.spatial.peers import Peers
 from arachnec.spmd.spatial.pointwise import alike, cat, pointwise, stack
-from arachnec.spmd.spatial.products import attention, linear, matrix_product, matrix_product_and
+from arachnec.spmd.spatial.reductions import (
+    attention,
+    group_norm,
+    linear,
+    matrix_product,
+    matrix_product_and,
+    moments,
+    reduction,
+    running_norm,
+    trailing_norm,
+    vector_norm,
+)
 from arachnec.spmd.spatial.shape_rules import (
     along_one,
     expand,
@@ -26,14 +37,6 @@ from arachnec.spmd.spatial.shape_rules import (
     view,
 )
 from arachnec.spmd.spatial.split_tensor import Rule, Sharing
-from arachnec.spmd.spatial.statistics import (
-    group_norm,
-    moments,
-    reduction,
-    running_norm,
-    trailing_norm,
-    vector_norm,
-)
 from arachnec.spmd.spatial.windows import (
     average_pool,
     convolution,

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from arachnec.kernels.attention.collectives import ordered_sum
-from arachnec.spmd.spatial import products
+from arachnec.spmd.spatial import reductions
 from arachnec.spmd.spatial.layout import Layout, is_cut, whole
 from arachnec.spmd.spatial.operators import sharing
 from arachnec.spmd.spatial.peers import Peers
@@ -37,7 +37,7 @@ def sharing_weights(peers: Peers, ranks: int) -> Sharing:
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """Of a weight ``[columns, rows]``."""
     if not isinstance(weight, SplitTensor):
-        return products.linear(F.linear, input, weight, bias)
+        return reductions.linear(F.linear, input, weight, bias)
     turned = weight.t()
     assert isinstance(turned, SplitTensor)
     return _plus(_product(input, turned, lambda a, b: F.linear(a, b.t())), bias)
@@ -46,14 +46,14 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def matrix_product(operator: Any, a: Tensor, b: Tensor) -> Tensor:
     """``mm``."""
     if not isinstance(b, SplitTensor):
-        return products.matrix_product(operator, a, b)
+        return reductions.matrix_product(operator, a, b)
     return _product(a, b, operator)
 
 
 def matrix_product_and(operator: Any, bias: Tensor, a: Tensor, b: Tensor, **kwargs: Any) -> Tensor:
     """``addmm``."""
     if not isinstance(b, SplitTensor) or kwargs:
-        return products.matrix_product_and(operator, bias, a, b, **kwargs)
+        return reductions.matrix_product_and(operator, bias, a, b, **kwargs)
     return _plus(_product(a, b, ATEN.mm), bias)
 
 
@@ -72,7 +72,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: A
     if kwargs.pop("enable_gqa", False):
         times = query.shape[-3] // key.shape[-3]
         key, value = (_repeated(x, times) for x in (key, value))
-    return products.attention(query, key, value, *args, **kwargs)
+    return reductions.attention(query, key, value, *args, **kwargs)
 
 
 def _repeated(x: Tensor, times: int) -> Tensor:
