@@ -24,7 +24,7 @@ from arachnec.ir.values import Attributes
 from arachnec.spmd.exchanges import exchange_attributes
 from arachnec.spmd.spatial.division import divided_stage
 from arachnec.spmd.specialise import Graphs, recorded_model, specialise
-from arachnec.spmd.tensor_parallel.stage import with_width
+from arachnec.spmd.tensor_parallel.division import with_width
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.captured import forwards_of_shapes
 from arachnec.tracing.clip_trials import Reached, run_clip, sizes_of

@@ -65,7 +65,7 @@ def _serve(pipe: Connection, vaes: tuple[str, ...], texts: tuple[str, ...]) -> N
 
 
 def _cuts(name: str) -> Any:
-    from arachnec.spmd.tensor_parallel.weights import cuts_of
+    from arachnec.spmd.tensor_parallel.division import cuts_of
 
     with torch.device("meta"):
         return cuts_of(text_encoders.encoder(name), torch.empty((1, 2, text_encoders.TOKENS), dtype=torch.int64))
@@ -76,7 +76,7 @@ def _rank(
 ) -> None:
     from arachnec.spmd.spatial.encoding import encode_divided
     from arachnec.spmd.spatial.peers import Group
-    from arachnec.spmd.tensor_parallel.weights import encode_with_parts
+    from arachnec.spmd.tensor_parallel.division import encode_with_parts
 
     try:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(DEGREES))

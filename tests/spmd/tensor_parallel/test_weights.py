@@ -13,8 +13,7 @@ from arachnec.ir.nodes import Stage, quantity
 from arachnec.ir.tensor_parallel import divided_by_width
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.spmd.spatial.split_tensor import NotDivisible
-from arachnec.spmd.tensor_parallel.stage import with_width
-from arachnec.spmd.tensor_parallel.weights import WeightCuts, cuts_of, encode_with_parts
+from arachnec.spmd.tensor_parallel.division import WeightCuts, cuts_of, encode_with_parts, with_width
 from tests.spmd.spatial_ranks import ThreadPeers, on_threads
 
 WIDTH, HEAD, TOKENS, WORDS = 24, 4, 7, 200
