@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from arachnec.kernels.attention.attention_block import Ranges, Visibility
+from arachnec.kernels.attention.attention_block import Ranges, Sharing, Visibility
 from arachnec.kernels.attention.chosen_keys import Capacity, ChosenKeys
 from arachnec.kernels.attention.divided_heads import DividedHeads, Division, HeadShare, whole_heads
 from arachnec.kernels.attention.exchange import (
@@ -25,7 +25,6 @@ from arachnec.kernels.attention.exchange import (
     moved_to_tokens,
     tokens_to_heads,
 )
-from arachnec.kernels.attention.grouped_heads import Sharing
 from arachnec.kernels.attention.ring_attention import ring_attention
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split, offsets
 from arachnec.kernels.attention.whole_attention import whole_attention

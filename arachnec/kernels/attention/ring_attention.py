@@ -15,9 +15,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from arachnec.kernels.attention.attention_block import Block, Ranges, Visibility, attend, attend_backward
+from arachnec.kernels.attention.attention_block import (
+    Block,
+    Ranges,
+    Sharing,
+    Visibility,
+    attend,
+    attend_backward,
+    collect_heads,
+    spread_heads,
+)
 from arachnec.kernels.attention.collectives import accumulator
-from arachnec.kernels.attention.grouped_heads import Sharing, collect_heads, spread_heads
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 
 

@@ -10,8 +10,15 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from arachnec.kernels.attention.attention_block import Block, Visibility, attend, attend_backward
-from arachnec.kernels.attention.grouped_heads import Sharing, collect_heads, spread_heads
+from arachnec.kernels.attention.attention_block import (
+    Block,
+    Sharing,
+    Visibility,
+    attend,
+    attend_backward,
+    collect_heads,
+    spread_heads,
+)
 
 
 def whole_attention(

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from arachnec.kernels.attention.attention_block import Visibility
-from arachnec.kernels.attention.grouped_heads import collect_heads, spread_heads
+from arachnec.kernels.attention.attention_block import Visibility, collect_heads, spread_heads
 from arachnec.kernels.attention.whole_attention import whole_attention
 
 ROUNDING = 2**-8  # of bf16, to the nearest
