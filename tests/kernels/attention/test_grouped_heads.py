@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from arachnec.kernels.attention.attention_block import Visibility, collect_heads, spread_heads
-from arachnec.kernels.attention.whole_attention import whole_attention
+from arachnec.kernels.attention.distributed_attention import whole_attention
 
 ROUNDING = 2**-8  # of bf16, to the nearest
 
