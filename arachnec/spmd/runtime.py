@@ -12,9 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from arachnec.kernels.attention.distributed_attention import distributed_attention
-from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
-from arachnec.kernels.attention.redistribution import Dealt
-from arachnec.kernels.attention.redistribution import redistribute as dealt_anew
+from arachnec.kernels.attention.exchange import Dealt, gather_tokens, shard_tokens
+from arachnec.kernels.attention.exchange import redistribute as dealt_anew
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 
 Parts = tuple[int | None, ...]

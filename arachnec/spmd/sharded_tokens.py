@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from arachnec.kernels.attention.exchange import gather_tokens
-from arachnec.kernels.attention.redistribution import Dealt, redistribute
+from arachnec.kernels.attention.exchange import Dealt, gather_tokens, redistribute
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 from arachnec.tracing.record import COPIES, PERMUTATIONS, TOKEN_VIEWS
 

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from arachnec.kernels.attention.distributed_attention import distributed_attention
-from arachnec.kernels.attention.exchange import gather_tokens, shard_tokens
+from arachnec.kernels.attention.exchange import Dealt, gather_tokens, redistribute, shard_tokens
 from arachnec.kernels.attention.process_groups import ProcessGroups
-from arachnec.kernels.attention.redistribution import Dealt, redistribute
 from arachnec.kernels.attention.sequence_shard import SequenceShard
 from arachnec.kernels.attention.subgroups import subgroups
 from tests.distributed.attention_cases import process_groups
