@@ -10,9 +10,8 @@ from torch import Tensor
 
 from arachnec.kernels.rowwise.gelu_rows import gelu_backward, gelu_forward
 from arachnec.kernels.rowwise.norm_plain import accumulation
-from arachnec.kernels.rowwise.row_groups import RowGroups
+from arachnec.kernels.rowwise.row_groups import RowGroups, rows_of
 from arachnec.kernels.rowwise.row_launch import Launch, device_of, on_device_of, sum_partials
-from arachnec.kernels.rowwise.row_views import rows_of
 
 APPROXIMATIONS = ("none", "tanh")
 TILE, ROWS, WARPS = 512, 4, 4

@@ -10,9 +10,8 @@ from torch import Tensor
 
 from arachnec.kernels.rowwise.gate_rows import gate_backward, gate_forward
 from arachnec.kernels.rowwise.norm_plain import accumulation
-from arachnec.kernels.rowwise.row_groups import RowGroups, group_vectors, row_groups
+from arachnec.kernels.rowwise.row_groups import RowGroups, dense, group_vectors, row_groups, rows_of
 from arachnec.kernels.rowwise.row_launch import Launch, device_of, on_device_of, sum_partials
-from arachnec.kernels.rowwise.row_views import dense, rows_of
 
 TILE, ROWS, WARPS = 512, 4, 4
 RESIDENT = 4  # programs of a multiprocessor

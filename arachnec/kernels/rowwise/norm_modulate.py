@@ -14,9 +14,8 @@ from torch import Tensor
 
 from arachnec.kernels.rowwise import norm_launch, norm_plain
 from arachnec.kernels.rowwise.norm_plain import Vectors
-from arachnec.kernels.rowwise.row_groups import group_vectors, row_groups
+from arachnec.kernels.rowwise.row_groups import dense, group_vectors, row_groups, rows_of
 from arachnec.kernels.rowwise.row_launch import on_device_of
-from arachnec.kernels.rowwise.row_views import dense, rows_of
 
 NORMS = ("layer", "rms")
 

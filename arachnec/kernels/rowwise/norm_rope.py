@@ -10,8 +10,8 @@ from torch import Tensor
 from arachnec.kernels.rowwise import rope_launch, rope_plain
 from arachnec.kernels.rowwise.norm_plain import accumulation
 from arachnec.kernels.rowwise.rope_plain import Rope
+from arachnec.kernels.rowwise.row_groups import dense
 from arachnec.kernels.rowwise.row_launch import on_device_of
-from arachnec.kernels.rowwise.row_views import dense
 
 NORMS = ("layer", "rms")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 from torch import Tensor
@@ -128,3 +129,17 @@ def _lead(x: Tensor, vector: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ..
             f"of rows of shape {tuple(x.shape)}"
         )
     return lead
+
+
+def rows_of(x: Tensor) -> Tensor:
+    """x [..., H] as rows [N, H] whose last stride is 1; a view where possible."""
+    return dense(x.reshape(-1, x.shape[-1]))
+
+
+@overload
+def dense(x: Tensor) -> Tensor: ...
+@overload
+def dense(x: None) -> None: ...
+def dense(x: Tensor | None) -> Tensor | None:
+    """x with a last stride of 1; copied only where it has another."""
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
