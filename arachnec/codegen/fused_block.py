@@ -11,7 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
@@ -25,6 +25,10 @@ from arachnec.ir.nodes import Graph
 from arachnec.spmd.rewrite import ShardedBlock
 from arachnec.tracing.captured import CapturedBlock, CapturedModel, lifted
 from arachnec.tracing.graph import node_names
+
+if TYPE_CHECKING:
+    from arachnec.spmd.sharded_model import FusedForms
+
 
 # What a compiled region must save on a CPU before it is faster than eager, measured by benchmarks/fused_regions_cpu.py:
 # regions of two or three operations gain nothing, and small ones lose to the guards in front of the compiled code.
@@ -186,3 +190,21 @@ def _forward(captured: CapturedBlock, instance: nn.Module, module: fx.GraphModul
         return captured.unflatten(run(*captured.flatten(instance, args, kwargs)))
 
     return forward
+
+
+def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBlock], FusedForms]:
+    """Fused forms of each block with the regions of its graph in ``planned``; ``how`` as in ``fuse_module``.
+
+    In another precision than the one that was planned for there are other casts: then the regions are found again.
+    """
+    from arachnec.fusion.fused_graph import fuse_graph
+    from arachnec.spmd.sharded_model import FusedForms
+    from arachnec.tracing.graph import block_graph
+
+    def fused(block: ShardedBlock) -> FusedForms:
+        graph = block_graph(block.captured)
+        same = (plan for plan in planned if (plan.inputs, plan.ops) == (graph.inputs, graph.ops))
+        graph = next(same, None) or fuse_graph(graph)
+        return FusedForms(fuse_block(block.captured, graph, **how), fuse_sharded(block, graph, **how))
+
+    return fused

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from arachnec.checkpoint.trained_predictors import TrainedPredictors
-from arachnec.codegen.planned_fusion import fuse_as_planned
+from arachnec.codegen.fused_block import fuse_as_planned
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import UserError, user_error

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.codegen.planned_fusion import fuse_as_planned
+from arachnec.codegen.fused_block import fuse_as_planned
 from arachnec.ir.head_density import HeadPart
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.kernels.attention.sequence_shard import SequenceShard

@@ -54,7 +54,7 @@ class Sequences:
         return self._installed[0]
 
     def _install(self, step: Specialisation) -> SequenceModel:
-        from arachnec.codegen.planned_fusion import fuse_as_planned
+        from arachnec.codegen.fused_block import fuse_as_planned
         from arachnec.spmd.sharded_model import install
         from arachnec.spmd.specialise import captured_again
 
