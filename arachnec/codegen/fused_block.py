@@ -134,7 +134,7 @@ def default_compiler() -> Callable[[fx.GraphModule], Callable[..., Any]] | None:
 def generated_or_compiled(region: fx.GraphModule) -> Callable[..., Any]:
     """The region in Triton by our templates, or, where they do not cover it, by Inductor's."""
     from arachnec.codegen.triton.index import Unsupported
-    from arachnec.codegen.triton.pieces import generated
+    from arachnec.codegen.triton.region import generated
 
     try:
         return generated(region)

@@ -1,21 +1,19 @@
-"""A region as a function that runs generated Triton kernels, forward and backward.
-
-The backward is PyTorch's own derivative of the region's operations, traced with symbolic sizes; it computes again what
-it needs from the region's inputs, so that nothing else is saved. What is left after a sum over rows (a few vectors)
-runs as plain operations.
-"""
+"""A region as generated Triton kernels, forward and backward, between hand-written ones that compute parts of it."""
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 
+from arachnec.codegen.fused_members import is_number, is_view
 from arachnec.codegen.triton.index import Unsupported
 from arachnec.codegen.triton.plan import stage_of
 
@@ -164,3 +162,49 @@ def _without_mutation(graph: fx.Graph, node: fx.Node) -> None:
     if overload is None or set(target.users) != {node} or target.op == "placeholder":
         raise Unsupported(f"`{node.target}` writes into a tensor that others read")
     node.target = overload
+
+
+class Piece(nn.Module):
+    """Stands in the region's graph for what ``run`` computes."""
+
+    def __init__(self, run: Generated) -> None:
+        super().__init__()
+        self.run = run
+
+    def forward(self, *values: Any) -> Any:
+        return self.run(*values)
+
+
+def generated(region: fx.GraphModule) -> Callable[..., Any]:
+    """The region in generated kernels, around the calls that are in it. Raises ``Unsupported``."""
+    calls = {node for node in region.graph.nodes if is_call(node)}
+    if not calls:
+        return Generated(region)
+    copied: fx.GraphModule = copy.deepcopy(region)
+    pieces = [piece for piece in _between(copied) if sum(not is_view(node) for node in piece) > 0]
+    fuse_by_partitions(copied, [dict.fromkeys(piece) for piece in pieces])
+    for number in range(len(pieces)):
+        piece = copied.get_submodule(f"fused_{number}")
+        assert isinstance(piece, fx.GraphModule)
+        copied.set_submodule(f"fused_{number}", Piece(Generated(piece)))
+    copied.recompile()
+    return copied
+
+
+def is_call(node: fx.Node) -> bool:
+    """Whether a node is no operation of torch's: a kernel, or a part of what it gives."""
+    target: Any = node.target
+    if node.op != "call_function" or isinstance(target, torch._ops.OpOverload):
+        return False
+    return getattr(target, "__module__", "") != "_operator"
+
+
+def _between(module: fx.GraphModule) -> list[list[fx.Node]]:
+    """The operations with equally many calls above them: no way from one to another goes through a call."""
+    above: dict[fx.Node, int] = {}
+    pieces: dict[int, list[fx.Node]] = {}
+    for node in module.graph.nodes:
+        above[node] = max((above[x] + is_call(x) for x in node.all_input_nodes), default=0)
+        if node.op == "call_function" and not is_call(node) and not is_number(node):
+            pieces.setdefault(above[node], []).append(node)
+    return list(pieces.values())

@@ -9,8 +9,7 @@ from torch import fx
 
 from arachnec.codegen import fused_block
 from arachnec.codegen.fused_block import fused_blocks
-from arachnec.codegen.triton.pieces import generated
-from arachnec.codegen.triton.region import Generated
+from arachnec.codegen.triton.region import Generated, generated
 from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.tracing.blocks import capture_blocks
 from arachnec.tracing.graph import block_graph

@@ -17,8 +17,7 @@ from torch import Tensor, fx, nn
 from arachnec.codegen import fused_block
 from arachnec.codegen.fused_block import Region, fuse_block, fused_blocks
 from arachnec.codegen.fused_kernels import KERNELS
-from arachnec.codegen.triton.pieces import generated
-from arachnec.codegen.triton.region import Generated
+from arachnec.codegen.triton.region import Generated, generated
 from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.ir.nodes import Graph
 from arachnec.tracing.blocks import CapturedBlock, CapturedModel, capture_blocks
