@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from arachnec.codegen.triton.index import Cut, Unsupported
-from arachnec.codegen.triton.kernel import ColumnSum, Launcher
+from arachnec.codegen.triton.kernel import ColumnSum, Launcher, Sizes
 from arachnec.codegen.triton.operations import (
     aten,
     inputs_of,
@@ -27,7 +27,6 @@ from arachnec.codegen.triton.operations import (
     value_of,
 )
 from arachnec.codegen.triton.rows import Target, targets_of
-from arachnec.codegen.triton.sizes import Sizes
 from arachnec.codegen.triton.text import TooWide, tiles_for, write_source
 
 PIECES = 64  # of one result's rows
