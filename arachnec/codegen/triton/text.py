@@ -9,12 +9,11 @@ import torch
 from torch import Tensor, fx
 
 from arachnec.codegen.triton.index import Size, Space, Unsupported
-from arachnec.codegen.triton.lines import ONCE, ROW, zeros
+from arachnec.codegen.triton.lines import BLOCK, ONCE, ROW, WHOLE, Tiling, spread, tiles_of, zeros
 from arachnec.codegen.triton.operations import needed, reduced_dims, sums_rows, value_of
 from arachnec.codegen.triton.places import Place
 from arachnec.codegen.triton.rows import Target, space_of
 from arachnec.codegen.triton.source import Writer
-from arachnec.codegen.triton.tiles import BLOCK, WHOLE, Tiling, spread, tiles_of
 
 INDENT = "    "
 

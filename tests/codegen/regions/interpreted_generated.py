@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from arachnec.codegen.triton import lines as generated_tiles
 from arachnec.codegen.triton import text as generated_text
-from arachnec.codegen.triton import tiles as generated_tiles
 from arachnec.codegen.triton.region import Generated
 from tests.codegen.regions.generated_cases import CASES, region, sized
 

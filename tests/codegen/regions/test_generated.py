@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from arachnec.codegen.fused_block import generated_or_compiled
 from arachnec.codegen.triton.index import Index, Space, Unsupported, at_least, finest
 from arachnec.codegen.triton.kernel import load_kernel
+from arachnec.codegen.triton.lines import tiles_of
 from arachnec.codegen.triton.region import Generated
 from arachnec.codegen.triton.region import generated as generated_around
-from arachnec.codegen.triton.tiles import tiles_of
 from arachnec.kernels.rowwise import gate_residual, norm_launch, row_launch
 from arachnec.kernels.rowwise.norm_plain import Vectors
 from arachnec.kernels.rowwise.row_groups import RowGroups
