@@ -16,8 +16,7 @@ from pathlib import Path
 import sympy
 
 from arachnec.data.manifest import read_manifest
-from arachnec.fusion.backward import alone
-from arachnec.fusion.cost import Machine, RegionCost
+from arachnec.fusion.cost import Machine, RegionCost, alone
 from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.fusion.graph import FusionGraph, bits
 from arachnec.fusion.shape_constraints import constraints_of

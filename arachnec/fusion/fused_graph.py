@@ -8,8 +8,7 @@ from dataclasses import replace
 
 import sympy
 
-from arachnec.fusion.backward import alone, together
-from arachnec.fusion.cost import Machine, Price, RegionCost
+from arachnec.fusion.cost import Machine, Price, RegionCost, alone, together
 from arachnec.fusion.explain import left_alone, reasons
 from arachnec.fusion.graph import FusionGraph, bits
 from arachnec.fusion.match import biased_gelus, kernel_name
