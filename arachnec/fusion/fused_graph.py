@@ -9,11 +9,10 @@ from dataclasses import replace
 import sympy
 
 from arachnec.fusion.cost import Machine, Price, RegionCost, alone, together
-from arachnec.fusion.explain import left_alone, reasons
 from arachnec.fusion.graph import FusionGraph, bits
 from arachnec.fusion.match import biased_gelus, kernel_name
 from arachnec.fusion.parts import chosen_matches, is_single, launches_of, rest_of
-from arachnec.fusion.search import find_regions
+from arachnec.fusion.search import find_regions, left_alone, reasons
 from arachnec.fusion.shape_constraints import LIKELY, Range, ShapeConstraints, constraints_of
 from arachnec.ir.nodes import Fused, Graph
 from arachnec.ir.values import Attributes, Formula, Term
