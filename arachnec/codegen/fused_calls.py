@@ -10,9 +10,9 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from arachnec.codegen.fused_kernels import KERNELS, Kernel
+from arachnec.fusion.fused_graph import rest_of
 from arachnec.fusion.graph import FusionGraph
 from arachnec.fusion.match import match_region
-from arachnec.fusion.parts import rest_of
 from arachnec.fusion.walk import Match
 from arachnec.ir.nodes import Fused
 from arachnec.tracing.captured import CapturedBlock
