@@ -14,26 +14,63 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
+from arachnec.analysis.memory import high_water
+from arachnec.analysis.uses import Values
+from arachnec.backends.cascade_step import build_model
 from arachnec.backends.torch_distributed.plans.background_planner import BackgroundPlanner, PlannedClip, Question
-from arachnec.backends.torch_distributed.plans.other_options import demand_room
 from arachnec.backends.torch_distributed.plans.shape_trials import any_untried
 from arachnec.backends.torch_distributed.plans.supported import demand_supported
 from arachnec.backends.torch_distributed.reporting.report import PlannedTimes
-from arachnec.cluster.topology import cluster_for
+from arachnec.backends.torch_distributed.weights.shared_weights import META
+from arachnec.cluster.topology import cluster_for, machines, node_of
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches, Drawn, ManifestBatches, Mark, ShapesKey, placed_in, shapes_key
 from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.program_input import demand_own_input
-from arachnec.ir.diagnostic import UserError
+from arachnec.executable.training_options import Training
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.head_density import ByLength
 from arachnec.ir.nodes import Instruction, Module, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
 from arachnec.launch.phases import GROUP_TIMEOUT, Timeouts
+from arachnec.models.file import ModelFile
+from arachnec.optimizers.proved_state import more_state
 from arachnec.passes.check import Check
 from arachnec.runtime import told_batches
 from arachnec.runtime.agreement import share_text
+
+OF_STATE = ("dtype", "ema", "optimizer", "groups")
+
+
+def state_beyond_plan(executable: Executable, model_file: ModelFile, training: Training) -> float:
+    """GiB of state that these options take on a rank beyond those of the executable; 0 where they are the same."""
+    compiled = executable.training
+    if all(getattr(compiled, name) == getattr(training, name) for name in OF_STATE):
+        return 0.0
+    before, after = ((build_model(model_file, options, META), options) for options in (compiled, training))
+    return more_state(model_file, before, after)
+
+
+def demand_room(module: Module, more: float) -> None:
+    """Raises ``UserError`` where some rank has less left than ``more`` GiB."""
+    if not more or module.cluster is None:
+        return
+    values, nodes = Values(module), machines(module.cluster)
+    for program in module.programs:
+        free = nodes[node_of(module.cluster, program.rank)].memory - high_water(values, program).total
+        if free < more:
+            dtypes = ", ".join(str(stage.attrs.get("dtype")) for stage in module.stages if stage.trained)
+            raise user_error(
+                f"the options of this run take {more:.2f} GiB more than was proved: rank {program.rank} has "
+                f"{free:.2f} GiB left",
+                help=(
+                    "compile again with the same --train and --set, so that the plan leaves room for them; the "
+                    f"executable was compiled for {dtypes}"
+                ),
+            )
+
 
 PlanKey = tuple[ShapesKey, int]  # the shapes of a batch, and which of the measurements its plan was made for
 KEPT = 256

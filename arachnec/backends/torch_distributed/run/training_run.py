@@ -40,8 +40,14 @@ from arachnec.backends.torch_distributed.executor.iteration import Iteration, Ru
 from arachnec.backends.torch_distributed.executor.shared_clips import SharedBatches
 from arachnec.backends.torch_distributed.executor.stage_messages import StageMessages
 from arachnec.backends.torch_distributed.options import RunOptions
-from arachnec.backends.torch_distributed.plans.other_options import state_beyond_plan
-from arachnec.backends.torch_distributed.plans.step_plans import KEPT, PlanKey, Planned, Plans, StepLimits
+from arachnec.backends.torch_distributed.plans.step_plans import (
+    KEPT,
+    PlanKey,
+    Planned,
+    Plans,
+    StepLimits,
+    state_beyond_plan,
+)
 from arachnec.backends.torch_distributed.rank.rank_context import set_up_rank
 from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.reporting import events, report

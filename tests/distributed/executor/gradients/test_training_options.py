@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from arachnec.backends.torch_distributed.checkpoints import checkpoint
-from arachnec.backends.torch_distributed.plans.other_options import demand_room, state_beyond_plan
+from arachnec.backends.torch_distributed.plans.step_plans import demand_room, state_beyond_plan
 from arachnec.checkpoint.folder import Position, committed
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import read_executable
