@@ -17,7 +17,7 @@ from arachnec.ir.diagnostic import user_error
 from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Module
 from arachnec.models.file import ModelFile
-from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for, with_optimizer
+from arachnec.optimizers.kept_state import demand_whole_tensors, recipe_for, with_optimizer
 from arachnec.passes.trace import Trace, trace_model
 from arachnec.tracing.captions_read import demand_captions_read
 from arachnec.tracing.random_numbers import demand_own_generator

@@ -36,7 +36,7 @@ from arachnec.ir.printer import print_module
 from arachnec.ir.verify import verify
 from arachnec.launch.phases import GROUP_TIMEOUT, Timeouts
 from arachnec.models.file import ModelFile
-from arachnec.optimizers.proved_state import more_state
+from arachnec.optimizers.kept_state import more_state
 from arachnec.passes.check import Check
 from arachnec.runtime import told_batches
 from arachnec.runtime.agreement import share_text

@@ -37,7 +37,7 @@ from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.model_state.updated_parameters import UpdatedParameters, layers_of_stages, updated_parameters
 from arachnec.models.encoders import running_encoders
 from arachnec.models.file import ModelFile
-from arachnec.optimizers.proved_state import demand_whole_tensors, recipe_for
+from arachnec.optimizers.kept_state import demand_whole_tensors, recipe_for
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.handoffs import HandoffConnections, handoff_pairs
 from arachnec.runtime.host_copies import HostCopies, HostInputs, HostMasters
