@@ -22,7 +22,7 @@ from diffusers import AutoencoderKLWan
 from torch import Tensor
 
 from arachnec.models.encoders import VideoEncoder
-from arachnec.spmd.spatial.encoding import encode_divided
+from arachnec.spmd.spatial.division import encode_divided
 from arachnec.spmd.spatial.peers import Group
 
 RANKS = (0, 1)

@@ -74,7 +74,7 @@ def _cuts(name: str) -> Any:
 def _rank(
     rank: int, folder: str, encoders: dict[str, Any], captioned: dict[str, tuple[Any, Any]], pipe: Connection
 ) -> None:
-    from arachnec.spmd.spatial.encoding import encode_divided
+    from arachnec.spmd.spatial.division import encode_divided
     from arachnec.spmd.spatial.peers import Group
     from arachnec.spmd.tensor_parallel.division import encode_with_parts
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
-from arachnec.spmd.spatial.encoding import encode_divided
+from arachnec.spmd.spatial.division import encode_divided
 
 PATIENCE_S = 30
 

@@ -17,8 +17,7 @@ from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Quantity
 from arachnec.kernels.attention.collectives import ordered_sum
 from arachnec.spmd.spatial import reductions
-from arachnec.spmd.spatial.division import RANKS, Counts, Part, per_token
-from arachnec.spmd.spatial.encoding import FRAMES
+from arachnec.spmd.spatial.division import FRAMES, RANKS, Counts, Part, per_token
 from arachnec.spmd.spatial.layout import Dim, Factor, Layout, even_bounds, is_cut, whole
 from arachnec.spmd.spatial.operators import sharing
 from arachnec.spmd.spatial.peers import Counted, Peers

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.spmd.spatial.encoding import encode_divided
+from arachnec.spmd.spatial.division import encode_divided
 from arachnec.spmd.spatial.peers import Group
 from tests.distributed.encoder_cases import largest_differences
 from tests.distributed.harness import run_ranks

@@ -10,8 +10,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Attributes, Formula, Term
 from arachnec.models.encoders import VideoEncoder
-from arachnec.spmd.spatial.division import divided_stage, part_of, per_token
-from arachnec.spmd.spatial.encoding import encode_divided
+from arachnec.spmd.spatial.division import divided_stage, encode_divided, part_of, per_token
 from tests.spmd.spatial_ranks import ThreadPeers, on_threads
 from tests.spmd.spatial_vaes import wan
 

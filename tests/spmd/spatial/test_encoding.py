@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from arachnec.models.encoders import VideoEncoder
-from arachnec.spmd.spatial.encoding import encode_divided, grid_of
+from arachnec.spmd.spatial.division import encode_divided, grid_of
 from arachnec.spmd.spatial.peers import Counted
 from arachnec.spmd.spatial.split_tensor import NotDivisible
 from tests.slow import slow

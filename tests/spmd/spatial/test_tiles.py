@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from arachnec.models.encoders import VideoEncoder
-from arachnec.spmd.spatial.encoding import calls_of, encode_tiles, owners_of
+from arachnec.spmd.spatial.division import calls_of, encode_tiles, owners_of
 from tests.spmd.spatial_ranks import on_threads
 from tests.spmd.spatial_vaes import cogvideox, hunyuan, ltx, magvit, mochi, spread, wan
 

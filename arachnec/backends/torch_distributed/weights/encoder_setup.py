@@ -20,7 +20,7 @@ from arachnec.ir.tensor_parallel import divided_encoders
 from arachnec.models.encoders import tiling_vae
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import EncoderWeights
-from arachnec.spmd.spatial.encoding import Call, calls_of, encode_together
+from arachnec.spmd.spatial.division import Call, calls_of, encode_together
 from arachnec.spmd.spatial.peers import Group
 from arachnec.spmd.tensor_parallel.division import COLUMNS, WeightCuts, WeightPart, cuts_of, encode_with_parts
 from arachnec.tracing.sample import meta_encoders
