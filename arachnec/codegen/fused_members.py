@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from arachnec.fusion.ops import Kind, kind_of
+from arachnec.fusion.graph import Kind, kind_of
 from arachnec.ir.nodes import GraphOp
 
 SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default)

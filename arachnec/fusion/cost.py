@@ -14,8 +14,7 @@ from typing import Any, Protocol
 
 import sympy
 
-from arachnec.fusion.graph import FusionGraph, bits
-from arachnec.fusion.ops import Kind, stem, values_read
+from arachnec.fusion.graph import FusionGraph, Kind, bits, stem, values_read
 
 BOTH = ("mul", "div", "addcmul", "lerp", "where", "maximum", "minimum", "atan2")  # keep their operands
 _ONE = """layer_norm rms_norm native_layer_norm gelu silu tanh sigmoid exp rsqrt sqrt pow log sin cos erf relu softplus

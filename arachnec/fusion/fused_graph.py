@@ -10,9 +10,8 @@ from functools import cache
 import sympy
 
 from arachnec.fusion.cost import Machine, Price, RegionCost, alone, together
-from arachnec.fusion.graph import FusionGraph, bits
+from arachnec.fusion.graph import FusionGraph, Kind, bits, stem, values_read
 from arachnec.fusion.match import biased_gelus, kernel_name, match_region
-from arachnec.fusion.ops import Kind, stem, values_read
 from arachnec.fusion.search import find_regions, left_alone, reasons
 from arachnec.fusion.shape_constraints import LIKELY, Range, ShapeConstraints, constraints_of
 from arachnec.fusion.walk import Match

@@ -8,10 +8,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from arachnec.fusion.graph import FusionGraph, bits
+from arachnec.fusion.graph import FusionGraph, Kind, bits, stem
 from arachnec.fusion.match_norm import Norm, find_norm
 from arachnec.fusion.match_rope import complex_rope, joined_rope, norm_alone, norm_rope, wide_rope
-from arachnec.fusion.ops import Kind, stem
 from arachnec.fusion.walk import Match, Walk, same_dtype
 
 WIDEST = 8192  # values of a row that the hand-written norms take

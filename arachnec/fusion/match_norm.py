@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from arachnec.fusion.ops import stem
+from arachnec.fusion.graph import stem
 from arachnec.fusion.walk import Walk
 from arachnec.ir.nodes import GraphOp
 from arachnec.ir.values import Value

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import sympy
 
+from arachnec.fusion.graph import stem
 from arachnec.fusion.match_norm import find_norm
-from arachnec.fusion.ops import stem
 from arachnec.fusion.walk import Match, Walk, same_dtype
 from arachnec.ir.nodes import GraphOp
 from arachnec.ir.values import Value

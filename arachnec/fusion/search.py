@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from arachnec.fusion.cost import RegionCost
-from arachnec.fusion.graph import FusionGraph, bits
-from arachnec.fusion.ops import Kind
+from arachnec.fusion.graph import FusionGraph, Kind, bits
 
 CANDIDATES = 6  # regions kept for each operation
 BEAM = 8  # sets of regions kept while choosing

@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 
 import sympy
 
-from arachnec.fusion.graph import FusionGraph
-from arachnec.fusion.ops import stem
+from arachnec.fusion.graph import FusionGraph, stem
 from arachnec.ir.nodes import GraphOp
 from arachnec.ir.values import Value
 
