@@ -18,8 +18,8 @@ import torch
 from acceptance.machine import Machine, Row
 from acceptance.sparse_times import sizes, speed
 
-from arachnec.kernels.sparse.block_launch import launch_backward, launch_forward, lists_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
+from arachnec.kernels.sparse.sparse_attention import launch_backward, launch_forward, lists_of
 from arachnec.kernels.sparse.token_cubes import token_cubes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -19,11 +19,18 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from arachnec.cost.sparse_profile import GPU
 from arachnec.kernels.attention.divided_heads import HeadShare
-from arachnec.kernels.sparse.block_launch import Tile, Tiles, launch_backward, launch_forward, lists_of, tiles_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
 from arachnec.kernels.sparse.predictor import Projections, cell_features, initial_projections, kept_blocks
-from arachnec.kernels.sparse.sparse_attention import sparse_attention
+from arachnec.kernels.sparse.sparse_attention import (
+    Tile,
+    Tiles,
+    launch_backward,
+    launch_forward,
+    lists_of,
+    sparse_attention,
+    tiles_of,
+)
 from arachnec.kernels.sparse.token_cubes import KEYS, QUERIES, Grid, TokenCubes, order_on, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists
 from arachnec.spmd.sparse_block import Site

@@ -19,10 +19,10 @@ import torch
 sys.path.append(str(Path(__file__).parents[1] / "kernels"))
 from compile_estimate import estimate
 
-from arachnec.kernels.sparse.block_launch import Tile, launch_options, tiles_of
 from arachnec.kernels.sparse.block_rows import attention_forward, key_gradients, query_gradients
 from arachnec.kernels.sparse.critical_keys import mass_options
 from arachnec.kernels.sparse.group_mass import group_mass
+from arachnec.kernels.sparse.sparse_attention import Tile, launch_options, tiles_of
 
 MASSES = (
     (16, 8, 8),

@@ -5,9 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
-from arachnec.kernels.sparse.block_launch import Tile, Tiles, launch_backward, launch_forward, lists_of
 from arachnec.kernels.sparse.critical_keys import launch_mass, predicted_mass
 from arachnec.kernels.sparse.key_lists import KeyLists, chosen_blocks
+from arachnec.kernels.sparse.sparse_attention import Tile, Tiles, launch_backward, launch_forward, lists_of
 from arachnec.kernels.sparse.token_cubes import Grid, token_cubes
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16}

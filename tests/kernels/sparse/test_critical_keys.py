@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 from arachnec.kernels.attention.divided_heads import HeadShare
 from arachnec.kernels.sparse import critical_keys as module
-from arachnec.kernels.sparse.block_launch import lists_of
 from arachnec.kernels.sparse.critical_keys import critical_keys
 from arachnec.kernels.sparse.cube_sides import group_count
 from arachnec.kernels.sparse.key_lists import KeyLists, checked_lists, chosen_blocks
@@ -20,6 +19,7 @@ from arachnec.kernels.sparse.predictor import (
     needed_blocks,
     true_scores,
 )
+from arachnec.kernels.sparse.sparse_attention import lists_of
 from arachnec.kernels.sparse.token_cubes import token_cubes
 
 GRIDS = st.tuples(st.integers(1, 6), st.integers(1, 14), st.integers(1, 14))
