@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 
-from arachnec.codegen.fused_calls import KernelCalls, learned_nodes
-from arachnec.codegen.fused_members import convex, is_view, with_sizes
+from arachnec.codegen.fused_calls import KernelCalls, convex, is_view, learned_nodes, with_sizes
 from arachnec.fusion.graph import FusionGraph
 from arachnec.fusion.shape_constraints import constraints_of
 from arachnec.ir.nodes import Graph

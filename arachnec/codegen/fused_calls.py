@@ -1,21 +1,123 @@
-"""Calls of hand-written kernels in the place of the operations that they were matched to."""
+"""Calls of hand-written kernels in the place of operations: which can be one call, and what a kernel is called with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+import importlib
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
-from arachnec.codegen.fused_kernels import KERNELS, Kernel
 from arachnec.fusion.fused_graph import rest_of
-from arachnec.fusion.graph import FusionGraph
+from arachnec.fusion.graph import FusionGraph, Kind, kind_of
 from arachnec.fusion.match import match_region
 from arachnec.fusion.walk import Match
-from arachnec.ir.nodes import Fused
+from arachnec.ir.nodes import Fused, GraphOp
 from arachnec.tracing.captured import CapturedBlock
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """``call`` takes the roles of a match as keywords; ``returns`` are the roles of its results, in order.
+
+    ``constant`` are the operands that get no gradient from it.
+    """
+
+    call: Callable[..., Any]
+    returns: tuple[str, ...]
+    constant: tuple[str, ...] = ()
+
+
+def _norm_modulate(x: Tensor, **arguments: Any) -> Any:
+    return _kernel("norm_modulate", "norm_modulate")(x=x, **_vectors(x, arguments))
+
+
+def _gate_residual_norm_modulate(residual: Tensor, **arguments: Any) -> Any:
+    call = _kernel("norm_modulate", "gate_residual_norm_modulate")
+    return call(residual=residual, **_vectors(residual, arguments))
+
+
+def _bias_gelu(**arguments: Any) -> Any:
+    return _kernel("bias_gelu", "bias_gelu")(**arguments)
+
+
+def _gate_residual(residual: Tensor, **arguments: Any) -> Any:
+    return _kernel("gate_residual", "gate_residual")(residual=residual, **_vectors(residual, arguments))
+
+
+def _vectors(x: Tensor, arguments: dict[str, Any]) -> dict[str, Any]:
+    """``arguments`` whose vectors have as many dimensions as rows x have at most: [B, S, 1, H] is [B, S, H]."""
+    vectors = dict(arguments)
+    for role in ("scale", "shift", "gate"):
+        while role in vectors and vectors[role].dim() > x.dim():
+            vectors[role] = vectors[role].squeeze(-2)
+    return vectors
+
+
+def _norm_rope(
+    x: Tensor,
+    heads: int,
+    size: int,
+    cos: Tensor | None = None,
+    sin: Tensor | None = None,
+    freqs_cis: Tensor | None = None,
+    layout: str = "tokens",
+    rotated: str = "all",
+    pairs: bool = False,
+    number: bool = False,
+    **how: Any,
+) -> Any:
+    """``x`` is [B, S, heads, size] or with the last two in one, or, where ``layout`` is "heads", [B, heads, S, size].
+
+    The result is [B, S, heads, size], or like x where the layout is "heads" or "rows"; with its ``pairs`` apart,
+    [..., size / 2, 2], or each a complex ``number``. ``freqs_cis`` is complex, cos + i sin. Where only the tokens
+    in "front" or at the "back" are ``rotated``, the tables are of these.
+    """
+    x = x.transpose(1, 2) if layout == "heads" else x
+    batch, tokens = x.shape[:2]
+    tables = {}
+    if freqs_cis is not None:
+        cos, sin = freqs_cis.real.float(), freqs_cis.imag.float()
+    if cos is not None and sin is not None:
+        tables = {
+            role: _padded(table.flatten(0, -2), tokens, rotated, neutral)
+            for role, table, neutral in (("cos", cos, 1.0), ("sin", sin, 0.0))
+        }
+    y = _kernel("norm_rope", "norm_rope")(x.reshape(batch, tokens, heads, size), **tables, **how)
+    if layout == "heads":
+        y = y.transpose(1, 2)
+    elif layout == "rows":
+        y = y.reshape(x.shape)
+    if not pairs and not number:
+        return y
+    apart = y.unflatten(-1, (size // 2, 2))
+    return torch.view_as_complex(apart) if number else apart
+
+
+def _padded(table: Tensor, tokens: int, rotated: str, neutral: float) -> Tensor:
+    """A table for all tokens from that of some; ``neutral`` leaves the others as they are."""
+    if rotated == "all":
+        return table
+    rest = table.new_full((tokens - table.shape[0], table.shape[1]), neutral)
+    return torch.cat([table, rest] if rotated == "front" else [rest, table])
+
+
+def _kernel(module: str, name: str) -> Callable[..., Any]:
+    """Imported when first called: Triton is not needed to plan."""
+    kernel: Callable[..., Any] = getattr(importlib.import_module(f"arachnec.kernels.rowwise.{module}"), name)
+    return kernel
+
+
+KERNELS = {
+    "norm_modulate": Kernel(_norm_modulate, ("y",)),
+    "gate_residual_norm_modulate": Kernel(_gate_residual_norm_modulate, ("h", "y")),
+    "norm_rope": Kernel(_norm_rope, ("y",), constant=("cos", "sin", "freqs_cis")),
+    "gate_residual": Kernel(_gate_residual, ("h",)),
+    "bias_gelu": Kernel(_bias_gelu, ("y",)),
+}
 
 
 class KernelCalls:
@@ -153,3 +255,67 @@ _item.__name__ = "getitem"
 def _position(graph: fx.Graph) -> Callable[[fx.Node], int]:
     order = {node: number for number, node in enumerate(graph.nodes)}
     return order.__getitem__
+
+
+SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_numel.default)
+
+
+def is_number(node: fx.Node) -> bool:
+    """Whether a node is arithmetic on sizes."""
+    value = node.meta.get("val")
+    if value is not None:
+        return not isinstance(value, Tensor | tuple | list)
+    target: Any = node.target
+    return node.op == "call_function" and (target in SIZES or getattr(target, "__module__", "") == "_operator")
+
+
+def is_part(node: fx.Node) -> bool:
+    return getattr(node.target, "__name__", "") == "getitem"
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node moves no bytes."""
+    if is_part(node) or is_number(node):
+        return True
+    return kind_of(GraphOp("", str(node.target), (), None)) is Kind.VIEW
+
+
+def with_sizes(members: Sequence[fx.Node]) -> list[fx.Node]:
+    """``members`` with the arithmetic on their sizes that they read again: the IR has folded it into shapes."""
+    inside = set(members)
+    below: set[fx.Node] = set()
+    front = [user for node in members for user in node.users]
+    while front:
+        node = front.pop()
+        if node not in below and node not in inside:
+            below.add(node)
+            front.extend(node.users)
+    extra, front = set[fx.Node](), [x for node in members for x in node.all_input_nodes]
+    while front:
+        node = front.pop()
+        if node in below and node not in extra and is_number(node):
+            extra.add(node)
+            front.extend(node.all_input_nodes)
+    return [*members, *extra]
+
+
+def convex(members: Iterable[fx.Node]) -> list[fx.Node]:
+    """``members`` without those whose values leave them and come back: between them something else has to run.
+
+    In the graph of a rank that is where a table is cut to the rank's tokens. Parts are taken out of a list before it
+    comes in, so that a region's inputs are tensors and numbers.
+    """
+    given = set(members)
+    parts = {node for node in given if is_part(node) and node.args[0] not in given}
+    kept = [node for node in dict.fromkeys(members) if node not in parts]
+    while kept:
+        inside = set(kept)
+        coming_back: set[fx.Node] = set()
+        for node in reversed(kept[0].graph.nodes):
+            if node not in inside and any(user in inside or user in coming_back for user in node.users):
+                coming_back.add(node)
+        rest = [node for node in kept if not any(user in coming_back for user in node.users)]
+        if len(rest) == len(kept):
+            break
+        kept = rest
+    return kept

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.passes.utils.fuser_utils import fuse_by_partitions
 
-from arachnec.codegen.fused_members import is_number, is_view
+from arachnec.codegen.fused_calls import is_number, is_view
 from arachnec.codegen.triton.index import Unsupported
 from arachnec.codegen.triton.plan import stage_of
 

@@ -16,7 +16,7 @@ from torch import Tensor, fx, nn
 
 from arachnec.codegen import fused_block
 from arachnec.codegen.fused_block import Region, fuse_block, fused_blocks
-from arachnec.codegen.fused_kernels import KERNELS
+from arachnec.codegen.fused_calls import KERNELS
 from arachnec.codegen.triton.region import Generated, generated
 from arachnec.fusion.fused_graph import fuse_graph
 from arachnec.ir.nodes import Graph
