@@ -1,4 +1,8 @@
-"""What one cascade computes, whoever runs it, and which of its clips have losses that are not finite."""
+"""What one cascade computes, whoever runs it, and which of its clips have losses that are not finite.
+
+A loss that is not finite makes its whole gradient not a number. So one look at the global norm, which all ranks know
+alike, says whether a step may be taken, and the host need not wait for its device to know.
+"""
 
 from __future__ import annotations
 

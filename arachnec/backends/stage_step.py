@@ -1,4 +1,13 @@
-"""One stage for one micro-batch: forward, backward, weight gradients apart, and what goes between stages as bytes."""
+"""One stage for one micro-batch: forward, backward, weight gradients apart, and what goes between stages as bytes.
+
+The values that a stage hands on, and the gradients that it hands back, are known by number and shape on both sides
+(``tracing.cuts``), so they travel as one message.
+
+A linear layer's backward is two products: the gradient of its input, which the stage before waits for, and that of its
+weight, which nobody waits for (Qi et al., "Zero Bubble Pipeline Parallelism", arXiv 2401.10241, section 2.1). Inside
+``Deferred`` a linear layer computes the first in the backward and keeps what the second needs, until ``run``. All other
+parameters, of norms, convolutions and tables, have their gradients in the backward.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Where the output of an encoder for a clip lies, which are there, and which were made by several ranks."""
+"""Where the output of an encoder for a clip lies, which are there, and which were made by several ranks.
+
+A file is named by everything that its content follows from: the encoders' code and weights, the video and its time, the
+clip's sizes and caption. So what is there is right, whatever run wrote it, and equal clips share one file. A file is
+renamed to its name once it is whole.
+"""
 
 from __future__ import annotations
 

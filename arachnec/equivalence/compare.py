@@ -1,4 +1,4 @@
-"""Translation validation: what a lowered program computes, against ``reference``.
+"""Translation validation, by itself and before a run: what a lowered program computes, against ``reference``.
 
 In: a module that ``check`` holds. Out: how far the two are apart, or a ``UserError`` that says in which stage.
 """

@@ -1,4 +1,11 @@
-"""Two steps of a program on all of its ranks, which are forked, and two of ``reference``: as numbers to compare."""
+"""Two steps of a program on all of its ranks, which are forked, and two of ``reference``: as numbers to compare.
+
+The second step begins with the weights that the first one left: so it also tells a wrong update, one that a rank left
+out, and one that was not gathered.
+
+A fork shares what is imported and captured already, so a rank is up in milliseconds. This process may have run no
+backward before: autograd does not survive a fork.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""A lowered program on clips of a few tokens: the same lists, on small shapes, of a small model for the real one."""
+"""A lowered program on clips of a few tokens: the same lists, on small shapes, of a small model for the real one.
+
+Every instruction, rank, weight and order stays. Clips of different lengths stay different, and a rank's share of the
+tokens stays in proportion.
+
+A program says nothing of a model but its layers. So one of a few numbers a layer shows whether the program computes
+what it should. It is in float64: a wrong weight is told from rounding.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A trained model as a folder that ``from_pretrained`` loads. In: an executable and a checkpoint. Out: safetensors."""
+"""A trained model as a folder that ``from_pretrained`` loads, or its adapters alone. In: an executable and a
+checkpoint. Out: safetensors.
+
+What an adapter does is peft's to say. A layer is merged by its own ``merge``, alone, in fp32. The file has the names
+and the metadata that Diffusers' ``load_lora_weights`` and ``load_lora_adapter`` read; where the model's class loads
+none, those that peft's ``PeftModel.from_pretrained`` reads.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,13 @@
-"""The cost of a region. In: a set of operations. Out: what one kernel for it saves, or why it cannot be one kernel.
+"""The cost of a region. In: a set of operations. Out: what one kernel for it saves, or why it cannot be one, and what
+its backward moves.
 
 After the cost model of Zheng et al., "FusionStitching" (arXiv 2009.10924), for one forward and backward: saved traffic,
 saved launches, and the registers and shared memory of a program. A program works on one row, all of one token, so
 operations of different widths (across heads, per head, half a head) are stitched inside it.
+
+A single operation reads its result's gradient and what it has saved, and writes a gradient per floating-point operand.
+A product with a smaller operand also writes the full product and reduces it; a sum with one reads the gradient again.
+A region reads the gradients of its results and its inputs, and writes the gradients of its inputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,11 @@
-"""A graph indexed for fusion: readers and producers as bit sets, the rows of every operation, the bytes of every value.
+"""A graph indexed for fusion: kinds of work by name, readers and producers as bit sets, rows of operations, bytes of
+values.
 
 A set of operations is an integer whose bit i stands for operation i of the graph; paths through the graph are tested
 with a few ``&`` and ``|``. *Core* operations launch a kernel and are memory-intensive; views stand between them.
+
+Memory-intensive operations (element-wise, reductions, joins and writes of slices) can share a kernel; views cost
+nothing and follow their readers; everything else computes too much to be worth it, or is not known, and stays apart.
 """
 
 from __future__ import annotations

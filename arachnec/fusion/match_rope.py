@@ -1,4 +1,12 @@
-"""The kernel ``norm_rope``: rotary positions as models write them, on a norm or none, of all tokens or some."""
+"""The kernel ``norm_rope``: rotary positions as models write them, on a norm or none, of all tokens or some.
+
+Tables as wide as a head are passed to the kernel as they are, a value per place. That both places of a pair hold one
+angle is a property of their numbers, which no graph shows, and the kernel does not need it.
+
+Two forms are known. Pairs: ``(first * cos - second * sin, first * sin + second * cos)``, tables of half the width of a
+head. Whole: ``x * cos + rotated(x) * sin``, tables as wide as a head. In both a pair is two neighbours (interleaved) or
+one place of each half of the head.
+"""
 
 from __future__ import annotations
 

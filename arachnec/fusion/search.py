@@ -1,4 +1,9 @@
-"""The search for regions. In: a graph and its cost model. Out: disjoint regions, and why they did not grow."""
+"""The search for regions. In: a graph and its cost model. Out: disjoint regions, and why they did not grow.
+
+After Zheng et al., "FusionStitching" (arXiv 2009.10924). Dynamic programming from the graph's results to its inputs:
+every operation keeps its best few regions, made of itself and the regions of its readers. Beam search over all
+operations picks disjoint ones. Equal regions that read one tensor and do not depend on each other are then merged.
+"""
 
 from __future__ import annotations
 

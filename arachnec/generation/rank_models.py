@@ -1,4 +1,7 @@
-"""The models of a rank that samples: those of its program, which are alike, and what a run taught their layers."""
+"""The models of a rank that samples: those of its program, which are alike, and what a run taught their layers.
+
+The plan has the densities, and which layers are ready; the projections are read where the model is.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The folder of results: files of finished requests, whole or not there, and a line for each switch that was seen."""
+"""The folder of results: files of finished requests, whole or not there, and a line for each switch that was seen.
+
+``ID.safetensors`` has a request's ``latents``, and in its metadata the fingerprint of what made them: a run that is
+started again leaves out what is there with the same fingerprint. ``ID.mp4`` is written before it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,15 @@
-"""Gradient synchronisation: runs of a stage's gradients, all-reduced or reduce-scattered beside other work."""
+"""Gradient synchronisation: runs of a stage's gradients, all-reduced or reduce-scattered beside other work.
+
+With an optimizer that is dealt out over the ranks they are reduce-scatters: a rank gets the parts that it updates.
+An all-reduce is started and not waited for. Its buckets start in one order on every rank, in process groups of their
+own, so that they never stand between two collectives of a cascade; nothing but the optimizer's step waits for them
+(docs/check.md, "Gradient buckets beside the backward"). Nothing here makes the host wait for its device: who had a
+gradient at all is told from host to host.
+
+Gradients of fp32 are summed as they are. Those of lower precision travel as they are too, but are summed in fp32: each
+rank is sent all ranks' parts of its share, adds them up, and sends the sum round. So a sum is rounded once, however
+many ranks it is over, where a ring rounds once a rank.
+"""
 
 from __future__ import annotations
 

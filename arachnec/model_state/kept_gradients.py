@@ -1,4 +1,8 @@
-"""Where a parameter's gradient is kept, and in what precision: in ``grad``, or rounded beside it."""
+"""Where a parameter's gradient is kept, and in what precision: in ``grad``, or rounded beside it.
+
+Autograd adds gradients up in fp32. Where the room for that is lacking, a gradient is rounded into a buffer of low
+precision as soon as a backward is done with the parameter: fp32 within a cascade, one rounding for each.
+"""
 
 from __future__ import annotations
 

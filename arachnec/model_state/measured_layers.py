@@ -1,4 +1,7 @@
-"""What a run measures of its sparse layers: in a step, over steps, summarised for its report, in its checkpoints."""
+"""What a run measures of its sparse layers: in a step, over steps, summarised for its report, in its checkpoints.
+
+A clip's cascade adds to its own class; the values over all lengths are of the classes' sum.
+"""
 
 from __future__ import annotations
 

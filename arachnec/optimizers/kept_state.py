@@ -1,4 +1,11 @@
-"""The state of a run's optimizer on every rank: counted into the plan, and as tensors that a checkpoint writes."""
+"""The state of a run's optimizer on every rank: counted into the plan, and as tensors that a checkpoint writes.
+
+torch makes a parameter's state at its first gradient. A checkpoint needs the tensors before that, so they are made like
+those of an update tried before (``arachnec.optimizers.state``); where nothing was read into them, torch makes its own.
+
+``trace`` counts AdamW's two moments, and masters of low-precision parameters. Here stand the options' optimizer and its
+averages in their place. An optimizer that needs whole tensors says of no part of it that it may lie on one rank alone.
+"""
 
 from __future__ import annotations
 

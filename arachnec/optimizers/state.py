@@ -1,4 +1,12 @@
-"""What an optimizer keeps: tensors for a parameter, found by one update, entries of groups, attributes of its own."""
+"""What an optimizer keeps: tensors for a parameter, found by one update, entries of groups, attributes of its own.
+
+The update is tried on the meta device first, where it takes no memory, and with drawn numbers where an optimizer looks
+at them: a parameter or a gradient of zeros is a special case to some.
+
+Schedule-free optimizers, D-Adaptation and Prodigy count updates and keep estimates outside it. Which entries these are
+is seen by what an update changes; all else are arguments. They are the same on every rank: an optimizer that is not
+elementwise updates whole tensors, on every rank alike.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Which micro-batches are measured, and in which order: in a budget of seconds, the most telling ones first."""
+"""Which micro-batches are measured, and in which order: in a budget of seconds, the most telling ones first.
+
+Every rank takes part in every decision, so that all decide alike. In: jobs, and how one is run. Out: their times.
+
+A convolution is efficient at one size and not at another, so that an encoder's time is no formula of sizes. But clips
+come in buckets, of few sizes, and each is measured.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""What the executor asks of a device: what it can do, copies beside compute, and marks in its queue of work.
+"""What the executor asks of a device: what it can do, copies beside compute, page-locked memory, marks in its queue.
 
 Nothing else in this folder looks at a device's type: where a device cannot do something, torch's own empty streams and
 events of the CPU stand in, so that all devices take one path through the code.
+
+torch's own page-locked memory comes in powers of two. What is locked here is as large as it has to be, and lies in
+pages of its own: a page can be locked once only, and small pieces of the heap share theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,13 @@
-"""Values on their way from the ranks that made them to the ranks that read them, and the connections they take."""
+"""Values on their way from the ranks that made them to the ranks that read them, and the connections they take.
+
+A handoff is one message: the bytes of one tensor in the host's memory, whose shape the receiver knows beforehand; the
+batch that it becomes part of is made on the host. Sending never holds up the training thread: threads of their own
+wait for the copy from the device, and for the receiver.
+
+A full mesh has n^2 connections, and fails on large clusters. With ``TORCH_GLOO_LAZY_INIT`` a pair connects at its first
+message. The passive side of a first message ignores every timeout where its peer is gone, so the first message of a
+pair is a byte of ours, sent while a plan is made ready, in a thread that we need not wait for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""What a rank keeps in its host's memory: copies that nobody waits for, inputs of blocks, an optimizer's masters."""
+"""What a rank keeps in its host's memory: copies that nobody waits for, inputs of blocks, an optimizer's masters.
+
+A call that locks memory returns only when every kernel of the device has ended, also a collective that waits for its
+peers. So what a program needs is locked before its first step.
+
+Inputs of blocks that run again go out behind the block that reads them. When the backward comes to a block its inputs
+are there: those of the block before start their way back at that moment, while this one computes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,19 @@
-"""When plans are made anew in a run: for links as measured, and for ranks that compute more slowly than others."""
+"""When plans are made anew in a run: for links as measured, and for ranks that compute more slowly than others.
+
+Every rank notes when it begins to send a message and when one has arrived. Clocks of two ranks differ by a constant;
+there and back together it cancels, so a link counts as equally fast both ways. Of the largest messages the one that
+travelled least counts, because the others may have stood in a queue. All ranks see all notes, and decide the same.
+
+Always true: between two changes of plans lie ``EVERY`` steps at least; without messages both ways nothing changes.
+
+A rank's slowdown is its measured over its planned computing, divided by the median of the other ranks; times what it
+was planned with, where that is more than 1. Where all ranks share every cascade none stands out: those that wait for
+the slow one wait inside the cascade. A slowdown that lasts becomes a fact of the cluster, and the plans behind it give
+the rank less work; one that is over is forgotten.
+
+Always true: a change of plans needs ``STEPS`` steps that agree. Every change of one rank doubles the steps that its
+next one needs, so a rank that is slow by turns does not have plans follow it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""A rank's step, instruction by instruction: when each began and ended, what runs now, and which ranks it waits for."""
+"""A rank's step, instruction by instruction: when each began and ended, what runs now, and which ranks it waits for.
+
+The thread that trains writes down its instruction, and leaves word of it for the case that its process is killed. The
+watchdog's thread asks for the rest. On a device the host is ahead of what runs: the first instruction that the device
+has not passed counts.
+"""
 
 from __future__ import annotations
 

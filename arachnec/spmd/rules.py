@@ -1,4 +1,9 @@
-"""The table of rules: which ops commute with sharding the tokens, on what condition; attention, which combines them."""
+"""The table of rules: which ops commute with sharding the tokens, on what condition; attention, which combines them.
+
+A rule takes a traced call with at least one sharded operand and adds its counterpart on one rank. It raises MixesTokens
+where it cannot prove that this is right; then the operands are gathered. An op that is not in ``RULES`` is pointwise
+where torch says so (``torch.Tag.pointwise``), else unknown.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""A model whose blocks run on one rank's tokens, while everything around them runs as it was written."""
+"""A model whose blocks run on one rank's tokens, while everything around them runs as it was written.
+
+Each block's ``forward`` is replaced on the instance; parameters, names, ``state_dict`` and storages stay. A block
+returns its own tokens as ``ShardedTokens``. The next block takes them as they are. Anything else that reads them (a
+skip connection, a head, a print) gets the complete tensor, gathered. So the first block of a chain slices its inputs,
+the outputs of the last are gathered, and what lies between needs no knowledge of the model.
+"""
 
 from __future__ import annotations
 

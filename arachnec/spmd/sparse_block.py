@@ -1,4 +1,7 @@
-"""Attention over video tokens in a block: the rewrite, for one rank's share, and the functions that its graph calls."""
+"""Attention over video tokens in a block: the rewrite, for one rank's share, and the functions that its graph calls.
+
+Which attentions these are follows from the sequence rewrite: those that it had to distribute.
+"""
 
 from __future__ import annotations
 

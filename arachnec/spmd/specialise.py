@@ -1,4 +1,8 @@
-"""The least special capture of a model: what a block's graphs serve, every call or some, and what gave them."""
+"""The least special capture of a model: what a block's graphs serve, every call or some, and what gave them.
+
+The steps are tried in order; the last refusal is the first one, which names the blocks' own reason. ``docs/models.md``
+explains the steps.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
 """Loads, chooses and launches generated kernels: a few variants for all shapes, picked by a rule made at compile time.
+Sizes are solved from the inputs at hand.
 
 After DISC (arXiv 2103.05288): no size is a constant of a kernel but the width of a row that no clip changes. A variant
 says whether rows are dense (loads are vectorised) and, where only a run knows how wide a row is, whether it is held

@@ -1,4 +1,9 @@
-"""The lines of a kernel's body, how a row of lanes lies in tiles, and where in it the values stand."""
+"""The lines of a kernel's body, how a row of lanes lies in tiles, and where in it the values stand.
+
+A row's lanes lie in tiles [P, Q], as many as waste few lanes: 5120 = 5 x 1024, 24 heads of 96 = 3 x 3 tiles of 8 x 32.
+What differs from tile to tile is written once with ``@p`` and ``@q`` for the tile's number along each axis. What does
+not change from row to row is written before the loop over rows.
+"""
 
 from __future__ import annotations
 

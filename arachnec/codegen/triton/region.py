@@ -1,4 +1,9 @@
-"""A region as generated Triton kernels, forward and backward, between hand-written ones that compute parts of it."""
+"""A region as generated Triton kernels, forward and backward, between hand-written ones that compute parts of it.
+
+The backward is PyTorch's own derivative of the region's operations, traced with symbolic sizes; it computes again what
+it needs from the region's inputs, so that nothing else is saved. What is left after a sum over rows (a few vectors)
+runs as plain operations.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,14 @@
-"""Moving tokens and heads between the ranks of a cascade, or anew along a dimension, with each move's gradients."""
+"""Moving tokens and heads between the ranks of a cascade, or anew along a dimension, with each move's gradients.
+
+Every move is a collective of ragged pieces (``arachnec.kernels.attention.collectives``), and so is its gradient.
+
+Gradients are *partial*: every rank weighs its loss by 1/degree, and the gradient of what is replicated is summed over
+the ranks once, at the end. Hence a slice of a replicated tensor has a zero-padded gradient and no communication, and
+a gather's gradient is summed over the ranks and sliced.
+
+Factorised attention needs all places of a frame, then all frames of a place. One all-to-all lies in between, as in
+DSP (arXiv 2403.10266, section 3), for any split of a dimension into factors and for uneven shares.
+"""
 
 from __future__ import annotations
 

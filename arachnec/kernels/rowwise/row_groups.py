@@ -1,4 +1,4 @@
-"""Which rows share a scale, shift and gate: per sample, per token, or per segment of a packed sequence."""
+"""Tensors as rows [N, H], and which rows share a scale, shift and gate: per sample, token, or packed segment."""
 
 from __future__ import annotations
 

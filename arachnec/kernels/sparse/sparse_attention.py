@@ -1,4 +1,8 @@
-"""Attention over chosen key blocks, as an operator: forward, log-sum-exp and backward, and launches of its kernels."""
+"""Attention over chosen key blocks, as an operator: forward, log-sum-exp and backward, and launches of its kernels.
+
+Captions' queries are groups behind the others, whose lists name every block. So lists are extended here, and the lists
+of readers of each block are made: by sorting, not by counting with atomics.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,11 @@
-"""One flat tensor of a layer on one rank, its own shard always, the whole for a while; where parameters lie in it."""
+"""One flat tensor of a layer on one rank, its own shard always, the whole for a while; where parameters lie in it.
+
+The layer's parameters are views of the whole, for good: of memory that other layers have in between (`gathering`).
+
+A layer has one flat tensor for each precision, and apart what trains and what does not. Its parameters lie in it one
+behind the other; it is cut into equal shards, the last one padded (Zhao et al., "PyTorch FSDP", arXiv 2304.11277,
+section 3.2.1). A shard boundary may fall inside a parameter: a rank then has a *piece* of it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,23 @@
-"""Layers that come and go while a cascade runs on a cell, and the few slots of memory in which they are whole."""
+"""Layers that come and go while a cascade runs on a cell, and the few slots of memory in which they are whole.
+
+In a forward each layer is gathered before it runs, one ahead, and released behind it. In a backward it is gathered
+again before its first gradient is computed, for recomputation as well; once the backward has come to the layer before
+it, its gradients are reduce-scattered and it is released.
+
+All members of a cell gather in the order of the program's list, whatever the model does: a layer that runs early brings
+those before it along, one that never runs is gathered at the end. A backward takes the order in which layers ran.
+
+A layer that is gathered into new memory costs an allocation each time, and on a CPU a page fault every 4 KiB. Layers
+run one behind the other, ``HELD`` are whole at once, so layer n lies in slot n mod ``HELD``, and what lies in none in a
+slot of its own. The stages of a rank share the slots. What autograd has kept of a parameter is a view of its slot: it
+reads what lies there.
+
+A gather writes where the layer before the last lay. On a device it is behind all that the current stream had when it
+was started, as every collective and every copy from the host is: behind that layer's last kernel.
+
+Where a layer is whole longer than its turn (it runs again, or layers run in another order than they are listed in) its
+values are put aside, and come back before it runs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""How far an encoder can be divided and what that costs, and one clip's encoding so: frames cut, or tiles dealt out."""
+"""How far an encoder can be divided and what that costs, and one clip's encoding so: frames cut, or tiles dealt out.
+
+A VAE of tiles calls its ``encoder`` once a tile, and once a chunk of time of each. Calls that are given nothing but
+their pixels begin a tile; those that are given a cache, or find one in a module, go on with the tile before. The VAE's
+code runs twice: first every rank runs the calls of its tiles, then all calls give what somebody has made, and the VAE
+blends it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The ranks that share one tensor: which pieces travel between them, and how."""
+"""The ranks that share one tensor: which pieces travel between them, and how.
+
+``Group`` is a process group. ``Counted`` has no other ranks: it counts what would be sent, on the meta device.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""The weights of an encoder divided over ranks: which and how, the operators on parts, and what it costs."""
+"""The weights of an encoder divided over ranks: which and how, the operators on parts, and what it costs.
+
+A linear layer that reads what is whole is cut by columns: each rank makes some of its outputs. One that reads what is
+cut is cut by rows, and its outputs are summed. So every attention and every MLP has one sum, whatever they are called
+(Shoeybi et al., "Megatron-LM", arXiv 1909.08053, section 3). Where outputs are viewed as heads, whole heads stay
+together: of several numbers of heads, as queries and grouped keys have them, their greatest common divisor is cut.
+"""
 
 from __future__ import annotations
 

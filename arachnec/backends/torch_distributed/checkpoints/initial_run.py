@@ -1,4 +1,7 @@
-"""What a run begins from: a checkpoint or weights; and the step that its job aims at, however often it is started."""
+"""What a run begins from: a checkpoint or weights; and the step that its job aims at, however often it is started.
+
+That step stands in ``job.json`` beside the checkpoints, with the launcher's name of the job.
+"""
 
 from __future__ import annotations
 

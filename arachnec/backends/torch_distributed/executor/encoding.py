@@ -1,4 +1,10 @@
-"""The encoders of one rank: its share of the clips, what is encoded for the next step, the form of what it receives."""
+"""The encoders of one rank: its share of the clips, what is encoded for the next step, the form of what it receives.
+
+A clip that cannot be read has a value that is no number (``set_aside``).
+
+An encoder is frozen and reads a clip, nothing else: what it makes does not depend on the step in which it runs. So a
+rank that has nothing to do but wait may encode what its next program begins with, as far as memory goes.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Clips that groups of ranks share: a rank's own part of a cascade, and whether its ranks made the same batch of it."""
+"""Clips that groups of ranks share: a rank's own part of a cascade, and whether its ranks made the same batch of it.
+
+``sample`` may draw random numbers that are not its generator's, and then every rank trains on another clip. So in the
+first step that a run takes with a clip its ranks compare what they made, by one number in what all ranks exchange of a
+step anyway.
+"""
 
 from __future__ import annotations
 

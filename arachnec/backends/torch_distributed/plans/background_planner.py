@@ -1,4 +1,12 @@
-"""The plan of the next step, made by a process of its own, also for other ranks than the passes were written for."""
+"""The plan of the next step, made by a process of its own, also for other ranks than the passes were written for.
+
+The planner is a child of rank 0: it reads a question per line, an iteration and the links as measured, and answers with
+the lowered module's text, or with the mistake that kept it from one. Clip shapes that compiling had no time for are
+tried before their plan is made, and the others while no question waits. It ends when rank 0 does.
+
+A host that is lost leaves a job with fewer ranks, and it goes on there. What says how many ranks hold a stage or a cell
+is given up where it does not fit, and planned; orders that a file says are given up always.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""What a rank has before its first step and keeps: its model, its optimizer, its groups, its threads."""
+"""What a rank has before its first step and keeps: its model, its optimizer, its groups, its threads.
+
+In: a model file, training options and the first program. Out: a ``RankContext``. What it holds is laid out as the
+stages of that program say: whole, dealt out over cells, cut into stages, in host memory.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""What a run writes line by line: every step, told to who wants to know, and what became of every clip."""
+"""What a run writes line by line: every step, told to who wants to know, and what became of every clip.
+
+Rank 0 tells, behind each step. A file that is there is continued: a resumed run's lines stand behind the others.
+
+Always true: in the audit each batch of a step that counts has one line. A run that goes on from a checkpoint drops the
+lines of steps that were lost, and writes them anew. So the lines of an epoch name every clip of the manifest once.
+"""
 
 from __future__ import annotations
 

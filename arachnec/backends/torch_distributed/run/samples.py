@@ -1,4 +1,11 @@
-"""Samples of the model in training, on the ranks of a run; of a model in stages, one rank of each takes part."""
+"""Samples of the model in training, on the ranks of a run; of a model in stages, one rank of each takes part.
+
+A rank that holds the whole model samples its own requests alone. In a cell every forward gathers the layers, so its
+members take as many forwards as the one that needs most: where a member has none left, it gathers all the same. Where
+the model is in stages, one rank of each makes a chain, and a chain samples its requests. Its ranks draw the same noise
+and take the same steps of the same request. In a forward each runs its stages and sends on what they hand on; the rank
+of the last stage has the prediction, and gives it to the others.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""What a step came to on all ranks: put together, told, written to the audit log, and held against what a run bears."""
+"""What a step came to on all ranks: put together, told, written to the audit log, and held against what a run bears.
+
+All ranks know the norm alike, so all of them skip the step, and count, together.
+"""
 
 from __future__ import annotations
 

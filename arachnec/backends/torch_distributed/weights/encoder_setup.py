@@ -1,4 +1,8 @@
-"""The encoders of a rank, as the stages of a program say: whole, with a part of the weights, or on several ranks."""
+"""The encoders of a rank, as the stages of a program say: whole, with a part of the weights, or on several ranks.
+
+Where one is divided, or weights are read, every encoder is built or read one parameter at a time
+(``streamed_weights``): no rank holds all weights of one that is divided at any moment, and each keeps its own part.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Weights that rank 0 reads or draws, and the other ranks receive, once all have made modules of the same tensors."""
+"""Weights that rank 0 reads or draws, and the other ranks receive, once all have made modules of the same tensors.
+
+The others build their modules on the meta device, where weights have shapes and no memory, and allocate each tensor
+once, on their device and in the precision of training. Buffers are sent as weights are, so that those that a
+constructor computes are right everywhere. A module that cannot be built so is built as on rank 0, and its values then
+overwritten.
+"""
 
 from __future__ import annotations
 
