@@ -8,7 +8,6 @@ head's gradients of several ranks are summed in the order of the ranks.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -161,9 +160,3 @@ class ChosenKeys:
 
     def _of_holder(self, x: Tensor, holder: int) -> Tensor:
         return torch.cat([x[:, first:end] for first, end in held_ranges(self.parts, holder)], 1)
-
-
-def bytes_sent(capacity: Capacity, me: int, width: int, itemsize: int) -> int:
-    """That the holder ``me`` sends to other ranks of one tensor, one clip."""
-    rows = (holders[me] for owner, shares in enumerate(capacity) for holders in shares if owner != me)
-    return math.prod((sum(rows), width, itemsize))
