@@ -208,7 +208,9 @@ def set_up_rank(
     gradient_groups = ProcessGroups(GROUP_TIMEOUT)
     gradient_groups.ensure(wanted_gradient_groups(first), device=device)
     sharded = dist.get_world_size() > 1 and any("sharded" in stage.attrs for stage in first.stages)
-    copies = _host_copies(first, runtime, cells)
+    copies = None if cells is None else cells.copies
+    if copies is None and any(in_host(stage) for stage in first.stages):
+        copies = HostCopies(runtime)
     masters = copies is not None and any(optimizer_in_host(s) and not layers_in_host(s) for s in first.stages)
     place = None if pipeline is None else pipeline.place
     if stage is not None and sharded and pipeline is None:
@@ -253,10 +255,3 @@ def set_up_rank(
     context = replace(context, updated=updated_parameters(layers, first, model, optimizer, gathering))
     context.groups.ensure(family_groups(first), device=device)
     return context
-
-
-def _host_copies(module: Module, runtime: DeviceRuntime, cells: CellParameters | None) -> HostCopies | None:
-    """The copies with the host's memory; None where nothing of the model lies there."""
-    if cells is not None and cells.copies is not None:
-        return cells.copies
-    return HostCopies(runtime) if any(in_host(stage) for stage in module.stages) else None
