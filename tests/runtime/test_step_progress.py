@@ -13,7 +13,7 @@ import torch
 from arachnec.ir.nodes import Instruction, Module
 from arachnec.launch.phases import Position
 from arachnec.runtime.device_runtime import DeviceRuntime
-from arachnec.runtime.step_progress import Clock, StepProgress, named
+from arachnec.runtime.step_progress import Clock, StepProgress, described, named
 from tests.distributed.executor_cases import Work, clip, lowered, traced
 
 CLIPS = [clip("a", 2), clip("b", 3)]
@@ -116,6 +116,4 @@ def test_many_clips_are_counted() -> None:
 
 
 def test_an_instruction_without_a_cascade_is_of_its_stage(module: Module) -> None:
-    from arachnec.runtime.step_progress import described
-
     assert described(Instruction("reduce", "dit", (0, 1)), {}, {}) == "reduce @dit"
