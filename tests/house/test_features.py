@@ -23,8 +23,8 @@ from tests.house.features import (
 
 # Lower a ceiling when its figure falls. None rises.
 CEILINGS: dict[Callable[[], list[str]], int] = {
-    core_to_feature: 215,
-    upward_among_features: 29,
+    core_to_feature: 196,
+    upward_among_features: 27,
     functions_naming_two: 52,
 }
 
