@@ -19,10 +19,8 @@ from arachnec.ir.nodes import Module
 from arachnec.models.file import ModelFile
 from arachnec.optimizers.kept_state import demand_whole_tensors, recipe_for, with_optimizer
 from arachnec.passes.trace import Trace, trace_model
-from arachnec.tracing.captions_read import demand_captions_read
-from arachnec.tracing.random_numbers import demand_own_generator
 from arachnec.tracing.sample import meta_encoders
-from arachnec.tracing.timesteps_read import demand_timesteps_read
+from arachnec.tracing.sample_reads import demand_captions_read, demand_own_generator, demand_timesteps_read
 
 LOOKED_AT = 100  # clips of training that are to have a key
 KEYS: Mapping[str, Callable[[VideoClip], bool]] = {

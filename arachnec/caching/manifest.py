@@ -32,8 +32,8 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import trace_encoders, traced_module
-from arachnec.tracing.captions_read import require_one_caption
 from arachnec.tracing.sample import meta_encoders
+from arachnec.tracing.sample_reads import require_one_caption
 
 PIPELINE = "divide-encoders,partition{policy=encode},annotate,schedule-z3,place,lower,check"
 PLAN, CLIPS = "plan", "clips.jsonl"  # names in the output folder

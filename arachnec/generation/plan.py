@@ -35,9 +35,9 @@ from arachnec.sampling.loop import Sampling, begin, other_latents, sizes_of
 from arachnec.tracing.cost import encoder_stage
 from arachnec.tracing.errors import needs_values
 from arachnec.tracing.find import find_blocks
-from arachnec.tracing.padded_text import padded_text
 from arachnec.tracing.record import Repeats
 from arachnec.tracing.sample import meta_encoders
+from arachnec.tracing.sample_reads import padded_text
 from arachnec.views.executable_page import PAGE, executable_page
 
 DEFAULT = "generate"  # a named pipeline

@@ -173,7 +173,7 @@ class SamplerProfiler:
         text = None
         if dist.get_rank() == 0:
             from arachnec.passes.trace import trace_model
-            from arachnec.tracing.padded_text import padded_text
+            from arachnec.tracing.sample_reads import padded_text
 
             clips = [request.clip() for request in self.requests]
             tokens: list[int] = []

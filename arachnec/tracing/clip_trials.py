@@ -21,9 +21,9 @@ from arachnec.models.clip_errors import naming
 from arachnec.tracing.errors import RandomOperation, cannot_take_error
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
-from arachnec.tracing.global_generators import NUMPY, PYTHON, move, restored, states
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, run_once, training_mode
 from arachnec.tracing.sample import ModelSource, arguments_of, clip_of, encoded_shape, raised_at, sample_of
+from arachnec.tracing.sample_reads import NUMPY, PYTHON, move, restored, states
 from arachnec.tracing.shell import TotalFlops
 from arachnec.tracing.verify import SEED, TILE, FactoredMatrix, fill, is_wide, random_like
 

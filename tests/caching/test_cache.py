@@ -29,7 +29,7 @@ from arachnec.ir.diagnostic import UserError, render
 from arachnec.launch.phases import Progress, Timeouts
 from arachnec.models.encoders import TextEncoder, VideoEncoder
 from arachnec.models.file import load_model_file
-from arachnec.tracing.captions_read import demand_captions_read
+from arachnec.tracing.sample_reads import demand_captions_read
 from tests.distributed.executor_cases import ENCODER, MODEL, Work, captured_once, clip, executable, train_on
 from tests.distributed.harness import run_ranks
 

@@ -15,7 +15,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.diffusers import common
 from arachnec.models.file import load_model_file
-from arachnec.tracing.timesteps_read import demand_timesteps_read
+from arachnec.tracing.sample_reads import demand_timesteps_read
 from tests.commands.small_model import MODEL
 
 CLIP = VideoClip("a", 9, 32, 48, 8, caption="a red kite")

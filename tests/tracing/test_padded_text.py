@@ -8,7 +8,7 @@ import pytest
 
 from arachnec.data.requests import Request
 from arachnec.models.sampler_file import load_sampler_file
-from arachnec.tracing.padded_text import padded_text
+from arachnec.tracing.sample_reads import padded_text
 
 pytest.importorskip("diffusers")
 

@@ -10,7 +10,7 @@ import torch
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.tracing.random_numbers import OtherRandomNumbers, demand_own_generator
+from arachnec.tracing.sample_reads import OtherRandomNumbers, demand_own_generator
 
 CLIPS = [VideoClip("video", 9, 64, 96, 4), VideoClip("still", 1, 64, 96, 4)]
 FILE = """\

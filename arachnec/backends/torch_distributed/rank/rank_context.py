@@ -49,9 +49,8 @@ from arachnec.runtime.rank_resources import RankThreads, family_groups, wanted_g
 from arachnec.runtime.replanning import HandoffNotes
 from arachnec.spmd.sharded_model import InputsAway
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade
-from arachnec.tracing.captions_read import demand_captions_read
 from arachnec.tracing.sample import meta_encoders
-from arachnec.tracing.timesteps_read import demand_timesteps_read
+from arachnec.tracing.sample_reads import demand_captions_read, demand_timesteps_read
 from arachnec.verification.host_memory import host_peak
 
 
