@@ -1,4 +1,4 @@
-"""What a model file's ``sample`` reads: which generator, the noise level, captions that are dropped, padding of text."""
+"""What a model file's ``sample`` reads: its generator, the noise level, dropped captions, padded text."""
 
 from __future__ import annotations
 
@@ -203,22 +203,22 @@ def demand_captions_read(dropout: float, clips: Sequence[VideoClip], encoders: M
 
 
 def _reads_captions(encoder: nn.Module, clip: VideoClip) -> bool:
-    noted = _NotedCaption(replace(clip, path=None, caption=clip.caption or ""))
+    noted = _Noted(replace(clip, path=None, caption=clip.caption or ""))
     with contextlib.suppress(Exception):  # a video that is not there
         encoder.load(noted, "cpu")  # type: ignore[operator]
-    return noted.read
+    return "caption" in noted.reads
 
 
-class _NotedCaption:
-    """A clip that knows whether its caption was asked for."""
+class _Noted:
+    """A value that notes which of its attributes are read."""
 
-    def __init__(self, clip: VideoClip) -> None:
-        self.read = False
-        self._clip = clip
+    def __init__(self, value: object) -> None:
+        self.reads: set[str] = set()
+        self._value = value
 
     def __getattr__(self, name: str) -> Any:
-        self.read |= name == "caption"
-        return getattr(self._clip, name)
+        self.reads.add(name)
+        return getattr(self._value, name)
 
 
 def demand_timesteps_read(
@@ -230,7 +230,7 @@ def demand_timesteps_read(
     """
     if timesteps == UNIFORM:
         return
-    noted = _NotedTimesteps(timesteps)
+    noted = _Noted(timesteps)
     arguments_of(source, replace(clip, timesteps=noted), encoders, device="meta")  # type: ignore[arg-type]
     if not noted.reads:
         raise user_error(
@@ -241,18 +241,6 @@ def demand_timesteps_read(
             ),
             span=span,
         )
-
-
-class _NotedTimesteps:
-    """Timesteps that know what was asked of them."""
-
-    def __init__(self, timesteps: Timesteps) -> None:
-        self.reads: list[str] = []
-        self._timesteps = timesteps
-
-    def __getattr__(self, name: str) -> Any:
-        self.reads.append(name)
-        return getattr(self._timesteps, name)
 
 
 PROBED = 2**14  # text tokens; where as many change nothing, captions do not reach the model as tokens
