@@ -14,8 +14,7 @@ from typing import Any, TypeAlias, cast
 
 from lark import Token, Transformer
 
-from arachnec.ir import diagnostic
-from arachnec.ir.diagnostic import Span, user_error
+from arachnec.ir.diagnostic import Span, UserError, user_error
 from arachnec.ir.limits import LONGEST_INTEGER, LONGEST_RANGE
 from arachnec.ir.nodes import (
     NO_ATTRIBUTES,
@@ -39,6 +38,14 @@ from arachnec.ir.nodes import (
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term, Value
 
 PARSED: ContextVar[tuple[str, str]] = ContextVar("name and text of the file being parsed")
+
+
+def twice_given_error(span: Span | None, what: str) -> UserError:
+    return user_error(f"{what} is given twice", label="the second", help="remove one of the two", span=span)
+
+
+def bad_number_error(span: Span | None, written: str) -> UserError:
+    return user_error(f"`{written}` is too large for a number", label="not a finite number", span=span)
 
 
 def span_of(first: Token, last: Token | None = None) -> Span:
@@ -67,20 +74,20 @@ def string_of(token: Token, text: str) -> str:
 def number_of(token: Token, text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
-        raise diagnostic.bad_number_error(span_of(token), written=text)
+        raise bad_number_error(span_of(token), written=text)
     return value
 
 
 def integer_of(token: Token) -> int:
     if len(token) > LONGEST_INTEGER:
-        raise diagnostic.bad_number_error(span_of(token), written=f"{token[:12]}...")
+        raise bad_number_error(span_of(token), written=f"{token[:12]}...")
     return int(token)
 
 
 def range_of(token: Token, text: str) -> range:
     first, _, last = text.partition("..")
     if max(len(first), len(last)) > LONGEST_INTEGER:
-        raise diagnostic.bad_number_error(span_of(token), written=f"{text[:12]}...")
+        raise bad_number_error(span_of(token), written=f"{text[:12]}...")
     low, high = int(first), int(last or first)
     if high < low or high - low >= LONGEST_RANGE:
         raise user_error(
@@ -109,7 +116,7 @@ def _dimension(token: Token, text: str) -> int | str:
 def whole_number(token: Token, text: str) -> int:
     """A number that stands inside a token."""
     if len(text) > LONGEST_INTEGER:
-        raise diagnostic.bad_number_error(span_of(token), written=f"{text[:12]}...")
+        raise bad_number_error(span_of(token), written=f"{text[:12]}...")
     return int(text)
 
 
@@ -222,7 +229,7 @@ class ModuleBuilder(Transformer[Token, Module]):
         for key, value in filter(None, parts):
             name = string_of(key, key) if key.type == "STRING" else str(key)
             if name in seen:
-                raise diagnostic.twice_given_error(span_of(key), what=f"attribute `{name}`")
+                raise twice_given_error(span_of(key), what=f"attribute `{name}`")
             seen.add(name)
             pairs.append((name, value))
             spans.append(span_of(key))
@@ -252,7 +259,7 @@ class ModuleBuilder(Transformer[Token, Module]):
             else:
                 value = self._plain_value(pair, line, first)
             if name in names:
-                raise diagnostic.twice_given_error(span, what=f"attribute `{name}`")
+                raise twice_given_error(span, what=f"attribute `{name}`")
             names.add(name)
             pairs.append((name, value))
             spans.append(span)
@@ -353,7 +360,7 @@ class ModuleBuilder(Transformer[Token, Module]):
         for item in items:
             kinds[type(item)].append(item)
         if len(kinds[Cluster]) > 1:
-            raise diagnostic.twice_given_error(kinds[Cluster][1].span, what="the cluster")
+            raise twice_given_error(kinds[Cluster][1].span, what="the cluster")
         return Module(
             name=name_of(name),
             level=_level(attrs, name),
