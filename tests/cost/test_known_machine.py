@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 import pytest
 from hypothesis import given, settings
@@ -21,7 +19,6 @@ from arachnec.cost.profile import (
     Profile,
     StageNotProfiled,
     Synchronisation,
-    _exponent,
     exponent_of,
     find_clip_time,
     find_undivided,
@@ -79,36 +76,6 @@ def test_the_exponent_is_of_what_length_has_a_part_in(made_of: dict[str, float],
     assert exponent_of(profile, "dit") == pytest.approx(exponent, rel=1e-3), "the mean of those that are known"
     assert exponent_of(fit_profile([("dit", "forward", one_length)], machine="m", device="cpu"), "dit") is None
     assert [only_length(entry) for entry in profile.stages] == [None, 500]
-
-
-@pytest.mark.parametrize(
-    ("made_of", "short", "long", "exponent"),
-    [
-        ({"B*S*T": 1e-3, "B": 9.0, "1": 7.0}, (100, 4), (400, 8), 1.5),  # eight times as much for four times the tokens
-        ({"B*S": 2e-3, "B*T": 1.0}, (100, 0), (300, 1), math.log(1.6 / 0.2) / math.log(3)),
-        ({"B*S*T": 1e-3, "B": 9.0}, (100, 0), (400, 8), None),  # the shortest takes nothing that length has a part in
-        ({"B*S*T": 1e-3, "B": 9.0}, (100, 8), (400, 0), None),  # nor does the longest
-        ({"B*T": 1e-3, "1": 9.0}, (100, 4), (400, 8), None),
-        ({"B*S": 1e-3}, (100, 4), (100, 8), None),
-        ({}, (100, 4), (400, 8), None),
-    ],
-)
-def test_an_exponent_compares_the_shortest_clip_with_the_longest_whatever_their_batch(
-    made_of: dict[str, float], short: tuple[int, int], long: tuple[int, int], exponent: float | None
-) -> None:
-    among = [] if short[0] == long[0] else [Measurement(9, 200, 99, 1, 5.0)]
-    runs = [Measurement(3, *long, 4, 5.0), *among, Measurement(2, *short, 1, 5.0)]
-    assert _exponent(made_of, runs) == (None if exponent is None else pytest.approx(exponent))
-
-
-@pytest.mark.parametrize(("powers", "mean"), [((1, 2), 1.5), ((1, 1, 2), 4 / 3), ((2, 2), 2.0)])
-def test_the_exponent_of_a_stage_is_the_mean_of_its_phases(powers: tuple[int, ...], mean: float) -> None:
-    phases = [
-        (phase, [Measurement(1, tokens, 0, 1, 1e-6 * tokens**power) for tokens in (500, 1000, 4000)])
-        for phase, power in zip(("forward", "backward", "weight"), powers, strict=False)
-    ]
-    profile = fit_profile([("dit", *phase) for phase in phases], machine="m", device="cpu")
-    assert exponent_of(profile, "dit") == pytest.approx(mean)
 
 
 def test_an_error_on_points_held_out_is_the_mean_of_each_predicted_from_the_others() -> None:
@@ -227,9 +194,6 @@ def test_bytes_that_took_no_time_travel_as_plain_messages_do() -> None:
     assert alone is not None and beside is not None
     assert alone.intra == MOST_GBS
     assert beside.intra == pytest.approx(9.0)
-    parts = [(run.messages / run.ms, max(0.0, run.ms - 3.0 - run.moved / 9e6) / run.ms) for run in shared]
-    latency = sum(count * left for count, left in parts) / sum(count * count for count, _ in parts)
-    assert beside.latency == pytest.approx(latency * 1e3), "least squares of what is left"
 
 
 @pytest.mark.parametrize("times", [(0.0, 5.0), (5.0, 0.0), (-1.0, 5.0), ()])
@@ -247,15 +211,6 @@ def test_messages_without_bytes_have_a_latency_and_travel_as_plain_ones_or_as_fa
     assert alone is not None and beside is not None
     assert (alone.latency, beside.latency) == (pytest.approx(20.0), pytest.approx(20.0))
     assert (alone.intra, beside.intra) == (MOST_GBS, pytest.approx(9.0))
-
-
-def test_of_collectives_of_many_sizes_the_smallest_and_the_largest_count() -> None:
-    """On four ranks two steps, and three quarters of the bytes: 2 ms and 1.5 GB in 3 ms."""
-    by_size = {4 * 10**6: 77.0, 2 * 10**9 + 1000: 5.0, 1000: 2.0, 9 * 10**8: 1.0}
-    rows = [Collective(GATHER, 4, size, ms) for size, ms in by_size.items()]
-    measured = [("dit", "forward", [Measurement(1, 10, 0, 1, 1.0)])]
-    profile = fit_profile(measured, machine="m", device="cpu", collectives=rows)
-    assert fit_collective(profile, GATHER) == (pytest.approx(1000.0), pytest.approx(1.5e9 / 3e-3 / 1e9))
 
 
 def test_residuals_are_what_a_run_is_off_by_of_its_own_time_and_of_shared_ones_with_their_messages() -> None:

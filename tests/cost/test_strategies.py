@@ -282,10 +282,6 @@ def test_the_first_branch_has_an_even_part_of_the_ranks_or_what_the_other_leaves
             assert even_ranks(uneven, width) == 2 * sorted((ulysses * ring, width - ulysses * ring))[0]
 
 
-def test_nothing_runs_again_unless_it_is_asked_for() -> None:
-    assert Strategy() == Strategy(None, 0, None, None)
-
-
 def test_one_clip_lies_beside_none_where_nothing_fits_and_what_is_whole_everywhere_has_one_side() -> None:
     """Measured or not, at that degree or another."""
     four = cascade(batch=4)
@@ -305,19 +301,6 @@ def test_parameters_dealt_out_leave_whole_cells_up_to_all_ranks(cell: int) -> No
         pod = parse_cluster(f"{nodes}x{gpus}:h100-80g")
         whole = tuple(degree for degree in range(1, nodes * gpus + 1) if degree / cell in range(1, 99))
         assert legal_degrees(cascade(), stage(cell=cell), pod) == whole
-
-
-@pytest.mark.parametrize("changed", [{"attentions": 0}, {"attentions": None}, {"forward": None}])
-@pytest.mark.parametrize(("heads", "widest"), [(12, 8), (6, 4), (1, 1), (None, 8)])
-def test_what_has_no_attention_or_no_formula_takes_the_widest_ulysses(
-    changed: dict[str, None], heads: int | None, widest: int
-) -> None:
-    """Although eight ranks leave some of twelve heads' ranks idle: there is nothing that says so."""
-    cost = model(stage(heads=heads, **changed))
-    assert cost.best_attention(cascade(times=((8, Quantity(1.0, "ms")),)), 8) == Attention(widest, 8 // widest)
-    if "forward" not in changed:
-        assert cost.best_attention(cascade(), 8) == Attention(widest, 8 // widest)
-        assert model(stage()).best_attention(cascade(), 8) == Attention(4, 2), "twelve heads of attentions"
 
 
 @pytest.mark.parametrize("cell", [None, 2])

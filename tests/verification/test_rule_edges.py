@@ -19,7 +19,6 @@ from arachnec.verification import sparse as sparse_paths
 from arachnec.verification.encoders import OtherCell, SharedTooFar, check_encoders
 from arachnec.verification.gradient import WrongRunCount
 from arachnec.verification.gradient_sync import TOLERANCE, NotReduced, WrongStart, check_gradient_sync
-from arachnec.verification.handoffs import PartMissing, WrongSource, _sources_on
 from arachnec.verification.memory import TOLERANCE_GIB as MEMORY_TOLERANCE
 from arachnec.verification.memory import OutOfMemory, check_memory
 from arachnec.verification.times import SLACK_MS, TimeTooLong
@@ -127,24 +126,6 @@ def test_an_encoder_is_shared_as_far_as_it_divides_or_its_batch_has_clips_and_li
             else:
                 shared = divides is not None and max(len(ranks), 1) > max(divides, batch)
                 assert [type(one) for one in told] == [SharedTooFar] * shared
-
-
-def test_a_part_that_is_missing_is_told_by_the_first_rank_that_has_it() -> None:
-    """Of a value of which some part has come; what has not come at all is told elsewhere."""
-    reader = Cascade("c", Phase.FORWARD, "dit", (0,), 1, 4, 0, ("v",))
-    module = replace(golden("valid"), cascades=(replace(reader, name="v", inputs=()), reader))
-
-    def told(*sources: int) -> list[Diagnostic]:
-        receives = tuple(Instruction("receive", "v", (source,)) for source in sources)
-        program = Program(0, (*receives, Instruction("forward", "c", (0,))))
-        return list(_sources_on(Values(module), program, {("v", 0): (3, 1, 2, 4)}))
-
-    assert told() == told(1, 2, 3, 4) == []
-    for sources, first in (((3,), 1), ((1,), 2), ((1, 2), 3), ((4, 1, 3), 2), ((1, 2, 3), 4)):
-        (problem,) = told(*sources)
-        assert isinstance(problem, PartMissing) and problem.source == first
-    wrong, _ = told(7)
-    assert isinstance(wrong, WrongSource)
 
 
 @pytest.mark.parametrize(("sparse", "faster"), [((1,), (0,)), ((0,), (1,)), ((), (0, 1)), ((0, 1), ()), ((0,), (0, 1))])

@@ -1,4 +1,4 @@
-"""How often and in which order layers are brought: a call counts once whatever it gives back, and nothing is moved."""
+"""How often and in which order layers are brought: a call counts once whatever it gives back."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import torch
 from torch import Tensor, nn
 
 from arachnec.model_state.cells.flat_layer import FlatLayer
-from arachnec.model_state.cells.gathering import Gathering
 from tests.distributed.executor.cells.test_slots import BLOCKS, Chain, instructions, on_one_rank
 
 
@@ -56,7 +55,7 @@ def test_a_call_that_gives_back_two_tensors_is_one() -> None:
             torch.testing.assert_close(summed, expected[slot.name])
 
 
-def test_layers_that_run_in_the_lists_order_are_brought_once_a_pass_and_never_put_aside(
+def test_layers_that_run_in_the_lists_order_are_brought_once_a_pass(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The backward goes through the list from its end: what lies in a slot has been used."""
@@ -67,11 +66,7 @@ def test_layers_that_run_in_the_lists_order_are_brought_once_a_pass_and_never_pu
         brought.append(flat.layout.layer)
         return gather(flat, *given)
 
-    def moved(_: Gathering, number: int) -> None:
-        raise AssertionError(f"layer {number} is put aside")
-
     monkeypatch.setattr(FlatLayer, "gather", counted)
-    monkeypatch.setattr(Gathering, "_put_aside", moved)
     model = Chain(tuple(range(BLOCKS)))
     gathering, _, _ = on_one_rank(model)
     forward, backward = instructions()
