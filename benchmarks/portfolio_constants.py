@@ -66,8 +66,8 @@ NUMBERS = (
     Number(f"{SOLVER}.widths", "FACTORS", PLACED),
     Number(f"{PLANNING}.placed_search", "JUDGING_MS", PLACED, speed=True),
     Number(f"{PLANNING}.family_placement", "PRICE", PLACED),
-    Number(f"{PLANNING}.rank_trades", "PLACED", PLACED),
-    Number(f"{PLANNING}.rank_trades", "LOOKS", PLACED),
+    Number(f"{PLANNING}.family_placement", "PLACED", PLACED),
+    Number(f"{PLANNING}.family_placement", "LOOKS", PLACED),
 )
 
 
