@@ -173,13 +173,6 @@ def _told(size: tuple[int, ...]) -> str:
     return " x ".join(map(str, size))
 
 
-@dataclass(frozen=True)
-class NoVideo(Diagnostic):
-    title = "clip `{clip}` has no video, and the model file has a video encoder"
-    help = "give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents"
-    clip: str | int
-
-
 def no_caption_error(clip: str | int) -> UserError:
     return user_error(
         f"clip `{clip}` has no caption, and the model file has a text encoder",
@@ -277,7 +270,10 @@ class VideoEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 3, clip.frames, height, width), dtype=torch.uint8, device=device)
         if clip.path is None:
-            raise UserError(NoVideo(None, clip.name))
+            raise user_error(
+                f"clip `{clip.name}` has no video, and the model file has a video encoder",
+                help="give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents",
+            )
         self.check(clip)
         with _named(clip):
             sizes = clip.frames, height, width

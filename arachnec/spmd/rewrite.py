@@ -17,7 +17,7 @@ import sympy
 import torch
 from torch import fx
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Span
 from arachnec.spmd.context import Context, MixesTokens, Refused, Result
 from arachnec.spmd.inputs import add_placeholders, context_of, original_symbols, sharded_inputs
@@ -26,17 +26,6 @@ from arachnec.spmd.rules import RULES, Rule, rule_for
 from arachnec.spmd.shape_rules import operands
 from arachnec.tracing.blocks import CapturedBlock, CapturedModel
 from arachnec.tracing.errors import stack_span
-
-
-@dataclass(frozen=True)
-class CannotShard(Diagnostic):
-    title = "{block} cannot run on a part of its tokens: `{op}`: {reason}"
-    label = "this operation"
-    help = "{remedy}"
-    block: str
-    op: str
-    reason: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -194,8 +183,12 @@ def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: 
         context.environment[node] = _gather_around(context, node, str(reason))
         return False
     except Refused as refusal:
-        diagnostic = CannotShard(_place(node), captured.name, str(node.target), refusal.reason, refusal.remedy)
-        raise UserError(diagnostic) from None
+        raise user_error(
+            f"{captured.name} cannot run on a part of its tokens: `{node.target}`: {refusal.reason}",
+            label="this operation",
+            help=refusal.remedy,
+            span=_place(node),
+        ) from None
 
 
 def _gather_around(context: Context, node: fx.Node, reason: str) -> Result:

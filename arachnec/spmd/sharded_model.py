@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from arachnec.ir.diagnostic import UserError
 from arachnec.kernels.attention.exchange import shard_tokens
 from arachnec.kernels.attention.sequence_shard import SequenceShard, rescaled_tokens
 from arachnec.kernels.sparse.predictor import RANK
@@ -31,7 +30,7 @@ from arachnec.spmd.sparse_block import SparseBlock, sparsify_block
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, add_predictors
 from arachnec.tracing.blocks import CapturedBlock, CapturedModel
 from arachnec.tracing.captured import chained_inputs
-from arachnec.tracing.errors import UnequalCall
+from arachnec.tracing.errors import unequal_call_error
 
 
 class InputsAway(Protocol):
@@ -156,7 +155,7 @@ class BlockForward:
                 return _checkpoint(self.original, execution, args, kwargs, chained)
             return self.original(*args, **kwargs)
         if graph is None:
-            raise UserError(UnequalCall(None, self.path, "a clip of another shape", "those of its graphs"))
+            raise unequal_call_error(self.path, "a clip of another shape", "those of its graphs")
         return self._sharded(graph, graph.arguments.tensors(args, kwargs))
 
     def _graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockGraph | None:
@@ -258,10 +257,10 @@ class _Arguments:
         leaves, spec = pytree.tree_flatten(self._bound(args, kwargs))
         captured = self.captured
         if spec != captured.spec:
-            raise UserError(UnequalCall(None, self.path, str(spec), str(captured.spec)))
+            raise unequal_call_error(self.path, spec, captured.spec)
         for position, value, fixed in captured.constants:
             if fixed and leaves[position] is not value and leaves[position] != value:
-                raise UserError(UnequalCall(None, self.path, repr(leaves[position]), repr(value)))
+                raise unequal_call_error(self.path, repr(leaves[position]), repr(value))
         return [leaves[position] for position in captured.input_leaves]
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
