@@ -31,7 +31,7 @@ from arachnec.tracing.captured import (
     lifted,
     same_value,
 )
-from arachnec.tracing.dims import S, Sizes, T, fit_dimension, moves_with_batch, moves_with_clip
+from arachnec.tracing.dims import S, Sizes, T, fit_dimension, moves_with
 from arachnec.tracing.errors import (
     cannot_capture_error,
     no_token_dimension_error,
@@ -381,8 +381,8 @@ def _tokens_of_whole(
     for leaf in _tensor_leaves(versions[0]) if len({len(leaves) for leaves in versions}) == 1 else ():
         shapes = [leaves[leaf].shape for leaves in versions]
         series = [[int(size) for size in dims] for dims in zip(*shapes, strict=True)]
-        moving = tuple(d for d, values in enumerate(series) if moves_with_clip(values, sizes))
-        batched = tuple(d for d, values in enumerate(series) if moves_with_batch(values, sizes))
+        moving = tuple(d for d, values in enumerate(series) if moves_with("clip", values, sizes))
+        batched = tuple(d for d, values in enumerate(series) if moves_with("batch", values, sizes))
         if set(moving) - set(batched):
             places.append(TokenPlace(MODEL, leaf, moving[0], tuple(sorted({*moving, *batched})), bool(batched)))
     if not places:
@@ -397,8 +397,8 @@ def _tokens_of(versions: Sequence[BlockCall], leaf: int, sizes: Sequence[Sizes])
     """Where one leaf has tokens. What ends in a dimension that moves is a mask or the like: its first one counts."""
     shapes = [version.leaves[leaf].shape for version in versions]
     series = [[int(size) for size in dims] for dims in zip(*shapes, strict=True)]
-    moving = [d for d, values in enumerate(series) if moves_with_clip(values, sizes)]
-    batched = [d for d, values in enumerate(series) if moves_with_batch(values, sizes)]
+    moving = [d for d, values in enumerate(series) if moves_with("clip", values, sizes)]
+    batched = [d for d, values in enumerate(series) if moves_with("batch", values, sizes)]
     alone = [d for d in moving if d not in batched]
     if not alone:
         return None
@@ -413,7 +413,7 @@ def _has_tokens(recordings: Sequence[Recording], index: int, sizes: Sequence[Siz
     """Whether a block sees the video at all: the layers of a text refiner do not, and belong to the shell."""
     versions = [recording.calls[index] for recording in recordings]
     return any(
-        moves_with_clip([int(version.leaves[leaf].shape[d]) for version in versions], sizes)
+        moves_with("clip", [int(version.leaves[leaf].shape[d]) for version in versions], sizes)
         for leaf in _tensor_leaves(versions[0].leaves)
         for d in range(versions[0].leaves[leaf].ndim)
     )

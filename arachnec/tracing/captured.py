@@ -167,18 +167,6 @@ class CapturedModel:
     def block_of(self, path: str) -> CapturedBlock:
         return next(block for block in self.blocks if path in block.instances)
 
-    @property
-    def chains(self) -> tuple[tuple[int, ...], ...]:
-        """Runs of consecutive calls, each given a tensor that the one before returned."""
-        runs: list[list[int]] = []
-        for index, call in enumerate(self.calls):
-            joined = any(origin is not None and origin.call == index - 1 for origin in call.origins)
-            if joined and runs:
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-        return tuple(map(tuple, runs))
-
 
 def lifted(
     captured: CapturedBlock, block: nn.Module, graph_module: fx.GraphModule | None = None

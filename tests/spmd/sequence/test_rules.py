@@ -310,5 +310,5 @@ def test_rows_of_all_clips_are_tokens_where_the_block_knows_no_others() -> None:
 
 def test_rows_of_all_clips_beside_tokens_are_refused() -> None:
     model = Rows(with_table=True)
-    with pytest.raises(UserError, match="no input of Block has the video's tokens as a dimension of their own"):
+    with pytest.raises(UserError, match="no input of Block_2 has the video's tokens as a dimension of their own"):
         install(model, capture_blocks(model, examples(), verify=False))
