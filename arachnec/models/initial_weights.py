@@ -32,14 +32,6 @@ PIPELINE = "pipeline_folder"  # of an encoder: whose configuration it was made f
 JSON_KINDS: Mapping[type, str] = {list: "list", str: "text", int: "number", float: "number", type(None): "null"}
 
 
-def other_weights_error(
-    folder: str, model: str, other_class: str, missing: str, surplus: str, shapes: str, dtypes: str, remedy: str
-) -> UserError:
-    return user_error(
-        f"the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}", help=remedy
-    )
-
-
 def bad_config_error(path: str, reason: str) -> UserError:
     return user_error(
         f"{path} {reason}", help="copy or download it again; `save_pretrained` writes it beside the weights"
@@ -195,8 +187,9 @@ def _fitted(files: WeightFiles, module: nn.Module, other_class: str) -> InitialW
     )
     if any(told):
         name = type(plain_model(module)).__name__
-        raise other_weights_error(
-            str(files.folder), name, other_class, *told, _prefixed(missing, surplus) or _remedy(*told)
+        raise user_error(
+            f"the weights in {files.folder} are not those of {name}:{other_class}{''.join(told)}",
+            help=_prefixed(missing, surplus) or _remedy(*told),
         )
     return InitialWeights(files, sources)
 

@@ -63,12 +63,8 @@ class Execution:
         if length == self.shard.total:
             return self.shard
         if length not in self._lengths:
-            self._lengths[length] = _rescaled(self.shard, length)
+            self._lengths[length] = replace(self.shard, tokens=rescaled_tokens(self.shard.tokens, length))
         return self._lengths[length]
-
-
-def _rescaled(shard: SequenceShard, length: int) -> SequenceShard:
-    return replace(shard, tokens=rescaled_tokens(shard.tokens, length))
 
 
 @dataclass(frozen=True)
@@ -353,16 +349,14 @@ class SequenceModel:
         other blocks made are kept ``away`` until then. ``sparse`` is the cascade's sparse attention.
         """
         execution = self._execution
-        before = execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away
-        dense = execution.sparse
+        before = dict(vars(execution))
         execution.shard = None if shard is None or shard.degree == 1 else shard
         execution.recompute, execution.recomputing, execution._lengths = recompute, recomputing, {}
         execution.away, execution.sparse = away, sparse
         try:
             yield self.model
         finally:
-            execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away = before
-            execution.sparse = dense
+            vars(execution).update(before)
 
     def token_dims(self, path: str) -> dict[int, int]:
         """Of what a block returns, by leaf, the dimension along which every rank has its own tokens."""

@@ -141,7 +141,7 @@ def specialise(
         except UserError as refusal:
             if cannot_on_meta(refusal) or _final(refusal):
                 raise
-            if step.clips == 1 and _cannot_run(refusal):
+            if step.clips == 1 and all(isinstance(refused, CannotRecord) for refused in refusal.diagnostics):
                 raise _first([*refusals, refusal]) from refusal
             refusals.append(refusal)
             continue
@@ -222,10 +222,6 @@ def captured_at(
     calls = sample.example_calls(model, source, clips, most=step.clips)
     at = sample.calls_of_shape(model, source, clip, most=step.clips)
     return blocks.capture_blocks(model, calls, at=at, verify=False)
-
-
-def _cannot_run(refusal: UserError) -> bool:
-    return all(isinstance(diagnostic, CannotRecord) for diagnostic in refusal.diagnostics)
 
 
 def _final(refusal: UserError) -> bool:

@@ -253,14 +253,9 @@ def _measured(
 
 def _on_meta(captured: CapturedBlock) -> fx.GraphModule:
     """A copy, since constants of the graph that name a device are changed to the meta device."""
-    return fx.GraphModule(captured.graph_module, _copied(captured.graph_module.graph))
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()
-    result = copy.graph_copy(graph, {})
-    copy.output(result)
-    return copy
+    copy.output(copy.graph_copy(captured.graph_module.graph, {}))
+    return fx.GraphModule(captured.graph_module, copy)
 
 
 def _peak(results: Mapping[fx.Node, Sequence[Tensor]]) -> int:
