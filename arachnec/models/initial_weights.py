@@ -64,7 +64,6 @@ class InitialWeights:
         self._fill(module.named_buffers())
 
     def fingerprint(self) -> str:
-        """See ``WeightFiles``."""
         return self.files.fingerprint()
 
     @torch.no_grad()
@@ -307,7 +306,8 @@ def _shape(shape: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class EncoderWeights:
-    """``parts`` by the encoder's name, which precedes those of its tensors; none of encoders without a folder."""
+    """As ``InitialWeights``; ``parts`` by the encoder's name, which precedes those of its tensors; none of encoders
+    without a folder."""
 
     parts: Mapping[str, InitialWeights]
 
@@ -323,21 +323,17 @@ class EncoderWeights:
         return {f"{part}.{name}": source for part, own in self.parts.items() for name, source in own.sources.items()}
 
     def value(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """As ``InitialWeights``."""
         part, _, own = name.partition(".")
         return self.parts[part].value(own, dtype) if part in self.parts else None
 
     def piece(self, name: str, dtype: torch.dtype, start: int, size: int) -> Tensor:
-        """As ``InitialWeights``."""
         part, _, own = name.partition(".")
         return self.parts[part].piece(own, dtype, start, size)
 
     def fill_buffers(self, encoders: nn.Module) -> None:
-        """As ``InitialWeights``."""
         for part, own in self.parts.items():
             own.fill_buffers(encoders.get_submodule(part))
 
     def fingerprint(self) -> str:
-        """As ``WeightFiles``."""
         prints = sorted((part, own.fingerprint()) for part, own in self.parts.items())
         return hashlib.sha256(repr(prints).encode()).hexdigest()

@@ -91,11 +91,6 @@ def context_of(captured: CapturedBlock, tokens: Size) -> Context:
     return Context(LENGTH, symbols)
 
 
-def original_symbols(tokens: Size) -> dict[sympy.Symbol, Size]:
-    """``LENGTH`` in terms of the traced graph's symbols."""
-    return {} if tokens == S else {LENGTH: tokens}
-
-
 def add_placeholders(context: Context, captured: CapturedBlock, inputs: tuple[int | None, ...]) -> None:
     """The shard, then the captured block's own placeholders; ``inputs`` as in ``sharded_inputs``."""
     shard = context.placeholder("shard")

@@ -353,12 +353,12 @@ def _table() -> dict[Any, Rule]:
 RULES: Mapping[Any, Rule] = MappingProxyType(_table())
 
 
-def rule_for(node: fx.Node, rules: Mapping[Any, Rule] = RULES) -> Rule | None:
+def rule_for(node: fx.Node) -> Rule | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if target in rules:
-        return rules[target]
+    if target in RULES:
+        return RULES[target]
     if torch.Tag.pointwise in target.tags and isinstance(node.meta.get("val"), torch.Tensor):
         return pointwise
-    return rules.get(target.overloadpacket)
+    return RULES.get(target.overloadpacket)

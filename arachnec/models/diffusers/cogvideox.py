@@ -13,7 +13,7 @@ from torch import Tensor
 from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
 from arachnec.models.diffusers import common
 from arachnec.models.diffusers.tokenizations import OfFolder
-from arachnec.models.precision import in_precision
+from arachnec.models.precision import arguments_in, in_precision
 
 MODULE = "diffusers.models.transformers.cogvideox_transformer_3d"
 EMBEDDINGS = "diffusers.models.embeddings"
@@ -88,7 +88,7 @@ class CogVideoXTextToVideo(OfFolder):
             "timestep": timestep,
             "return_dict": False,
         }
-        return common.arguments_in(arguments | self.positions(clip, x0.device), self.dtype), target
+        return arguments_in(arguments | self.positions(clip, x0.device), self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeIs
 
 from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
 from arachnec.ir.diagnostic import user_error
@@ -289,18 +288,6 @@ def synthetic(shape: tuple[int, ...], name: str) -> Tensor:
     """Standard normal float32 that depends on ``name`` and nothing else."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
     return draw_normal(shape, torch.Generator("cpu").manual_seed(seed))
-
-
-def arguments_in(arguments: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """The arguments with the batched floating-point ones of two or more dimensions in ``dtype``.
-
-    Timesteps and tables keep theirs.
-    """
-    return {name: value.to(dtype) if _carries_activations(value) else value for name, value in arguments.items()}
-
-
-def _carries_activations(value: object) -> TypeIs[Tensor]:
-    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == 1 and value.is_floating_point()
 
 
 def planning() -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from arachnec.data.clip import VideoClip
 from arachnec.models.diffusers import common
 from arachnec.models.diffusers.tokenizations import OfFolder
-from arachnec.models.precision import in_precision
+from arachnec.models.precision import arguments_in, in_precision
 
 MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
 # transformer/config.json of huggingface.co/hunyuanvideo-community/HunyuanVideo.
@@ -72,7 +72,7 @@ class HunyuanTextToVideo(OfFolder):
         }
         if self.config["guidance_embeds"]:
             arguments["guidance"] = torch.full_like(timestep, GUIDANCE)
-        return common.arguments_in(arguments, self.dtype), target
+        return arguments_in(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 

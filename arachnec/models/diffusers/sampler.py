@@ -28,6 +28,7 @@ from arachnec.models.initial_weights import (
     initial_weights,
     read_config,
 )
+from arachnec.models.precision import arguments_in
 from arachnec.models.sampler_file import VideoDecoder
 
 UNIPC = "diffusers.schedulers.scheduling_unipc_multistep"
@@ -105,7 +106,7 @@ class VideoSampler:
             timestep = equally_noisy(timestep, self.alphas, adapter.alphas)
         given = {"hidden_states": latents, "timestep": timestep.expand(latents.shape[0]), "return_dict": False}
         own = self.family(adapter, request.clip(conditional), latents, request)
-        return common.arguments_in(given | own, adapter.dtype)
+        return arguments_in(given | own, adapter.dtype)
 
     def guidance(self, name: str, request: Request) -> float:
         return request.guidance if self.true_guidance is None else self.true_guidance

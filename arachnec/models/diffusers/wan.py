@@ -13,7 +13,7 @@ from torch import Tensor
 from arachnec.data.clip import VideoClip
 from arachnec.models.diffusers import common
 from arachnec.models.diffusers.tokenizations import WAN_TOKENS, OfFolder
-from arachnec.models.precision import in_precision
+from arachnec.models.precision import arguments_in, in_precision
 
 MODULE = "diffusers.models.transformers.transformer_wan"
 WAN_2_1 = {
@@ -66,7 +66,7 @@ class WanTextToVideo(OfFolder):
             "encoder_hidden_states": text,
             "return_dict": False,
         }
-        return common.arguments_in(arguments, self.dtype), target
+        return arguments_in(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 
