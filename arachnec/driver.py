@@ -87,7 +87,13 @@ class Compiled:
 
 
 def trace(
-    model: str | Path, data: str | Path, cluster: str | Path, *, batch: Batch = None, columns: str = ""
+    model: str | Path,
+    data: str | Path,
+    cluster: str | Path,
+    *,
+    batch: Batch = None,
+    columns: str = "",
+    reporter: Reporter = unreported,
 ) -> Module:
     """The module at level ``traced``: stages, block graphs, and every clip of the manifest.
 
@@ -98,7 +104,8 @@ def trace(
     manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
     model_file = load_model_file(Path(model))
     manifest = CaptionCounter(model_file).manifest(manifest)
-    return front_end(trace_file(model_file, manifest, gpu=has_gpus(machine)), manifest, machine)
+    traced = trace_file(model_file, manifest, gpu=has_gpus(machine), reporter=reporter)
+    return front_end(traced, manifest, machine)
 
 
 def trace_file(
@@ -301,15 +308,10 @@ def compare(
 
     Raises ``UserError`` where no pipeline can.
     """
-    demand_python_file(model, MODEL_FILE)
-    machine = parse_cluster(cluster)
-    manifest = require_batch(demand_plannable(read_manifest(Path(data), batch, columns)), batch, machine)
     for pipeline in pipelines.values():
         pipeline.demand(Level.TRACED, Level.LOWERED)
-    model_file = load_model_file(Path(model))
-    manifest = CaptionCounter(model_file).manifest(manifest)
-    trace = trace_file(model_file, manifest, gpu=has_gpus(machine), reporter=reporter)
-    return compared(front_end(trace, manifest, machine), pipelines, instruments, reporter)
+    traced = trace(model, data, cluster, batch=batch, columns=columns, reporter=reporter)
+    return compared(traced, pipelines, instruments, reporter)
 
 
 def compare_requests(

@@ -65,15 +65,6 @@ def fuse_block(captured: CapturedBlock, graph: Graph, **how: Any) -> fx.GraphMod
     return fuse_module(module, {node: node for node in module.graph.nodes}, captured, graph, **how)
 
 
-def fuse_sharded(block: ShardedBlock, graph: Graph, **how: Any) -> fx.GraphModule:
-    """The graph of one rank's share of a block with the regions of the whole block's ``graph``.
-
-    What runs on a rank's tokens as it is fuses as in the whole block; attention, and whatever moves tokens between
-    ranks, is not in any region and bounds them.
-    """
-    return fuse_module(block.module, block.counterparts, block.captured, graph, **how)
-
-
 def fuse_module(
     module: fx.GraphModule,
     counterparts: Mapping[fx.Node, fx.Node],
@@ -204,6 +195,8 @@ def fuse_as_planned(planned: Sequence[Graph], **how: Any) -> Callable[[ShardedBl
         graph = block_graph(block.captured)
         same = (plan for plan in planned if (plan.inputs, plan.ops) == (graph.inputs, graph.ops))
         graph = next(same, None) or fuse_graph(graph)
-        return FusedForms(fuse_block(block.captured, graph, **how), fuse_sharded(block, graph, **how))
+        # a rank's share fuses as the whole block: attention, and what moves tokens between ranks, is in no region
+        share = fuse_module(block.module, block.counterparts, block.captured, graph, **how)
+        return FusedForms(fuse_block(block.captured, graph, **how), share)
 
     return fused

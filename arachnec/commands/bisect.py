@@ -7,9 +7,8 @@ from pathlib import Path
 import click
 
 from arachnec.commands.opt import read_text, wanted_passes
-from arachnec.commands.options import load_option
+from arachnec.commands.options import load_option, registry_with
 from arachnec.ir.parser import parse_module
-from arachnec.passes.infra.base import installed, load_file
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import write_reproducer
 from arachnec.passes.infra.pipeline import Pipeline, pass_text
@@ -26,9 +25,7 @@ def command(file: Path, passes: str | None, predicate: str | None, load: tuple[P
     Bad is a pass that crashes and a module that does not verify; with --predicate, a module it refuses. Exit code 0:
     it is good after all passes. 1: one is bad; what it was given is written to a file.
     """
-    registry = installed()
-    for path in load:
-        registry = load_file(path, registry)
+    registry = registry_with(load)
     text = read_text(file)
     pipeline = Pipeline.parse(wanted_passes(passes, text, str(file)), registry)
     module = parse_module(text, str(file))

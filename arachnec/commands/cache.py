@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
-import sys
-
 import click
 
 from arachnec.caching.options import CacheOptions, cache_options
-from arachnec.commands.options import cluster_option, demand_inputs
+from arachnec.commands.options import cluster_option, demand_inputs, print_json
 
 
 @click.command("cache")
@@ -34,8 +31,7 @@ def command(options: CacheOptions, cluster: str) -> None:
         encoding, manifest, options.output, batch=options.batch, run=on_this_machine(_show, options.timeouts)
     )
     if options.as_json:
-        json.dump(cached.report, sys.stdout, indent=2)
-        print()
+        print_json(cached.report)
         return
     for line in cached.warnings:
         click.echo(line, err=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from arachnec.commands.options import (
     data_option,
     demand_inputs,
     pass_options,
+    print_json,
 )
 from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import is_sampler
@@ -86,8 +85,7 @@ def command(
             )
     rows = [plan.report for plan in plans]
     if as_json:
-        json.dump({"pipelines": rows, "refused": refused}, sys.stdout, indent=2)
-        print()
+        print_json({"pipelines": rows, "refused": refused})
     else:
         _print(rows, refused, samples)
     if svg is not None:  # last: what took minutes to plan is on the screen where the file cannot be written

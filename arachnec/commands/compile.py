@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
-import sys
 from pathlib import Path
 from typing import Literal
 
@@ -19,7 +17,9 @@ from arachnec.commands.options import (
     columns_option,
     data_option,
     demand_inputs,
+    output_folder_option,
     pass_options,
+    print_json,
 )
 from arachnec.commands.progress import progress_on_stderr
 from arachnec.commands.sampler_options import OF_TRAINING, is_sampler, refuse, sampler_options
@@ -32,12 +32,7 @@ from arachnec.executable.training_options import Training
 @data_option(required=False, more="; or a `mix` of options")
 @columns_option
 @cluster_option()
-@click.option(
-    "-o",
-    "--output",
-    type=click.Path(path_type=Path, file_okay=False, writable=True),
-    help="Write the executable into this folder.",
-)
+@output_folder_option("Write the executable into this folder.", required=False)
 @click.option("--passes", help="A pipeline, or the name of one; default: `default`, of a sampler file `generate`.")
 @click.option("--profile", type=click.Path(path_type=Path), help="Costs measured by `arachnec profile`.")
 @batch_option
@@ -89,7 +84,9 @@ def command(
             raise click.UsageError("--data is missing: the requests to sample")
         compile_sampler(model, data, cluster, output, passes, profile, (switch, first, history), as_json, options)
         if then_run and output is not None:
-            run_executable(output)
+            from arachnec.commands.run import command as run
+
+            run.main([str(output)], standalone_mode=False)
         return
     refuse({"--switch": switch, "--first": first, "--history": history}, f"of a sampler file; {model} has no `models`")
     demand_inputs(model, init=init)
@@ -113,8 +110,7 @@ def command(
         )
     folder = compiled.write(output, load=options.files) if output is not None else None
     if as_json:
-        json.dump(compiled.report, sys.stdout, indent=2)
-        print()
+        print_json(compiled.report)
     else:
         print_plan(compiled, folder)
     if then_run and folder is not None:
@@ -154,13 +150,6 @@ def compile_sampler(
     report = plan_report(compiled.module, compiled.planning_ms)
     folder = compiled.write(output, report, options.files) if output is not None else None
     if as_json:
-        json.dump(report, sys.stdout, indent=2)
-        print()
+        print_json(report)
     else:
         print_request_plan(compiled.module, report, compiled.tracing_ms, folder)
-
-
-def run_executable(folder: Path) -> None:
-    from arachnec.commands.run import command as run
-
-    run.main([str(folder)], standalone_mode=False)

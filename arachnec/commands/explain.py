@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from arachnec.commands.options import load_option
+from arachnec.commands.options import load_option, registry_with
 
 if TYPE_CHECKING:
     from arachnec.ir.nodes import Module
@@ -73,7 +72,6 @@ def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, .
     from arachnec.executable.folder import HEADER, read_executable, samples
     from arachnec.executable.sampling_folder import read_sampling_executable
     from arachnec.ir.sampling import is_sampling
-    from arachnec.passes.infra.base import installed, load_file
     from arachnec.passes.infra.pipeline import Pipeline
     from arachnec.views.what_if import begin_of, what_if
 
@@ -81,7 +79,7 @@ def answers(program: Path, module: Module, budget_ms: float, load: tuple[Path, .
         begin = begin_of(module)
         passes = OF_REQUESTS if is_sampling(module) else WITHOUT_FOLDER
         return what_if(begin, begin, Pipeline.parse(passes), module, budget_ms)
-    registry = functools.reduce(lambda registry, path: load_file(path, registry), load, installed())
+    registry = registry_with(load)
     if samples(program):
         own = read_sampling_executable(program)
         with contextlib.chdir(program):

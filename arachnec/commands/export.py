@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from arachnec.commands.options import output_folder_option
+
 
 @click.command("export")
 @click.argument("executable", type=click.Path(path_type=Path))
@@ -15,13 +17,7 @@ import click
     type=click.Path(path_type=Path, exists=True, file_okay=False),
     help="The folder of the run's checkpoints.",
 )
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False, writable=True),
-    help="Write the weights and their config into this folder.",
-)
+@output_folder_option("Write the weights and their config into this folder.")
 @click.option(
     "--init", type=click.Path(path_type=Path), help="What was --init of the run, where weights stayed frozen."
 )

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from pathlib import Path
 from typing import Literal
 
 import click
 
-from arachnec.commands.options import PassOptions, cluster_option, demand_inputs, pass_options
+from arachnec.commands.options import (
+    PassOptions,
+    cluster_option,
+    demand_inputs,
+    output_folder_option,
+    pass_options,
+    print_json,
+)
 from arachnec.models.file import SAMPLER_FORM
 
 
@@ -17,13 +22,7 @@ from arachnec.models.file import SAMPLER_FORM
 @click.argument("sampler", type=click.Path(path_type=Path))
 @click.option("--data", required=True, type=click.Path(path_type=Path), help="The requests: JSONL, CSV or Parquet.")
 @cluster_option()
-@click.option(
-    "-o",
-    "--output",
-    required=True,
-    type=click.Path(path_type=Path, file_okay=False, writable=True),
-    help="Write latents and videos into this folder; what is finished there stays.",
-)
+@output_folder_option("Write latents and videos into this folder; what is finished there stays.")
 @click.option("--switch", help="When the second model takes over: fixed=K, boundary=R, adaptive=X[,least=N][,most=N].")
 @click.option("--first", help="The model that takes the first steps; default: the first that the file names.")
 @click.option(
@@ -98,7 +97,6 @@ def command(
     report = plan_report(generation.compiled.module, generation.planning_ms)
     generation.compiled.write(generation.folder, report)
     if as_json:
-        json.dump(report, sys.stdout, indent=2)
-        print()
+        print_json(report)
     else:
         print_request_plan(generation.compiled.module, report, generation.compiled.tracing_ms, generation.folder)

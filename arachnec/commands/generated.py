@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from arachnec.cluster.topology import named
+from arachnec.commands.options import print_json
 from arachnec.commands.tables import attention_word, bold, ms, plain_table, ranges, terminal
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.limits import TABLE_ROWS
@@ -47,8 +48,7 @@ def generate_here(
     if report_file is not None:
         report_file.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if as_json:
-        json.dump(report, sys.stdout, indent=2)
-        print()
+        print_json(report)
         return
     for row in report["requests"]:
         where = row.get("video") or row["latents"]

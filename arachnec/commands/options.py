@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
+import json
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +24,7 @@ from arachnec.passes.infra.base import Registry, installed, load_file
 from arachnec.passes.infra.instruments import Dump, Instrument, PrintAfter, Reproducer, Timing
 from arachnec.passes.infra.pipeline import Pipeline, UnknownPass, did_you_mean
 
-Command = TypeVar("Command", bound=Callable[..., Any])
+F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ class PassOptions:
         return tuple(instruments)
 
 
-def pass_options(command: Command) -> Command:
+def pass_options(command: F) -> F:
     """Adds the options to a click command, which gets them as the keyword ``options: PassOptions``."""
 
     @functools.wraps(command)
@@ -83,7 +85,7 @@ def pass_options(command: Command) -> Command:
         time_passes: bool,
         **kwargs: Any,
     ) -> Any:
-        registry = functools.reduce(lambda registry, path: load_file(path, registry), load, installed())
+        registry = registry_with(load)
         for name in print_ir_after:
             if name not in registry:
                 raise UserError(UnknownPass(None, name, did_you_mean(name, list(registry), "passes are")))
@@ -107,12 +109,14 @@ def pass_options(command: Command) -> Command:
     )  # type: ignore[return-value]
 
 
+def registry_with(files: tuple[Path, ...]) -> Registry:
+    """The installed passes and those of these files."""
+    return functools.reduce(lambda registry, path: load_file(path, registry), files, installed())
+
+
 load_option = click.option(
     "--load", metavar="FILE.py", multiple=True, type=click.Path(path_type=Path), help="Add the passes of a Python file."
 )
-
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 class BatchType(click.ParamType):  # type: ignore[type-arg]
@@ -166,6 +170,16 @@ def cluster_option(what: str = "", *, default: str | None = None) -> Callable[[A
     return click.option(
         "--cluster", required=default is None, default=default, show_default=default is not None, help=text
     )
+
+
+def output_folder_option(help: str, *, required: bool = True) -> Callable[[F], F]:
+    folder = click.Path(path_type=Path, file_okay=False, writable=True)
+    return click.option("-o", "--output", required=required, type=folder, help=help)
+
+
+def print_json(report: object) -> None:
+    json.dump(report, sys.stdout, indent=2)
+    print()
 
 
 def demand_file_can_be_written(path: Path) -> None:

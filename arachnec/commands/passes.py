@@ -9,10 +9,10 @@ from pathlib import Path
 
 import click
 
-from arachnec.commands.options import load_option
+from arachnec.commands.options import load_option, registry_with
 from arachnec.ir.nodes import Level
 from arachnec.passes.infra import options
-from arachnec.passes.infra.base import Pass, Registry, Scope, installed, load_file
+from arachnec.passes.infra.base import Pass, Registry, Scope
 from arachnec.passes.infra.named_pipelines import NAMED
 
 
@@ -20,9 +20,7 @@ from arachnec.passes.infra.named_pipelines import NAMED
 @load_option
 def command(load: tuple[Path, ...]) -> None:
     """List the passes (the level each needs and gives, how often it runs, its options) and the named pipelines."""
-    registry = installed()
-    for path in load:
-        registry = load_file(path, registry)
+    registry = registry_with(load)
     click.echo("\n".join(_passes(registry)))
     click.echo("\nNamed pipelines")
     width = max(map(len, NAMED))

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import click
 
-from arachnec.commands.options import cluster_option
+from arachnec.commands.options import cluster_option, print_json
 from arachnec.ir.limits import TABLE_ROWS
 
 DEFAULT_PASSES = "schedule-z3{budget=10s},place"
@@ -41,8 +39,7 @@ def command(table: Path, cluster: str, passes: str, as_json: bool) -> None:
     for row in report["cascades"]:
         row["name"] = measured.tasks[row["name"]]
     if as_json:
-        json.dump(report, sys.stdout, indent=2)
-        print()
+        print_json(report)
     else:
         _print(report)
 

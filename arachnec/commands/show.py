@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -92,13 +92,10 @@ def page_of(program: Path, module: Module, measured: list[Timeline]) -> str:
 
     if not (program / HEADER).is_file():
         return executable_page(module, *measured)
+    header: Any
     if samples(program):
         own = read_sampling_executable(program)
-        clips = [request.clip() for request in own.requests]
-        return executable_page(
-            module, *measured, pipeline=own.header.pipeline, clips=clips, libraries=own.header.versions
-        )
-    header = read_header(program)
-    return executable_page(
-        module, *measured, pipeline=header.pipeline, clips=read_clips(program), libraries=header.versions
-    )
+        header, clips = own.header, tuple(request.clip() for request in own.requests)
+    else:
+        header, clips = read_header(program), read_clips(program)
+    return executable_page(module, *measured, pipeline=header.pipeline, clips=clips, libraries=header.versions)

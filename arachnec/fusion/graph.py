@@ -35,44 +35,32 @@ class Kind(Enum):
     OTHER = "not in the table of operations that share kernels"
 
 
-_VIEWS = """reshape view _unsafe_view unsqueeze squeeze expand expand_as permute transpose t slice select unbind split
-    split_with_sizes chunk narrow flatten unflatten alias detach view_as_complex view_as_real movedim diagonal"""
-_POINTWISE = """add sub rsub mul div pow neg abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal sin cos tan
-    tanh
-    atan atan2 sigmoid silu gelu relu leaky_relu elu softplus mish hardswish hardsigmoid hardtanh erf erfc square
-    maximum minimum clamp clamp_min clamp_max where to _to_copy type_as clone copy lerp addcmul addcdiv masked_fill
-    logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not eq ne lt le gt ge isnan isinf floor ceil round
-    trunc fmod remainder float half bfloat16 contiguous glu zeros_like ones_like full_like sgn frac nan_to_num threshold
-    log_sigmoid hypot xlogy polar complex conj"""
-_REDUCTIONS = """layer_norm native_layer_norm rms_norm _fused_rms_norm softmax _softmax log_softmax _log_softmax
-    mean sum amax amin var std var_mean std_mean norm linalg_vector_norm logsumexp"""
-_JOINS = "cat stack slice_scatter select_scatter constant_pad_nd pad repeat repeat_interleave flip roll"
-_HEAVY = """linear mm bmm matmul addmm baddbmm einsum scaled_dot_product_attention convolution conv1d conv2d conv3d
-    conv_transpose1d conv_transpose2d conv_transpose3d _scaled_dot_product_flash_attention
-    _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention dot mv addmv outer fft_fft fft_rfft"""
-_GLOBAL = """group_norm native_group_norm batch_norm native_batch_norm instance_norm cumsum cumprod sort argsort topk
-    argmax argmin unique nonzero"""
-_LOOKUP = (
-    "embedding index index_select gather take scatter scatter_add index_add index_put masked_select take_along_dim"
-)
-_SOURCE = "arange zeros ones full empty new_zeros new_ones new_full new_empty empty_like eye linspace scalar_tensor"
-_RANDOM = "rand randn randint rand_like randn_like bernoulli dropout native_dropout multinomial randperm normal"
-
-_KINDS = {
-    name: kind
-    for kind, names in (
-        (Kind.VIEW, _VIEWS),
-        (Kind.POINTWISE, _POINTWISE),
-        (Kind.REDUCTION, _REDUCTIONS),
-        (Kind.JOIN, _JOINS),
-        (Kind.HEAVY, _HEAVY),
-        (Kind.GLOBAL, _GLOBAL),
-        (Kind.LOOKUP, _LOOKUP),
-        (Kind.SOURCE, _SOURCE),
-        (Kind.RANDOM, _RANDOM),
-    )
-    for name in names.split()
+_NAMES = {
+    Kind.VIEW: """reshape view _unsafe_view unsqueeze squeeze expand expand_as permute transpose t slice select
+        unbind split split_with_sizes chunk narrow flatten unflatten alias detach view_as_complex view_as_real
+        movedim diagonal""",
+    Kind.POINTWISE: """add sub rsub mul div pow neg abs sign exp exp2 expm1 log log2 log1p sqrt rsqrt reciprocal
+        sin cos tan tanh atan atan2 sigmoid silu gelu relu leaky_relu elu softplus mish hardswish hardsigmoid
+        hardtanh erf erfc square maximum minimum clamp clamp_min clamp_max where to _to_copy type_as clone copy
+        lerp addcmul addcdiv masked_fill logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not eq
+        ne lt le gt ge isnan isinf floor ceil round trunc fmod remainder float half bfloat16 contiguous glu
+        zeros_like ones_like full_like sgn frac nan_to_num threshold log_sigmoid hypot xlogy polar complex conj""",
+    Kind.REDUCTION: """layer_norm native_layer_norm rms_norm _fused_rms_norm softmax _softmax log_softmax
+        _log_softmax mean sum amax amin var std var_mean std_mean norm linalg_vector_norm logsumexp""",
+    Kind.JOIN: "cat stack slice_scatter select_scatter constant_pad_nd pad repeat repeat_interleave flip roll",
+    Kind.HEAVY: """linear mm bmm matmul addmm baddbmm einsum scaled_dot_product_attention convolution conv1d conv2d
+        conv3d conv_transpose1d conv_transpose2d conv_transpose3d _scaled_dot_product_flash_attention
+        _scaled_dot_product_efficient_attention _scaled_dot_product_cudnn_attention dot mv addmv outer fft_fft
+        fft_rfft""",
+    Kind.GLOBAL: """group_norm native_group_norm batch_norm native_batch_norm instance_norm cumsum cumprod sort
+        argsort topk argmax argmin unique nonzero""",
+    Kind.LOOKUP: """embedding index index_select gather take scatter scatter_add index_add index_put masked_select
+        take_along_dim""",
+    Kind.SOURCE: """arange zeros ones full empty new_zeros new_ones new_full new_empty empty_like eye linspace
+        scalar_tensor""",
+    Kind.RANDOM: "rand randn randint rand_like randn_like bernoulli dropout native_dropout multinomial randperm normal",
 }
+_KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
 
 DTYPE_BYTES = {
     "f64": 8, "f32": 4, "f16": 2, "bf16": 2, "i64": 8, "i32": 4, "i16": 2, "i8": 1, "u8": 1, "i1": 1,
@@ -253,11 +241,8 @@ class FusionGraph:
 
     def with_views(self, core: int) -> int:
         """``core`` with the views between its operations, and those in front that nobody else reads."""
-        region, above, below = core, 0, 0
-        for i in bits(core):
-            above |= self.above[i]
-            below |= self.below[i]
-        region |= above & below & self.views
+        above, below = self._around(core)
+        region = core | above & below & self.views
         for i in reversed(list(bits(above & self.views & ~region))):
             if self.after[i] and all(region >> c & 1 for c in self.after[i]) and not self.results >> i & 1:
                 region |= 1 << i
@@ -265,11 +250,16 @@ class FusionGraph:
 
     def between(self, region: int) -> int:
         """Operations outside ``region`` on a path out of it and back."""
+        above, below = self._around(region)
+        return above & below & ~region
+
+    def _around(self, region: int) -> tuple[int, int]:
+        """What its operations are made of, and what is made of them."""
         above = below = 0
         for i in bits(region):
             above |= self.above[i]
             below |= self.below[i]
-        return above & below & ~region
+        return above, below
 
 
 FUSIBLE = (Kind.POINTWISE, Kind.REDUCTION, Kind.JOIN)

@@ -7,6 +7,8 @@ operations picks disjoint ones. Equal regions that read one tensor and do not de
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
@@ -92,19 +94,12 @@ def _choose(graph: FusionGraph, cost: RegionCost, candidates: dict[int, list[int
 def waits_for_itself(graph: FusionGraph, regions: Iterable[int]) -> bool:
     """Whether regions that are valid one by one would depend on each other in a cycle."""
     chosen = list(regions)
-    above = [_union(graph.above[i] for i in bits(region)) & ~region for region in chosen]
+    above = [functools.reduce(operator.or_, (graph.above[i] for i in bits(region)), 0) & ~region for region in chosen]
     reads = [{j for j, other in enumerate(chosen) if j != k and above[k] & other} for k in range(len(chosen))]
     waiting = set(range(len(chosen)))
     while ready := [k for k in waiting if not reads[k] & waiting]:
         waiting -= set(ready)
     return bool(waiting)
-
-
-def _union(masks: Iterable[int]) -> int:
-    union = 0
-    for mask in masks:
-        union |= mask
-    return union
 
 
 def _packed(graph: FusionGraph, cost: RegionCost, regions: Iterable[int]) -> list[int]:

@@ -31,7 +31,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.sparsify import Sparsify
 from arachnec.passes.trace import TRAINED, Trace, trace_model
 from arachnec.planning.sampling.requests import SwitchForecast, inference_stage, sampling_module
-from arachnec.sampling.loop import Sampling, begin, other_latents, sizes_of
+from arachnec.sampling.loop import Sampling, begin, other_latents_error, sizes_of
 from arachnec.tracing.cost import encoder_stage
 from arachnec.tracing.errors import needs_values
 from arachnec.tracing.find import find_blocks
@@ -221,9 +221,9 @@ def _demand_latents_of(
             if needs_values(error):
                 continue
             reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise UserError(other_latents(sampling, name, reason, loop.latents, request)) from error
+            raise other_latents_error(sampling, name, reason, loop.latents, request) from error
         if shape != loop.latents.shape:
-            raise UserError(other_latents(sampling, name, sizes_of(shape), loop.latents, request))
+            raise other_latents_error(sampling, name, sizes_of(shape), loop.latents, request)
 
 
 def _apart(

@@ -127,17 +127,16 @@ def _joined(model_file: ModelFile, name: str, clips: Sequence[VideoClip], values
     first = values[0]
     if len(values) == 1:
         return first
-    if is_batched(first):
-        for clip, value in zip(clips, values, strict=True):
-            if not isinstance(value, Tensor) or value.shape != first.shape or value.dtype != first.dtype:
-                difference = f"{_described(first)} and {_described(value)}"
-                raise unequal_argument_error(model_file.span("sample"), name, clips[0].name, clip.name, difference)
-        return torch.cat(list(values))
+    fits = _of_one_form if is_batched(first) else _equal
     for clip, value in zip(clips, values, strict=True):
-        if not _equal(first, value):
+        if not fits(first, value):
             difference = f"{_described(first)} and {_described(value)}"
             raise unequal_argument_error(model_file.span("sample"), name, clips[0].name, clip.name, difference)
-    return first
+    return torch.cat(list(values)) if is_batched(first) else first
+
+
+def _of_one_form(a: Any, b: Any) -> bool:
+    return isinstance(a, Tensor) and isinstance(b, Tensor) and a.shape == b.shape and a.dtype == b.dtype
 
 
 def is_batched(value: Any) -> TypeIs[Tensor]:
@@ -147,9 +146,7 @@ def is_batched(value: Any) -> TypeIs[Tensor]:
 
 def _equal(a: Any, b: Any) -> bool:
     if isinstance(a, Tensor) or isinstance(b, Tensor):
-        if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.shape != b.shape or a.dtype != b.dtype:
-            return False
-        return a.device.type == "meta" or torch.equal(a, b)
+        return _of_one_form(a, b) and (a.device.type == "meta" or torch.equal(a, b))
     if isinstance(a, Mapping) and isinstance(b, Mapping):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     (parts, form), (others, other) = flatten(a), flatten(b)

@@ -123,14 +123,6 @@ def _per_channel(vae: nn.Module, values: Any, latents: Tensor) -> Tensor:
 Size = tuple[int, int, int]  # frames, height, width
 
 
-def not_in_tiles_error(clip: str | int, vae: str, tile: str, stride: str, size: str, fitting: str) -> UserError:
-    return user_error(
-        f"clip `{clip}`: {vae} encodes in tiles of {tile} (frames x height x width), a new one every "
-        f"{stride}, and {size} is not covered by whole tiles",
-        help=f"give the clip {fitting} in the manifest; what no tile covers would be latents of zeros",
-    )
-
-
 @dataclass(frozen=True)
 class FixedTiles:
     """Tiles of a VAE that has no other way to encode.
@@ -156,8 +148,11 @@ class FixedTiles:
         """Raises ``UserError`` for a clip that whole tiles do not cover."""
         fitting = tuple(_fitting(n, tile, step) for n, tile, step in zip(size, self.tile, self.stride, strict=True))
         if fitting != size:
-            words = (_told(lengths) for lengths in (self.tile, self.stride, size, fitting))
-            raise not_in_tiles_error(clip.name, self.vae, *words)
+            raise user_error(
+                f"clip `{clip.name}`: {self.vae} encodes in tiles of {_told(self.tile)} (frames x height x width), a "
+                f"new one every {_told(self.stride)}, and {_told(size)} is not covered by whole tiles",
+                help=f"give the clip {_told(fitting)} in the manifest; what no tile covers would be latents of zeros",
+            )
 
 
 def _fitting(size: int, tile: int, stride: int) -> int:
@@ -171,13 +166,6 @@ def _is_size(value: Any) -> TypeGuard[Size]:
 
 def _told(size: tuple[int, ...]) -> str:
     return " x ".join(map(str, size))
-
-
-@dataclass(frozen=True)
-class NoVideo(Diagnostic):
-    title = "clip `{clip}` has no video, and the model file has a video encoder"
-    help = "give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents"
-    clip: str | int
 
 
 def no_caption_error(clip: str | int) -> UserError:
@@ -277,7 +265,10 @@ class VideoEncoder(nn.Module):
         if torch.device(device).type == "meta":
             return torch.empty((1, 3, clip.frames, height, width), dtype=torch.uint8, device=device)
         if clip.path is None:
-            raise UserError(NoVideo(None, clip.name))
+            raise user_error(
+                f"clip `{clip.name}` has no video, and the model file has a video encoder",
+                help="give the clip a `path`, or leave the encoder out of encoders() to use synthetic latents",
+            )
         self.check(clip)
         with _named(clip):
             sizes = clip.frames, height, width

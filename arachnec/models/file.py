@@ -76,15 +76,6 @@ class ModelFileRaised(Diagnostic):
     clips: str = ""  # that it was called for
 
 
-def wrong_result_error(span: Span | None, name: str, found: str, expected: str, page: str) -> UserError:
-    return user_error(
-        f"`{name}` returned {found}",
-        label=f"must return {expected}",
-        help=f"return {expected}; {page} has an example",
-        span=span,
-    )
-
-
 def bad_sample_error(span: Span | None, clip: str | int, found: str) -> UserError:
     return user_error(
         f"`sample` returned {found}",
@@ -213,23 +204,17 @@ def _function(module: ModuleType, path: Path, name: str, form: FileForm) -> Any:
         raise wrong_signature_error(definition(path, name), name, arguments, f" = {type(function).__name__}(...)")
     if not callable(function):
         raise wrong_signature_error(definition(path, name), name, arguments, f" = {function!r}")
-    try:
+    with contextlib.suppress(ValueError):  # a C function that does not say
         signature = inspect.signature(function)
-    except ValueError:  # a C function that does not say
-        return checked_function(function, path, name, form)
-    try:
-        signature.bind(*form.arguments[name])
-    except TypeError:
-        raise wrong_signature_error(definition(path, name), name, arguments, str(signature)) from None
+        try:
+            signature.bind(*form.arguments[name])
+        except TypeError:
+            raise wrong_signature_error(definition(path, name), name, arguments, str(signature)) from None
     return checked_function(function, path, name, form)
 
 
-def checked_function(function: Callable[P, R], path: Path, name: str, form: FileForm | None = None) -> Callable[P, R]:
-    """``function`` with its result checked, and its exceptions told at the line of ``path`` that raised.
-
-    Without a ``form`` it is a function of a model file.
-    """
-    form = form or MODEL_FILE
+def checked_function(function: Callable[P, R], path: Path, name: str, form: FileForm) -> Callable[P, R]:
+    """``function`` with its result checked, and its exceptions told at the line of ``path`` that raised."""
     defined = definition(path, name)  # once: it parses the file, which threads must not do beside each other
 
     def guarded(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -253,7 +238,13 @@ def checked_function(function: Callable[P, R], path: Path, name: str, form: File
             check_sample(result, lambda: defined, clip.name)
         wrong = form.results[name](result) if name in form.results else None
         if wrong is not None:
-            raise wrong_result_error(defined, name, *wrong, form.page)
+            found, expected = wrong
+            raise user_error(
+                f"`{name}` returned {found}",
+                label=f"must return {expected}",
+                help=f"return {expected}; {form.page} has an example",
+                span=defined,
+            )
         return cast(R, result)
 
     return functools.wraps(function)(checked)
@@ -391,13 +382,8 @@ def _raised(error: BaseException, path: Path, where: str, kind: str) -> ModelFil
     if isinstance(error, SyntaxError) and error.filename == str(path):
         span = line_span(path, error.lineno or 1)
     message = " ".join((error.msg if isinstance(error, SyntaxError) else str(error)).split())
-    return ModelFileRaised(
-        span,
-        f"{type(error).__name__}{': ' if message else ''}{message}",
-        where,
-        _remedy(error, kind),
-        kind,
-    )
+    told = f"{type(error).__name__}{': ' if message else ''}{message}"
+    return ModelFileRaised(span, told, where, _remedy(error, kind), kind)
 
 
 def _span(frame: traceback.FrameSummary) -> Span:

@@ -32,14 +32,6 @@ PIPELINE = "pipeline_folder"  # of an encoder: whose configuration it was made f
 JSON_KINDS: Mapping[type, str] = {list: "list", str: "text", int: "number", float: "number", type(None): "null"}
 
 
-def other_weights_error(
-    folder: str, model: str, other_class: str, missing: str, surplus: str, shapes: str, dtypes: str, remedy: str
-) -> UserError:
-    return user_error(
-        f"the weights in {folder} are not those of {model}:{other_class}{missing}{surplus}{shapes}{dtypes}", help=remedy
-    )
-
-
 def bad_config_error(path: str, reason: str) -> UserError:
     return user_error(
         f"{path} {reason}", help="copy or download it again; `save_pretrained` writes it beside the weights"
@@ -72,7 +64,6 @@ class InitialWeights:
         self._fill(module.named_buffers())
 
     def fingerprint(self) -> str:
-        """See ``WeightFiles``."""
         return self.files.fingerprint()
 
     @torch.no_grad()
@@ -195,8 +186,9 @@ def _fitted(files: WeightFiles, module: nn.Module, other_class: str) -> InitialW
     )
     if any(told):
         name = type(plain_model(module)).__name__
-        raise other_weights_error(
-            str(files.folder), name, other_class, *told, _prefixed(missing, surplus) or _remedy(*told)
+        raise user_error(
+            f"the weights in {files.folder} are not those of {name}:{other_class}{''.join(told)}",
+            help=_prefixed(missing, surplus) or _remedy(*told),
         )
     return InitialWeights(files, sources)
 
@@ -314,7 +306,8 @@ def _shape(shape: Iterable[int]) -> str:
 
 @dataclass(frozen=True)
 class EncoderWeights:
-    """``parts`` by the encoder's name, which precedes those of its tensors; none of encoders without a folder."""
+    """As ``InitialWeights``; ``parts`` by the encoder's name, which precedes those of its tensors; none of encoders
+    without a folder."""
 
     parts: Mapping[str, InitialWeights]
 
@@ -330,21 +323,17 @@ class EncoderWeights:
         return {f"{part}.{name}": source for part, own in self.parts.items() for name, source in own.sources.items()}
 
     def value(self, name: str, dtype: torch.dtype) -> Tensor | None:
-        """As ``InitialWeights``."""
         part, _, own = name.partition(".")
         return self.parts[part].value(own, dtype) if part in self.parts else None
 
     def piece(self, name: str, dtype: torch.dtype, start: int, size: int) -> Tensor:
-        """As ``InitialWeights``."""
         part, _, own = name.partition(".")
         return self.parts[part].piece(own, dtype, start, size)
 
     def fill_buffers(self, encoders: nn.Module) -> None:
-        """As ``InitialWeights``."""
         for part, own in self.parts.items():
             own.fill_buffers(encoders.get_submodule(part))
 
     def fingerprint(self) -> str:
-        """As ``WeightFiles``."""
         prints = sorted((part, own.fingerprint()) for part, own in self.parts.items())
         return hashlib.sha256(repr(prints).encode()).hexdigest()

@@ -45,7 +45,7 @@ def neighbours(path: Path) -> tuple[str, ...]:
                 relative = part.relative_to(folder).as_posix()
                 if relative not in files and part != path:
                     files[relative] = None
-                    waiting.append((part, _package_of(relative)))
+                    waiting.append((part, ".".join(Path(relative).parent.parts)))
         if len(files) > MOST_MODEL_FILES:
             raise user_error(
                 f"the model file imports {len(files)} modules from its own folder",
@@ -100,10 +100,6 @@ def _is_elsewhere(top: str, folder: Path) -> bool:
     if (folder / top / "__init__.py").is_file() or (folder / f"{top}.py").is_file():
         return False
     return importlib.util.find_spec(top) is not None  # a plain folder gives way to a package
-
-
-def _package_of(relative: str) -> str:
-    return ".".join(Path(relative).parent.parts)
 
 
 class _Folder(MetaPathFinder):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import TypeIs
 
 from arachnec.data.clip import VideoClip
 from arachnec.models.file import ModelFile
@@ -33,12 +34,20 @@ class CastSamples:
 
     def sample(self, clip: VideoClip, generator: torch.Generator) -> tuple[dict[str, object], Tensor]:
         kwargs, target = self.model_file.sample(clip, generator)
-        return {name: self._cast(value) for name, value in kwargs.items()}, target
+        return kwargs if self.dtype is None else arguments_in(kwargs, self.dtype), target
 
-    def _cast(self, value: object) -> object:
-        """By the rule of ``make_batch``: batched arguments of two or more dimensions, not timesteps, not tables."""
-        batched = isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == 1 and value.is_floating_point()
-        return value.to(self.dtype) if batched and isinstance(value, Tensor) and self.dtype is not None else value
+
+def arguments_in(arguments: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
+    """The arguments with the batched floating-point ones of two or more dimensions in ``dtype``, as ``make_batch`` has
+    them.
+
+    Timesteps and tables keep theirs.
+    """
+    return {name: value.to(dtype) if _carries_activations(value) else value for name, value in arguments.items()}
+
+
+def _carries_activations(value: object) -> TypeIs[Tensor]:
+    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == 1 and value.is_floating_point()
 
 
 def in_precision(model: nn.Module, dtype: torch.dtype) -> nn.Module:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from arachnec.checkpoint.trained_predictors import TrainedPredictors, trained_predictors
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import STEPS, Request
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Span
 from arachnec.models.batch import clip_seed
 from arachnec.models.compiled_modules import without_compilation
@@ -40,14 +40,6 @@ if TYPE_CHECKING:
 
 MODELS = "a dict from one or two names to modules, or to functions that build them; the one of high noise first"
 PAGE = "docs/sampling.md"
-
-
-def too_large_error(span: Span | None, request: str | int, frames: int, height: int, width: int) -> UserError:
-    return user_error(
-        f"this machine's memory does not hold the noise of request `{request}`, of {frames} x {height} x {width}",
-        help="give the request fewer frames, or a smaller height and width",
-        span=span,
-    )
 
 
 @dataclass(frozen=True)
@@ -132,8 +124,12 @@ class SamplerFile:
         except Exception as error:
             if not ran_out_of_memory(error):
                 raise
-            size = request.frames, request.height, request.width
-            raise too_large_error(self.span("start"), request.id, *size) from error
+            size = f"{request.frames} x {request.height} x {request.width}"
+            raise user_error(
+                f"this machine's memory does not hold the noise of request `{request.id}`, of {size}",
+                help="give the request fewer frames, or a smaller height and width",
+                span=self.span("start"),
+            ) from error
         if not isinstance(latents, torch.Tensor) or not latents.is_floating_point() or latents.shape[:1] != (1,):
             actual = f"{latents.dtype} {list(latents.shape)}" if isinstance(latents, torch.Tensor) else called(latents)
             raise user_error(

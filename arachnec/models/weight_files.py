@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from arachnec.checkpoint.files import save_tensors
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.limits import LARGEST_DATA
 from arachnec.models.weights_there import demand_weights_there, no_weights_error
 
@@ -33,11 +33,11 @@ SAMPLED = 4096  # elements of a tensor that its fingerprint reads
 FLOATS = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-@dataclass(frozen=True)
-class OnlyPickles(Diagnostic):
-    title = "{path} is a pickle, which may run code, and is not read"
-    help = "convert it once: load the model where you trust it, and save_pretrained(FOLDER)"
-    path: str
+def pickle_error(path: Path) -> UserError:
+    return user_error(
+        f"{path} is a pickle, which may run code, and is not read",
+        help="convert it once: load the model where you trust it, and save_pretrained(FOLDER)",
+    )
 
 
 def unreadable_weights_error(path: str, reason: str) -> UserError:
@@ -135,7 +135,7 @@ def weight_files(folder: Path) -> WeightFiles:
 def _weight_files(folder: Path) -> WeightFiles:
     demand_weights_there(folder)
     if folder.is_file() and folder.suffix in PICKLES:
-        raise UserError(OnlyPickles(None, str(folder)))
+        raise pickle_error(folder)
     if folder.is_file() and folder.suffix != SUFFIX:
         raise no_weights_error(str(folder), f"it is no {SUFFIX} file")
     if folder.is_file():
@@ -157,7 +157,7 @@ def _weight_files(folder: Path) -> WeightFiles:
         return WeightFiles(folder, _headers([folder / files[0]]))
     pickled = next((name for name in names if name.endswith(PICKLES)), None)
     if pickled is not None:
-        raise UserError(OnlyPickles(None, str(folder / pickled)))
+        raise pickle_error(folder / pickled)
     raise no_weights_error(str(folder), "there is no .safetensors file in it")
 
 

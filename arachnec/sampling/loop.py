@@ -15,22 +15,9 @@ from torch import Tensor
 
 from arachnec.data.requests import Request
 from arachnec.data.switch import ONE_MODEL, Switch
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.models.sampler_file import SamplerFile
 from arachnec.sampling.schedule import Schedule
-
-
-@dataclass(frozen=True)
-class OtherLatents(Diagnostic):
-    title = "the model `{name}` predicts {found} from latents {latents}"
-    label = "for request `{request}`"
-    help = (
-        "both models need the latent channels, strides and patches that `start` makes: take models of one latent space"
-    )
-    name: str
-    found: str
-    latents: str
-    request: str | int
 
 
 @dataclass(frozen=True)
@@ -135,7 +122,7 @@ class Loop:
         """
         if prediction.shape != self.latents.shape:  # some schedulers would broadcast it
             predicted = sizes_of(prediction.shape)
-            raise UserError(other_latents(self.sampling, self.model, predicted, self.latents, self.request))
+            raise other_latents_error(self.sampling, self.model, predicted, self.latents, self.request)
         distance = relative_distance(prediction, self.previous)
         self.previous = prediction
         advanced = self.schedule.advance(prediction, self.step, self.latents, self.generator)
@@ -191,9 +178,15 @@ def begin(sampling: Sampling, request: Request, device: torch.device | str = "cp
     return loop
 
 
-def other_latents(sampling: Sampling, name: str, predicted: str, latents: Tensor, request: Request) -> OtherLatents:
-    """What a model gives for a request's latents that is no prediction of them."""
-    return OtherLatents(sampling.sampler.span("models"), name, predicted, sizes_of(latents.shape), request.id)
+def other_latents_error(sampling: Sampling, name: str, predicted: str, latents: Tensor, request: Request) -> UserError:
+    """What a model gives for a request's latents is no prediction of them."""
+    return user_error(
+        f"the model `{name}` predicts {predicted} from latents {sizes_of(latents.shape)}",
+        label=f"for request `{request.id}`",
+        help="both models need the latent channels, strides and patches that `start` makes: take models of one latent "
+        "space",
+        span=sampling.sampler.span("models"),
+    )
 
 
 def sizes_of(shape: Sequence[int]) -> str:

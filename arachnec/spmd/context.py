@@ -91,7 +91,7 @@ class Context:
         symbol = sympy.Symbol(f"local_{length}", positive=True, integer=True)
         if symbol not in self._sizes:
             node = self.shard_of(Layout((Part(length, sharded=True),)))
-            self._sizes[symbol] = self.call(runtime.local_tokens, node)
+            self._sizes[symbol] = self.call(getattr, node, "local")
         return symbol
 
     def chosen(self, key: object, options: int) -> int:
@@ -170,8 +170,8 @@ class Context:
         """
         self._shard = shard
         self._device = device, self.call(getattr, token_input, "device")
-        self._sizes[self.tokens] = self.call(runtime.total_tokens, shard)
-        self._sizes[LOCAL] = self.call(runtime.local_tokens, shard)
+        self._sizes[self.tokens] = self.call(getattr, shard, "total")
+        self._sizes[LOCAL] = self.call(getattr, shard, "local")
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         if target is torch.ops.aten.copy.default:
@@ -203,6 +203,11 @@ class Context:
         ):
             raise MixesTokens(f"gives sizes {sizes} that its layout {layouts} does not account for")
         return Value(self.call(target, *args, **kwargs), sizes, layouts, like.element_size())
+
+    def again(self, node: fx.Node, layouts: Any) -> Value:
+        """The traced call with the new graph's arguments; its result has these layouts."""
+        args, kwargs = self.mapped(node.args), self.mapped(node.kwargs)
+        return self.emit(node.target, args, kwargs, node.meta["val"], layouts)
 
     def size(self, size: Size | int) -> fx.Node | int:
         """A node (or number) that holds ``size`` at run time."""

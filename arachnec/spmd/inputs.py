@@ -7,27 +7,26 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import sympy
 import torch
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError
 from arachnec.spmd.context import Context
 from arachnec.spmd.layouts import Layout, Part, Size, Value
 from arachnec.tracing.blocks import CapturedBlock
 from arachnec.tracing.dims import S
+from arachnec.tracing.errors import not_captured
 
 LENGTH = sympy.Symbol("L", positive=True, integer=True)
 """The sharded length, where it is not S but, say, S + T: a block whose shell has joined text and video."""
 
 
-@dataclass(frozen=True)
-class NoShardedInput(Diagnostic):
-    title = "no input of {block} has the video's tokens as a dimension of their own"
-    help = "pass the tokens to the block as [batch, tokens, hidden]; its inputs are {inputs}"
-    block: str
-    inputs: str
+def no_sharded_input_error(block: str, inputs: str) -> UserError:
+    return not_captured(
+        f"no input of {block} has the video's tokens as a dimension of their own",
+        help=f"pass the tokens to the block as [batch, tokens, hidden]; its inputs are {inputs}",
+    )
 
 
 def sharded_inputs(captured: CapturedBlock) -> tuple[int | None, ...]:
@@ -47,7 +46,7 @@ def sharded_inputs(captured: CapturedBlock) -> tuple[int | None, ...]:
         passed_on = [i == first for i in range(len(token_dims))]
     if first is None:
         shapes = (f"{n} {list(d)}" for n, d in zip(captured.input_names, captured.input_dims, strict=True))
-        raise UserError(NoShardedInput(None, captured.name, ", ".join(shapes)))
+        raise no_sharded_input_error(captured.name, ", ".join(shapes))
     length = captured.input_dims[first][token_dims[first]]  # type: ignore[index]
     return tuple(
         dim if dim is not None and passed_on[i] and captured.input_dims[i][dim] == length else None
@@ -81,7 +80,7 @@ def context_of(captured: CapturedBlock, tokens: Size) -> Context:
     if captured.fixed:
         number = tokens.subs(captured.fixed)
         if not number.is_Integer:
-            raise UserError(NoShardedInput(None, captured.name, f"rows of {tokens}"))
+            raise no_sharded_input_error(captured.name, f"rows of {tokens}")
         return Context(number, known)
     if tokens == S:
         return Context(S, known)
@@ -90,11 +89,6 @@ def context_of(captured: CapturedBlock, tokens: Size) -> Context:
     forward = {S: LENGTH - (tokens - S)}
     symbols = {symbol: sympy.expand(size.subs(forward)) for symbol, size in known.items()}
     return Context(LENGTH, symbols)
-
-
-def original_symbols(tokens: Size) -> dict[sympy.Symbol, Size]:
-    """``LENGTH`` in terms of the traced graph's symbols."""
-    return {} if tokens == S else {LENGTH: tokens}
 
 
 def add_placeholders(context: Context, captured: CapturedBlock, inputs: tuple[int | None, ...]) -> None:

@@ -74,14 +74,14 @@ class Layout:
             ends.append(sympy.expand(ends[-1] + part.length))
         return ends
 
-    def between(self, start: Size, end: Size) -> tuple[Part, ...] | None:
-        """The parts from ``start`` to ``end``; None where these are not bounds between parts."""
+    def between(self, start: Size, end: Size) -> tuple[tuple[Part, ...], tuple[Part, ...]] | None:
+        """The parts before ``start``, and those from there to ``end``; None where these are no bounds of parts."""
         bounds = self.bounds()
         first = next((i for i, bound in enumerate(bounds) if same(bound, start)), None)
         last = next((i for i in reversed(range(len(bounds))) if same(bounds[i], end)), None)
         if first is None or last is None or first > last:
             return None
-        return self.parts[first:last]
+        return self.parts[:first], self.parts[first:last]
 
 
 @dataclass(frozen=True)

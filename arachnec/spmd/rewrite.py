@@ -17,26 +17,15 @@ import sympy
 import torch
 from torch import fx
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Span
 from arachnec.spmd.context import Context, MixesTokens, Refused, Result
-from arachnec.spmd.inputs import add_placeholders, context_of, original_symbols, sharded_inputs
+from arachnec.spmd.inputs import LENGTH, add_placeholders, context_of, sharded_inputs
 from arachnec.spmd.layouts import Layout, Part, Size, Value, same
-from arachnec.spmd.rules import RULES, Rule, rule_for
+from arachnec.spmd.rules import rule_for
 from arachnec.spmd.shape_rules import operands
 from arachnec.tracing.blocks import CapturedBlock, CapturedModel
 from arachnec.tracing.errors import stack_span
-
-
-@dataclass(frozen=True)
-class CannotShard(Diagnostic):
-    title = "{block} cannot run on a part of its tokens: `{op}`: {reason}"
-    label = "this operation"
-    help = "{remedy}"
-    block: str
-    op: str
-    reason: str
-    remedy: str
 
 
 @dataclass(frozen=True)
@@ -77,16 +66,16 @@ class ShardedBlock:
     counterparts: Mapping[fx.Node, fx.Node]
 
 
-def shard_block(captured: CapturedBlock, rules: Mapping[Any, Rule] = RULES) -> ShardedBlock:
-    """Rewrite one captured block. ``rules`` may extend or replace the table.
+def shard_block(captured: CapturedBlock) -> ShardedBlock:
+    """Rewrite one captured block.
 
     Where tokens are split into frames and places, either can be dealt out: what moves fewest bytes is taken, one choice
     improved after the other. Raises ``UserError`` for a block that cannot run on a part of its tokens.
     """
-    best, choices, options = _rewritten(captured, rules, {})
+    best, choices, options = _rewritten(captured, {})
     for key in [key for key, count in options.items() if count > 1]:
         for option in range(1, options[key]):
-            other, tried, _ = _rewritten(captured, rules, {**choices, key: option})
+            other, tried, _ = _rewritten(captured, {**choices, key: option})
             if moved(other) < moved(best):
                 best, choices = other, tried
     return best
@@ -99,7 +88,7 @@ def moved(block: ShardedBlock) -> float:
 
 
 def _rewritten(
-    captured: CapturedBlock, rules: Mapping[Any, Rule], choices: Mapping[object, int]
+    captured: CapturedBlock, choices: Mapping[object, int]
 ) -> tuple[ShardedBlock, dict[object, int], dict[object, int]]:
     """The rewrite with these choices, the choices, and how many options there were for each."""
     inputs = sharded_inputs(captured)
@@ -112,12 +101,12 @@ def _rewritten(
         if node.op in ("placeholder", "output") or not _has_tensor(node):
             continue
         context.enter(node)
-        local += _interpret(context, captured, node, rules)
+        local += _interpret(context, captured, node)
     outputs = _outputs(context, captured)
     context.graph.eliminate_dead_code()
     context.graph.lint()
     module = fx.GraphModule(captured.graph_module, context.graph, f"Sharded{captured.name}")
-    symbols = original_symbols(tokens) | {symbol: captured.symbols[symbol] for symbol in captured.unbacked}
+    symbols = {LENGTH: tokens} | {symbol: captured.symbols[symbol] for symbol in captured.unbacked}
     notes = {
         kind: tuple(
             Note(str(e.node.target), _place(e.node), e.reason, sympy.expand(e.bytes.subs(symbols)))
@@ -166,7 +155,7 @@ def _has_tensor(node: fx.Node) -> bool:
     return node.op == "get_attr" or isinstance(value, (torch.Tensor, list, tuple))
 
 
-def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: Mapping[Any, Rule]) -> bool:
+def _interpret(context: Context, captured: CapturedBlock, node: fx.Node) -> bool:
     """Add the counterpart of ``node``. Returns whether it runs unchanged on a rank's tokens."""
     if node.op == "get_attr":
         context.environment[node] = context.graph.get_attr(str(node.target))
@@ -184,7 +173,7 @@ def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: 
         if not sharded:
             context.environment[node] = context.copy(node)
             return False
-        rule = rule_for(node, rules)
+        rule = rule_for(node)
         if rule is None:
             raise MixesTokens("is not known to treat tokens one by one")
         context.environment[node] = rule(context, node)
@@ -194,8 +183,12 @@ def _interpret(context: Context, captured: CapturedBlock, node: fx.Node, rules: 
         context.environment[node] = _gather_around(context, node, str(reason))
         return False
     except Refused as refusal:
-        diagnostic = CannotShard(_place(node), captured.name, str(node.target), refusal.reason, refusal.remedy)
-        raise UserError(diagnostic) from None
+        raise user_error(
+            f"{captured.name} cannot run on a part of its tokens: `{node.target}`: {refusal.reason}",
+            label="this operation",
+            help=refusal.remedy,
+            span=_place(node),
+        ) from None
 
 
 def _gather_around(context: Context, node: fx.Node, reason: str) -> Result:

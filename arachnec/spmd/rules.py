@@ -68,12 +68,8 @@ def _local_attention(
         raise MixesTokens("masks a rank's own queries by their place in the sequence")
     layouts = (None,) * (len(context.sizes(node)) - 2) + (layout, None)
     if mask is not None:
-        mask = context.aligned(_gathered_columns(context, mask), (*layouts[:-1], None))
+        mask = context.aligned(context.gathered(mask, len(mask.sizes) - 1), (*layouts[:-1], None))
     return _call(context, node, query, key, value, mask, layouts)
-
-
-def _gathered_columns(context: Context, mask: Value) -> Value:
-    return context.gathered(mask, len(mask.sizes) - 1)
 
 
 def _attention_of_each(
@@ -229,8 +225,7 @@ def linear(context: Context, node: fx.Node) -> Result:
     parameters = [context.value(arg) for arg in node.args[1:] if arg is not None]
     if value.layouts[-1] is not None or any(parameter.sharded for parameter in parameters):
         raise MixesTokens("multiplies along the tokens")
-    layouts = (*value.layouts[:-1], None)
-    return context.emit(node.target, context.mapped(node.args), {}, node.meta["val"], layouts)
+    return context.again(node, (*value.layouts[:-1], None))
 
 
 def lookup(context: Context, node: fx.Node) -> Result:
@@ -238,8 +233,7 @@ def lookup(context: Context, node: fx.Node) -> Result:
     table, index = context.value(node.args[0]), context.value(node.args[1])
     if table.sharded:
         raise MixesTokens("looks up tokens by their place")
-    layouts = (*index.layouts, None)
-    return context.emit(node.target, context.mapped(node.args), context.mapped(node.kwargs), node.meta["val"], layouts)
+    return context.again(node, (*index.layouts, None))
 
 
 Rule = Callable[[Context, fx.Node], Result]
@@ -264,8 +258,7 @@ def pointwise(context: Context, node: fx.Node) -> Result:
 
 def as_other(context: Context, node: fx.Node) -> Result:
     """type_as: only the dtype of the second operand counts."""
-    value = context.value(node.args[0])
-    return context.emit(node.target, context.mapped(node.args), {}, node.meta["val"], value.layouts)
+    return context.again(node, context.value(node.args[0]).layouts)
 
 
 def dropout(context: Context, node: fx.Node) -> Result:
@@ -279,9 +272,7 @@ def norm(context: Context, node: fx.Node) -> Result:
     shape = list(node.args[1])  # type: ignore[arg-type]
     if any(value.layouts[len(value.sizes) - len(shape) :]):
         raise MixesTokens("normalises over the tokens")
-    layouts = value.layouts
-    args, kwargs = context.mapped(node.args), context.mapped(node.kwargs)
-    return context.emit(node.target, args, kwargs, node.meta["val"], layouts)
+    return context.again(node, value.layouts)
 
 
 def reduction(context: Context, node: fx.Node) -> Result:
@@ -308,17 +299,11 @@ def along_dimension(context: Context, node: fx.Node) -> Result:
     return _results(context, node, value.layouts)
 
 
-def factory(context: Context, node: fx.Node) -> Result:
-    """new_zeros and the like: only dtype and device of the operand count; sizes are those over all ranks."""
-    return context.copy(node)
-
-
 def _results(context: Context, node: fx.Node, layouts: Any) -> Result:
     """One tensor, or several (values and indices), of the same layouts."""
-    args, kwargs = context.mapped(node.args), context.mapped(node.kwargs)
     if isinstance(node.meta["val"], torch.Tensor):
-        return context.emit(node.target, args, kwargs, node.meta["val"], layouts)
-    results = context.unsharded(node.meta["val"], context.call(node.target, *args, **kwargs))
+        return context.again(node, layouts)
+    results = context.copy(node)
     return [
         Value(item.node, item.sizes, tuple(layouts), item.itemsize) if isinstance(item, Value) else item
         for item in results  # type: ignore[union-attr]
@@ -337,7 +322,8 @@ def _table() -> dict[Any, Rule]:
         "var_mean median kthvalue aminmax count_nonzero",
         along_dimension: "softmax _softmax log_softmax _log_softmax cumsum cumprod cummax cummin logcumsumexp "
         "diff sort argsort topk glu repeat_interleave",
-        factory: "new_zeros new_ones new_empty new_full",
+        # only dtype and device of the operand count; sizes are those over all ranks
+        Context.copy: "new_zeros new_ones new_empty new_full",
         attention: "scaled_dot_product_attention",
         matmul: "matmul bmm mm",
         einsum: "einsum",
@@ -367,12 +353,12 @@ def _table() -> dict[Any, Rule]:
 RULES: Mapping[Any, Rule] = MappingProxyType(_table())
 
 
-def rule_for(node: fx.Node, rules: Mapping[Any, Rule] = RULES) -> Rule | None:
+def rule_for(node: fx.Node) -> Rule | None:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return None
-    if target in rules:
-        return rules[target]
+    if target in RULES:
+        return RULES[target]
     if torch.Tag.pointwise in target.tags and isinstance(node.meta.get("val"), torch.Tensor):
         return pointwise
-    return rules.get(target.overloadpacket)
+    return RULES.get(target.overloadpacket)

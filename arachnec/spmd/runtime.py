@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,15 +18,8 @@ from arachnec.kernels.attention.exchange import redistribute as dealt_anew
 from arachnec.kernels.attention.sequence_shard import SequenceShard, even_split
 
 Parts = tuple[int | None, ...]
+Move = Callable[[Tensor, int, SequenceShard], Tensor]
 Factors = tuple[int, int, int]  # outer, the length that is dealt out, inner
-
-
-def local_tokens(shard: SequenceShard) -> int:
-    return shard.local
-
-
-def total_tokens(shard: SequenceShard) -> int:
-    return shard.total
 
 
 def shard_of_length(shard: SequenceShard, length: int) -> SequenceShard:
@@ -48,24 +42,24 @@ def written(target: Tensor, source: Tensor) -> Tensor:
 
 def shard_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer: int = 1, inner: int = 1) -> Tensor:
     """This rank's positions of a replicated ``x`` whose dimension ``dim`` is outer x parts x inner."""
-    if parts == (None,) and outer == inner == 1:
-        return shard_tokens(x, dim, shard)
-    lengths = [shard.total if part is None else part for part in parts]
-    split = _unmerge(x, dim, (outer, sum(lengths), inner))
-    pieces = torch.split(split, lengths, dim + 1)
-    local = [shard_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
-    return _merge(torch.cat(local, dim + 1), dim)
+    return _moved(shard_tokens, shard.total, x, dim, shard, parts, outer, inner)
 
 
 def gather_parts(x: Tensor, dim: int, shard: SequenceShard, parts: Parts, outer: int = 1, inner: int = 1) -> Tensor:
     """The inverse of ``shard_parts``, on every rank."""
-    if parts == (None,) and outer == inner == 1:
-        return gather_tokens(x, dim, shard)
-    lengths = [shard.local if part is None else part for part in parts]
-    split = _unmerge(x, dim, (outer, sum(lengths), inner))
+    return _moved(gather_tokens, shard.local, x, dim, shard, parts, outer, inner)
+
+
+def _moved(move: Move, sharded: int, x: Tensor, dim: int, shard: SequenceShard, parts: Parts, *merged: int) -> Tensor:
+    """``x`` with its ``sharded`` positions moved, where ``merged`` stand around its parts in dimension ``dim``."""
+    if parts == (None,) and merged == (1, 1):
+        return move(x, dim, shard)
+    lengths = [sharded if part is None else part for part in parts]
+    outer, inner = merged
+    split = x.reshape(*x.shape[:dim], outer, sum(lengths), inner, *x.shape[dim + 1 :])
     pieces = torch.split(split, lengths, dim + 1)
-    gathered = [gather_tokens(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
-    return _merge(torch.cat(gathered, dim + 1), dim)
+    moved = [move(p, dim + 1, shard) if part is None else p for p, part in zip(pieces, parts, strict=True)]
+    return torch.cat(moved, dim + 1).flatten(dim, dim + 2)
 
 
 def attention_over_tokens(
@@ -125,11 +119,3 @@ def _biased_attention(
     if mask.shape[2] > 1:
         mask = shard_parts(mask, 2, shard, query_parts)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-
-
-def _unmerge(x: Tensor, dim: int, sizes: tuple[int, int, int]) -> Tensor:
-    return x.reshape(*x.shape[:dim], *sizes, *x.shape[dim + 1 :])
-
-
-def _merge(x: Tensor, dim: int) -> Tensor:
-    return x.reshape(*x.shape[:dim], x.shape[dim] * x.shape[dim + 1] * x.shape[dim + 2], *x.shape[dim + 3 :])

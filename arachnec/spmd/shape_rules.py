@@ -183,9 +183,7 @@ def slice_(context: Context, node: fx.Node) -> Result:
     dim = int(context.argument(node, "dim", 0)) % len(value.sizes)
     layout = value.layouts[dim]
     if layout is None:
-        return context.emit(
-            node.target, context.mapped(node.args), context.mapped(node.kwargs), node.meta["val"], value.layouts
-        )
+        return context.again(node, value.layouts)
     if context.argument(node, "step", 1) != 1:
         raise MixesTokens("takes tokens with a stride")
     start, end = _range(context, node, layout)
@@ -210,15 +208,18 @@ def _cut(context: Context, value: Value, dim: int, start: Size, end: Size, like:
     assert layout is not None
     if same(start, sympy.S.Zero) and same(end, layout.size):
         return value
-    parts = None if layout.merged else layout.between(start, end)
-    if parts is None:
+    found = None if layout.merged else layout.between(start, end)
+    if found is None:
         raise MixesTokens(f"cuts the tokens at {start} and {end}, which are not bounds between video and text")
-    first = next(i for i, bound in enumerate(layout.bounds()) if same(bound, start))
-    begin = Layout(layout.parts[:first]).local(context.share)
-    stop = sympy.expand(begin + Layout(parts).local(context.share))
-    layouts = (*value.layouts[:dim], layout_of(parts), *value.layouts[dim + 1 :])
-    arguments = (value.node, dim, context.size(begin), context.size(stop))
+    layouts = (*value.layouts[:dim], layout_of(found[1]), *value.layouts[dim + 1 :])
+    arguments = (value.node, dim, *_here(context, *found))
     return context.emit(aten.slice.Tensor, arguments, {}, like, layouts)
+
+
+def _here(context: Context, before: tuple[Part, ...], parts: tuple[Part, ...]) -> tuple[fx.Node | int, fx.Node | int]:
+    """Where ``parts`` begin and end on this rank."""
+    begin = Layout(before).local(context.share)
+    return context.size(begin), context.size(sympy.expand(begin + Layout(parts).local(context.share)))
 
 
 def split(context: Context, node: fx.Node) -> Result:
@@ -259,7 +260,7 @@ def select(context: Context, node: fx.Node) -> Result:
     if value.layouts[dim] is not None:
         raise MixesTokens("takes one of the tokens")
     layouts = (*value.layouts[:dim], *value.layouts[dim + 1 :])
-    return context.emit(node.target, context.mapped(node.args), {}, node.meta["val"], layouts)
+    return context.again(node, layouts)
 
 
 def slice_scatter(context: Context, node: fx.Node) -> Result:
@@ -277,10 +278,10 @@ def slice_scatter(context: Context, node: fx.Node) -> Result:
         arguments = (value.node, source.node, dim, *context.mapped(rest))
         return context.emit(node.target, arguments, {}, node.meta["val"], along)
     start, end = _range(context, node, layout)
-    parts = None if layout.merged or rest[2] not in (None, 1) else layout.between(start, end)
-    if parts is None:
+    found = None if layout.merged or rest[2] not in (None, 1) else layout.between(start, end)
+    if found is None:
         raise MixesTokens(f"writes to the tokens from {start} to {end}, which are not bounds between video and text")
-    written = layout_of(parts)
+    written = layout_of(found[1])
     if written is not None and source.layouts[dim] is None:
         source = context.sharded(source, dim, written)
     there = source.layouts[dim]
@@ -288,11 +289,8 @@ def slice_scatter(context: Context, node: fx.Node) -> Result:
         written is not None and there is not None and not alike(written, there)
     ):
         raise MixesTokens("writes tokens that lie differently over the ranks")
-    first = next(i for i, bound in enumerate(layout.bounds()) if same(bound, start))
-    begin = total([Layout(layout.parts[:first]).local(context.share)])
-    stop = sympy.expand(begin + Layout(parts).local(context.share))
     layouts = (*along[:dim], layout, *along[dim + 1 :])
-    arguments = (value.node, source.node, dim, context.size(begin), context.size(stop))
+    arguments = (value.node, source.node, dim, *_here(context, *found))
     return context.emit(node.target, arguments, {}, node.meta["val"], layouts)
 
 
@@ -310,7 +308,7 @@ def pad(context: Context, node: fx.Node) -> Result:
         if before != 0 or layout.merged or layout.parts[-1].sharded or not tail.is_nonnegative:
             raise MixesTokens("pads the tokens")
         layouts[dim] = Layout((*layout.parts[:-1], Part(tail, sharded=False)))
-    return context.emit(node.target, context.mapped(node.args), {}, node.meta["val"], layouts)
+    return context.again(node, layouts)
 
 
 def moved_within(context: Context, node: fx.Node) -> Result:
@@ -319,7 +317,7 @@ def moved_within(context: Context, node: fx.Node) -> Result:
     dims = context.argument(node, "dims") or range(len(value.sizes))
     if any(value.layouts[dim] is not None for dim in dims):
         raise MixesTokens("moves tokens to other places")
-    return context.emit(node.target, context.mapped(node.args), {}, node.meta["val"], value.layouts)
+    return context.again(node, value.layouts)
 
 
 def last_dimension(context: Context, node: fx.Node) -> Result:

@@ -21,7 +21,6 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
-from arachnec.ir.diagnostic import UserError
 from arachnec.kernels.attention.exchange import shard_tokens
 from arachnec.kernels.attention.sequence_shard import SequenceShard, rescaled_tokens
 from arachnec.kernels.sparse.predictor import RANK
@@ -31,7 +30,7 @@ from arachnec.spmd.sparse_block import SparseBlock, sparsify_block
 from arachnec.spmd.sparse_layers import Layer, LayerState, SparseCascade, add_predictors
 from arachnec.tracing.blocks import CapturedBlock, CapturedModel
 from arachnec.tracing.captured import chained_inputs
-from arachnec.tracing.errors import UnequalCall
+from arachnec.tracing.errors import unequal_call_error
 
 
 class InputsAway(Protocol):
@@ -64,12 +63,8 @@ class Execution:
         if length == self.shard.total:
             return self.shard
         if length not in self._lengths:
-            self._lengths[length] = _rescaled(self.shard, length)
+            self._lengths[length] = replace(self.shard, tokens=rescaled_tokens(self.shard.tokens, length))
         return self._lengths[length]
-
-
-def _rescaled(shard: SequenceShard, length: int) -> SequenceShard:
-    return replace(shard, tokens=rescaled_tokens(shard.tokens, length))
 
 
 @dataclass(frozen=True)
@@ -156,7 +151,7 @@ class BlockForward:
                 return _checkpoint(self.original, execution, args, kwargs, chained)
             return self.original(*args, **kwargs)
         if graph is None:
-            raise UserError(UnequalCall(None, self.path, "a clip of another shape", "those of its graphs"))
+            raise unequal_call_error(self.path, "a clip of another shape", "those of its graphs")
         return self._sharded(graph, graph.arguments.tensors(args, kwargs))
 
     def _graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BlockGraph | None:
@@ -258,10 +253,10 @@ class _Arguments:
         leaves, spec = pytree.tree_flatten(self._bound(args, kwargs))
         captured = self.captured
         if spec != captured.spec:
-            raise UserError(UnequalCall(None, self.path, str(spec), str(captured.spec)))
+            raise unequal_call_error(self.path, spec, captured.spec)
         for position, value, fixed in captured.constants:
             if fixed and leaves[position] is not value and leaves[position] != value:
-                raise UserError(UnequalCall(None, self.path, repr(leaves[position]), repr(value)))
+                raise unequal_call_error(self.path, repr(leaves[position]), repr(value))
         return [leaves[position] for position in captured.input_leaves]
 
     def fit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -354,16 +349,14 @@ class SequenceModel:
         other blocks made are kept ``away`` until then. ``sparse`` is the cascade's sparse attention.
         """
         execution = self._execution
-        before = execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away
-        dense = execution.sparse
+        before = dict(vars(execution))
         execution.shard = None if shard is None or shard.degree == 1 else shard
         execution.recompute, execution.recomputing, execution._lengths = recompute, recomputing, {}
         execution.away, execution.sparse = away, sparse
         try:
             yield self.model
         finally:
-            execution.shard, execution.recompute, execution.recomputing, execution._lengths, execution.away = before
-            execution.sparse = dense
+            vars(execution).update(before)
 
     def token_dims(self, path: str) -> dict[int, int]:
         """Of what a block returns, by leaf, the dimension along which every rank has its own tokens."""

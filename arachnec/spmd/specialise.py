@@ -19,24 +19,11 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Stage
 from arachnec.ir.values import Value
-from arachnec.spmd.inputs import NoShardedInput
 from arachnec.spmd.rewrite import ShardedBlock, gather_warnings, shard_block
 from arachnec.tracing import blocks, sample
 from arachnec.tracing.blocks import CapturedModel
 from arachnec.tracing.clip_trials import ClipsMixed, demand_clips_apart
-from arachnec.tracing.errors import (
-    BlocksNotCalled,
-    CannotCapture,
-    CannotRecord,
-    GradientDiffers,
-    NoBlocks,
-    NoTokenDimension,
-    NotPolymorphic,
-    NumberMatters,
-    RewritesArgument,
-    UnequalCall,
-    cannot_on_meta,
-)
+from arachnec.tracing.errors import CannotRecord, NotCaptured, cannot_on_meta
 from arachnec.tracing.record import ExampleCall
 from arachnec.tracing.sample import ModelSource
 
@@ -85,20 +72,7 @@ STEPS = (
 )
 
 # What another step may get round. Random numbers, dropout and state are wrong at every step.
-STEPS_DOWN = (
-    BlocksNotCalled,
-    CannotCapture,
-    CannotRecord,
-    ClipsMixed,
-    GradientDiffers,
-    NoBlocks,
-    NoShardedInput,
-    NoTokenDimension,
-    NotPolymorphic,
-    NumberMatters,
-    RewritesArgument,
-    UnequalCall,
-)
+STEPS_DOWN = (NotCaptured, CannotRecord, ClipsMixed)
 
 
 def costs(step: Specialisation, refusals: Sequence[UserError], seconds: float) -> tuple[str, ...]:
@@ -167,7 +141,7 @@ def specialise(
         except UserError as refusal:
             if cannot_on_meta(refusal) or _final(refusal):
                 raise
-            if step.clips == 1 and _cannot_run(refusal):
+            if step.clips == 1 and all(isinstance(refused, CannotRecord) for refused in refusal.diagnostics):
                 raise _first([*refusals, refusal]) from refusal
             refusals.append(refusal)
             continue
@@ -248,10 +222,6 @@ def captured_at(
     calls = sample.example_calls(model, source, clips, most=step.clips)
     at = sample.calls_of_shape(model, source, clip, most=step.clips)
     return blocks.capture_blocks(model, calls, at=at, verify=False)
-
-
-def _cannot_run(refusal: UserError) -> bool:
-    return all(isinstance(diagnostic, CannotRecord) for diagnostic in refusal.diagnostics)
 
 
 def _final(refusal: UserError) -> bool:

@@ -31,14 +31,12 @@ from arachnec.tracing.captured import (
     lifted,
     same_value,
 )
-from arachnec.tracing.dims import S, Sizes, T, fit_dimension, moves_with_batch, moves_with_clip
+from arachnec.tracing.dims import S, Sizes, T, fit_dimension, moves_with
 from arachnec.tracing.errors import (
-    BlocksNotCalled,
-    CannotCapture,
-    NoBlocks,
-    NoTokenDimension,
-    RewritesArgument,
-    UnequalCall,
+    cannot_capture_error,
+    no_token_dimension_error,
+    not_captured,
+    unequal_call_error,
 )
 from arachnec.tracing.export import PREFIX, FlatBlock, export_block, forget_weights, refuse_dropout_modules
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
@@ -80,7 +78,10 @@ def capture_blocks(
     recorded = record_blocks(model, examples)
     for call in recorded.recordings[0].calls:
         if call.rewritten:
-            raise UserError(RewritesArgument(None, call.path))
+            raise not_captured(
+                f"{call.path} puts a tensor that it does not return into an object that it is given",
+                help="return what the block computes, and let the model take it from there",
+            )
     groups = recorded.groups
     there = [recorded.again(model, example, grad=i == 0) for i, example in enumerate(at)]
     _refuse_unequal(model, [*recorded.recordings[:1], *there])
@@ -139,7 +140,11 @@ def record_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, whole: b
     refuse_dropout_modules(model)
     candidates = find_blocks(model)
     if not candidates and not whole:
-        raise UserError(NoBlocks(None, type(model).__name__))
+        raise not_captured(
+            f"{type(model).__name__} has no repeated blocks",
+            help="keep the transformer blocks in an nn.ModuleList, or name their classes in a class attribute "
+            "`_repeated_blocks = [...]` of the model",
+        )
     unread = unread_settings(candidates, lambda: run_once(model, examples[0]))
     repeats = Repeats(model, candidates, unread)
     recordings = [record(model, candidates, example, repeats, grad=i == 0) for i, example in enumerate(examples)]
@@ -148,7 +153,10 @@ def record_blocks(model: nn.Module, examples: Sequence[ExampleCall], *, whole: b
         return RecordedBlocks(candidates, unread, repeats, tuple(recordings), *tokens)
     if not recordings[0].calls:
         names = ", ".join(sorted({type(block).__name__ for block in candidates.values()}))
-        raise UserError(BlocksNotCalled(None, type(model).__name__, names))
+        raise not_captured(
+            f"the forward of {type(model).__name__} calls none of its blocks ({names}) as modules",
+            help="call each block as `block(...)`, not `block.forward(...)`",
+        )
     _refuse_unequal(model, recordings)
     sizes, place = _with_tokens(recordings, examples)
     return RecordedBlocks(candidates, unread, repeats, tuple(recordings), sizes, place)
@@ -261,7 +269,7 @@ def _described(
     unknown = {s for node in exported.graph.nodes for e in captured.dims(node) for s in e.free_symbols}
     unknown -= set(values[0])
     if unknown:
-        raise UserError(CannotCapture(None, name, "the size of a tensor depends on values, not on shapes"))
+        raise cannot_capture_error(name, "the size of a tensor depends on values, not on shapes")
     output_dims = tuple(captured.dims(node) for node in results if isinstance(node, fx.Node))
     object.__setattr__(captured, "output_dims", output_dims)
     return captured
@@ -306,13 +314,13 @@ def _symbols(name: str, nodes: Sequence[fx.Node], shapes: Sequence[Dims]) -> dic
                 earlier = symbols.setdefault(size.node.expr, expression)
                 if earlier != expression:
                     reason = f"it requires {earlier} = {expression}, which the recordings do not bear out"
-                    raise UserError(CannotCapture(None, name, reason))
+                    raise cannot_capture_error(name, reason)
     for node, dims in zip(nodes, shapes, strict=True):
         for size, expression in zip(node.meta["val"].shape, dims, strict=True):
             captured = sympy.sympify(size.node.expr if isinstance(size, torch.SymInt) else size).subs(symbols)
             if sympy.expand(captured - expression) != 0:
                 reason = f"it fixes a size that changes with the clip ({expression} = {captured})"
-                raise UserError(CannotCapture(None, name, reason))
+                raise cannot_capture_error(name, reason)
     return symbols
 
 
@@ -354,7 +362,7 @@ def _with_tokens(
                 return tuple(known), place
     call = recordings[0].calls[0]
     inputs = ", ".join(f"{call.names[i]} {list(call.leaves[i].shape)}" for i in _tensor_leaves(call.leaves))
-    raise UserError(NoTokenDimension(None, call.path, inputs))
+    raise no_token_dimension_error(call.path, inputs)
 
 
 def _tokens_of_whole(
@@ -373,13 +381,13 @@ def _tokens_of_whole(
     for leaf in _tensor_leaves(versions[0]) if len({len(leaves) for leaves in versions}) == 1 else ():
         shapes = [leaves[leaf].shape for leaves in versions]
         series = [[int(size) for size in dims] for dims in zip(*shapes, strict=True)]
-        moving = tuple(d for d, values in enumerate(series) if moves_with_clip(values, sizes))
-        batched = tuple(d for d, values in enumerate(series) if moves_with_batch(values, sizes))
+        moving = tuple(d for d, values in enumerate(series) if moves_with("clip", values, sizes))
+        batched = tuple(d for d, values in enumerate(series) if moves_with("batch", values, sizes))
         if set(moving) - set(batched):
             places.append(TokenPlace(MODEL, leaf, moving[0], tuple(sorted({*moving, *batched})), bool(batched)))
     if not places:
         inputs = ", ".join(str(list(versions[0][leaf].shape)) for leaf in _tensor_leaves(versions[0]))
-        raise UserError(NoTokenDimension(None, type(model).__name__, inputs))
+        raise no_token_dimension_error(type(model).__name__, inputs)
     place = max(places, key=lambda place: place.count(versions[0], examples[0].batch))
     counts = [place.count(leaves, size.batch) for leaves, size in zip(versions, sizes, strict=True)]
     return tuple(replace(size, tokens=count) for size, count in zip(sizes, counts, strict=True)), place
@@ -389,8 +397,8 @@ def _tokens_of(versions: Sequence[BlockCall], leaf: int, sizes: Sequence[Sizes])
     """Where one leaf has tokens. What ends in a dimension that moves is a mask or the like: its first one counts."""
     shapes = [version.leaves[leaf].shape for version in versions]
     series = [[int(size) for size in dims] for dims in zip(*shapes, strict=True)]
-    moving = [d for d, values in enumerate(series) if moves_with_clip(values, sizes)]
-    batched = [d for d, values in enumerate(series) if moves_with_batch(values, sizes)]
+    moving = [d for d, values in enumerate(series) if moves_with("clip", values, sizes)]
+    batched = [d for d, values in enumerate(series) if moves_with("batch", values, sizes)]
     alone = [d for d in moving if d not in batched]
     if not alone:
         return None
@@ -405,7 +413,7 @@ def _has_tokens(recordings: Sequence[Recording], index: int, sizes: Sequence[Siz
     """Whether a block sees the video at all: the layers of a text refiner do not, and belong to the shell."""
     versions = [recording.calls[index] for recording in recordings]
     return any(
-        moves_with_clip([int(version.leaves[leaf].shape[d]) for version in versions], sizes)
+        moves_with("clip", [int(version.leaves[leaf].shape[d]) for version in versions], sizes)
         for leaf in _tensor_leaves(versions[0].leaves)
         for d in range(versions[0].leaves[leaf].ndim)
     )
@@ -417,10 +425,10 @@ def _refuse_unequal(model: nn.Module, recordings: Sequence[Recording]) -> None:
         paths = [call.path for call in first.calls], [call.path for call in other.calls]
         if paths[0] != paths[1]:
             actual, expected = (f"{len(p)} block calls" for p in reversed(paths))
-            raise UserError(UnequalCall(None, type(model).__name__, actual, expected))
+            raise unequal_call_error(type(model).__name__, actual, expected)
         for a, b in zip(first.calls, other.calls, strict=True):
             if a.spec != b.spec or a.output_spec != b.output_spec:
-                raise UserError(UnequalCall(None, a.path, str(b.spec), str(a.spec)))
+                raise unequal_call_error(a.path, b.spec, a.spec)
 
 
 def _key(block: nn.Module, unread: Unread, recordings: Sequence[Recording], index: int) -> Any:

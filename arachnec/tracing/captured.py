@@ -14,9 +14,8 @@ from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from arachnec.ir.diagnostic import UserError
 from arachnec.tracing.dims import S, Sizes
-from arachnec.tracing.errors import UnequalCall
+from arachnec.tracing.errors import unequal_call_error
 from arachnec.tracing.record import flatten_call
 
 Dims = tuple[sympy.Expr, ...]
@@ -86,10 +85,10 @@ class CapturedBlock:
         """The tensor inputs of a call. Raises ``UserError`` if the call has another form than the recorded ones."""
         leaves, spec = flatten_call(block, args, kwargs)
         if spec != self.spec:
-            raise UserError(UnequalCall(None, self.name, str(spec), str(self.spec)))
+            raise unequal_call_error(self.name, spec, self.spec)
         for position, value, fixed in self.constants:
             if fixed and not same_value(leaves[position], value):
-                raise UserError(UnequalCall(None, self.name, repr(leaves[position]), repr(value)))
+                raise unequal_call_error(self.name, repr(leaves[position]), repr(value))
         return tuple(leaves[position] for position in self.input_leaves)
 
     def unflatten(self, outputs: Sequence[Tensor]) -> Any:
@@ -167,18 +166,6 @@ class CapturedModel:
 
     def block_of(self, path: str) -> CapturedBlock:
         return next(block for block in self.blocks if path in block.instances)
-
-    @property
-    def chains(self) -> tuple[tuple[int, ...], ...]:
-        """Runs of consecutive calls, each given a tensor that the one before returned."""
-        runs: list[list[int]] = []
-        for index, call in enumerate(self.calls):
-            joined = any(origin is not None and origin.call == index - 1 for origin in call.origins)
-            if joined and runs:
-                runs[-1].append(index)
-            else:
-                runs.append([index])
-        return tuple(map(tuple, runs))
 
 
 def lifted(

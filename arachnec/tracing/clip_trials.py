@@ -15,10 +15,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
 from arachnec.models.batch import is_batched, prediction_of
 from arachnec.models.clip_errors import naming
-from arachnec.tracing.errors import RandomOperation, cannot_take_error
+from arachnec.tracing.errors import cannot_take_error, random_operation_error
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.find import Unread, find_blocks, structure, unread_settings
 from arachnec.tracing.record import ExampleCall, Repeats, is_meta, run_once, training_mode
@@ -212,19 +212,6 @@ class ClipsMixed(Diagnostic):
     what: str
 
 
-@dataclass(frozen=True)
-class ModelFails(Diagnostic):
-    title = "the model fails on a clip of {clip} with {caption} text tokens: {reason}"
-    label = "here"
-    help = (
-        "it takes this shape, and not these values: check that build()(**sample(clip, generator)[0]) runs, and loss() "
-        "of what it gives"
-    )
-    clip: str
-    caption: int
-    reason: str
-
-
 def demand_clips_apart(
     model: nn.Module, source: ModelSource, call: ExampleCall, like: VideoClip, encoders: Mapping[str, nn.Module]
 ) -> str | None:
@@ -247,8 +234,13 @@ def demand_clips_apart(
         if isinstance(error, UserError):
             raise error from reason
         span = raised_at(source, error if isinstance(error, Exception) else None)
-        shape = f"{clip.frames} x {clip.height} x {clip.width}"
-        raise UserError(ModelFails(span, shape, clip.text_tokens, str(reason))) from error
+        raise user_error(
+            f"the model fails on a clip of {sizes_of(clip)} with {clip.text_tokens} text tokens: {reason}",
+            label="here",
+            help="it takes this shape, and not these values: check that build()(**sample(clip, generator)[0]) runs, "
+            "and loss() of what it gives",
+            span=span,
+        ) from error
     except CannotRun as reason:
         return str(reason)
     return None
@@ -259,7 +251,7 @@ def _compare(small: SmallModel, first: Sample, second: Sample, loss: Any) -> Non
     if not all(prediction.isfinite().all() for prediction in alone):
         raise CannotRun("its prediction is not finite with random weights")
     if small.drawn and any(not _apart(small.run(first[0], seed), alone[0]) <= TOLERANCE for seed in range(1, SEEDS)):
-        raise UserError(RandomOperation(None, small.name, small.drawn))
+        raise random_operation_error(small.name, small.drawn)
     try:
         together = small.run(_joined(first[0], second[0]))
     except CannotRun as error:
@@ -296,7 +288,7 @@ def _refuse_drawing(small: SmallModel, loss: Any, prediction: Tensor, target: Te
             if not small.drawn:
                 return
     if len(losses) > 1:
-        raise UserError(RandomOperation(None, "`loss`", small.drawn))
+        raise random_operation_error("`loss`", small.drawn)
 
 
 def _not_per_clip(small: SmallModel, first: dict[str, Any], second: dict[str, Any]) -> Iterator[str]:

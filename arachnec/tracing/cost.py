@@ -90,6 +90,11 @@ def stage_figures(
     def measured(values: Sequence[int], unit: str, scale: int) -> Formula:
         return polynomial(fit_polynomial(values, points), unit, scale)
 
+    def ends(figure: str, unit: str, scale: int) -> tuple[Value, ...]:
+        return tuple(
+            measured([getattr(r, f"{figure}_{end}") for r in shell], unit, scale) for end in ("before", "after")
+        )
+
     def between(figure: int, unit: str, scale: int) -> tuple[Value, ...] | None:
         """Of what lies between the blocks, by the layer that it is computed with."""
         series = zip(*(run.between for run in shell), strict=True)
@@ -114,14 +119,8 @@ def stage_figures(
             min((int(cost.heads) for cost in costs if cost.heads.is_Integer), default=1) for costs in attentions
         ),
         "end_params": (before, after),
-        "end_flops": (
-            measured([run.flops_before for run in shell], "TFLOP", TERA),
-            measured([run.flops_after for run in shell], "TFLOP", TERA),
-        ),
-        "end_saved": (
-            measured([run.saved_before for run in shell], "GiB", GIB),
-            measured([run.saved_after for run in shell], "GiB", GIB),
-        ),
+        "end_flops": ends("flops", "TFLOP", TERA),
+        "end_saved": ends("saved", "GiB", GIB),
         "cuts": tuple(
             (len(list(run)), measured(series, "GiB", GIB)) for series, run in groupby(zip(*handed, strict=True))
         ),
@@ -191,7 +190,7 @@ def _between(model: nn.Module, cut: Cut) -> tuple[Value, ...]:
 
 
 def _counts(parameters: Sequence[nn.Parameter]) -> tuple[int, int]:
-    return _count(parameters), sum(p.numel() for p in parameters if p.requires_grad)
+    return _count(parameters), _count(p for p in parameters if p.requires_grad)
 
 
 def _count(parameters: Iterable[nn.Parameter]) -> int:
@@ -226,12 +225,12 @@ def trained_stage(
         attrs=Attributes.of(
             source=source,
             params=sum(p.numel() for p in parameters),
-            trained=None if all(p.requires_grad for p in parameters) else _trained(parameters),
+            trained=None if all(p.requires_grad for p in parameters) else _counts(parameters)[1],
             dtype=dtype_name(dtype_of(model)),
             layers=layers_in_order(model, captured),
             blocks=tuple((Symbol(block.name), n) for n, block in zip(counts, captured.blocks, strict=True)),
             hidden=_hidden(captured),
-            heads=min((_integer(cost.heads) for cost in every), default=None),
+            heads=min((int(cost.heads) if cost.heads.is_Integer else 1 for cost in every), default=None),
             attentions=len(every) or None,
             joint=any(cost.joint for cost in every),
             captioned=True if counts_captions(captured.sizes) else None,
@@ -269,10 +268,6 @@ def batch_bytes(call: ExampleCall) -> int:
     """Of the arguments as ``sample`` gives them, and of a target that is taken to be as large as the largest."""
     sizes = [value.numel() * value.element_size() for value in tree_leaves(call.arguments) if isinstance(value, Tensor)]
     return sum(sizes) + max(sizes, default=0)
-
-
-def _trained(parameters: Sequence[nn.Parameter]) -> int:
-    return sum(p.numel() for p in parameters if p.requires_grad)
 
 
 def layers_in_order(model: nn.Module, captured: CapturedModel) -> tuple[tuple[str, int], ...]:
@@ -331,10 +326,6 @@ def _hidden(captured: CapturedModel) -> int | None:
         if any(S in size.free_symbols for size in dims) and dims[-1].is_Integer:
             return int(dims[-1])
     return None
-
-
-def _integer(size: sympy.Expr) -> int:
-    return int(size) if size.is_Integer else 1
 
 
 def _numbers(captured: CapturedModel) -> dict[sympy.Symbol, int]:

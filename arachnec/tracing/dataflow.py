@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointFunction
 
 from arachnec.ir.diagnostic import Diagnostic, UserError
-from arachnec.tracing.record import training_mode
+from arachnec.tracing.record import storage_of, training_mode
 
 PLAIN = (bool, int, float, str, type(None))
 
@@ -178,10 +178,10 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def mark(self, tensor: Tensor, sources: Iterable[Source]) -> None:
         self._kept.append(tensor)
-        self._of.setdefault(_storage(tensor), set()).update(sources)
+        self._of.setdefault(storage_of(tensor), set()).update(sources)
 
     def sources(self, tensors: Iterable[Any]) -> Sources:
-        known = (self._of.get(_storage(x), set()) for x in tensors if isinstance(x, Tensor))
+        known = (self._of.get(storage_of(x), set()) for x in tensors if isinstance(x, Tensor))
         return frozenset(source for sources in known for source in sources)
 
     def follow(self, path: str, unit: nn.Module) -> Callable[..., Any]:
@@ -243,10 +243,6 @@ def _reentrant() -> bool:
     while frame is not None and frame.f_code is not CheckpointFunction.forward.__code__:
         frame = frame.f_back
     return frame is not None
-
-
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True, eq=False)

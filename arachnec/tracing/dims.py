@@ -54,25 +54,15 @@ def fit_dimension(values: Sequence[int], sizes: Sequence[Sizes]) -> sympy.Expr |
     return None
 
 
-def moves_with_clip(values: Sequence[int], sizes: Sequence[Sizes]) -> bool:
-    """Whether two recordings that differ in nothing but the clip's shape differ in this dimension."""
+def moves_with(what: str, values: Sequence[int], sizes: Sequence[Sizes]) -> bool:
+    """Whether two recordings that differ in nothing but ``what``, clip, batch or text, differ in this dimension."""
+    others = [name for name in ("clip", "batch", "text") if name != what]
     return any(
-        a != b and x.batch == y.batch and x.text == y.text and x.clip != y.clip
+        a != b and getattr(x, what) != getattr(y, what) and all(getattr(x, n) == getattr(y, n) for n in others)
         for (a, x), (b, y) in itertools.combinations(zip(values, sizes, strict=True), 2)
     )
 
 
 def counts_captions(sizes: Sequence[Sizes]) -> bool:
-    """Whether captions are among the tokens S: two recordings that differ in the caption alone differ in their S."""
-    return any(
-        x.tokens != y.tokens and x.text != y.text and (x.clip, x.batch) == (y.clip, y.batch)
-        for x, y in itertools.combinations(sizes, 2)
-    )
-
-
-def moves_with_batch(values: Sequence[int], sizes: Sequence[Sizes]) -> bool:
-    """Whether two recordings that differ in nothing but the number of clips differ in this dimension."""
-    return any(
-        a != b and x.batch != y.batch and x.text == y.text and x.clip == y.clip
-        for (a, x), (b, y) in itertools.combinations(zip(values, sizes, strict=True), 2)
-    )
+    """Whether captions are among the tokens S."""
+    return moves_with("text", [size.tokens for size in sizes], sizes)

@@ -13,143 +13,70 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError, user_error
 from arachnec.ir.nodes import Span
 
 FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 
 @dataclass(frozen=True)
-class NoBlocks(Diagnostic):
-    title = "{model} has no repeated blocks"
-    help = (
-        "keep the transformer blocks in an nn.ModuleList, or name their classes in a class attribute "
-        "`_repeated_blocks = [...]` of the model"
+class NotCaptured(Mistake):
+    """What another step of ``spmd.specialise`` may get round."""
+
+
+def not_captured(title: str, *, label: str = "", help: str = "", span: Span | None = None) -> UserError:
+    return UserError(NotCaptured(span, title, label, help))
+
+
+def no_token_dimension_error(block: str, inputs: str) -> UserError:
+    return not_captured(
+        f"no input of {block} has a dimension that grows with the clip",
+        label=f"its inputs are {inputs}",
+        help="the blocks must take the video's tokens as one dimension of a tensor, [batch, tokens, hidden]",
     )
-    model: str
 
 
-@dataclass(frozen=True)
-class BlocksNotCalled(Diagnostic):
-    title = "the forward of {model} calls none of its blocks ({blocks}) as modules"
-    help = "call each block as `block(...)`, not `block.forward(...)`"
-    model: str
-    blocks: str
+BRANCHES = "the forward of a block must not branch on the values or the exact sizes of its tensors"
 
 
-@dataclass(frozen=True)
-class NoTokenDimension(Diagnostic):
-    title = "no input of {block} has a dimension that grows with the clip"
-    label = "its inputs are {inputs}"
-    help = "the blocks must take the video's tokens as one dimension of a tensor, [batch, tokens, hidden]"
-    block: str
-    inputs: str
+def cannot_capture_error(block: str, reason: str, remedy: str = BRANCHES, span: Span | None = None) -> UserError:
+    title = f"torch.export cannot capture {block}: {reason}"
+    return not_captured(title, label="in this operation", help=remedy, span=span)
 
 
-@dataclass(frozen=True)
-class CannotCapture(Diagnostic):
-    title = "torch.export cannot capture {block}: {reason}"
-    label = "in this operation"
-    help = "{remedy}"
-    block: str
-    reason: str
-    remedy: str = "the forward of a block must not branch on the values or the exact sizes of its tensors"
-
-
-@dataclass(frozen=True)
-class NotPolymorphic(Diagnostic):
-    title = "the captured graph of {block} differs from the model at another shape or in another block: {reason}"
-    label = "in the block that ends with `{op}`"
-    help = (
-        "the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape, and keep what "
-        "tells it from other blocks of its class in its own attributes"
+def unequal_call_error(block: str, found: object, expected: object) -> UserError:
+    return not_captured(
+        f"{block} was called with {found}, but traced with {expected}",
+        help="trace the model with calls of the same form as those it trains with",
     )
-    block: str
-    op: str
-    reason: str
 
 
-@dataclass(frozen=True)
-class BlockFails(Diagnostic):
-    title = "{block} runs without values, and not with them: {reason}"
-    label = "here"
-    help = (
-        "check that build()(**sample(clip, generator)[0]) runs in the precision of training; with bf16 tensors of one "
-        "dimension, such as timesteps, are not cast, and what the model makes of them it must cast itself"
+def active_dropout_error(module: str, probability: float, span: Span | None = None) -> UserError:
+    return user_error(
+        f"{module} drops activations at random (p = {probability:g})",
+        label="in this operation",
+        help="set its probability to 0: every random number of a step is drawn from (seed, step, clip), "
+        "so that the plan cannot change the gradient",
+        span=span,
     )
-    block: str
-    reason: str
 
 
-@dataclass(frozen=True)
-class GradientDiffers(Diagnostic):
-    title = "the captured graph of {block} has another gradient of {name} than the model: off by {off}"
-    help = (
-        "`torch.no_grad()` inside a block is not captured: call `.detach()` on the tensors that no gradient should "
-        "reach"
+def random_operation_error(block: str, op: str, span: Span | None = None) -> UserError:
+    return user_error(
+        f"{block} draws random numbers of its own (`{op}`)",
+        label="in this operation",
+        help="draw them in sample(clip, generator) and pass them in, so that the plan cannot change the gradient",
+        span=span,
     )
-    block: str
-    name: str
-    off: str  # of the gradient's largest value
 
 
-@dataclass(frozen=True)
-class NumberMatters(Diagnostic):
-    title = "{block} depends on `{name}`, which is {first} in one call and {second} in another"
-    help = (
-        "a block is captured once for all clips: let it follow `{name}` from the shape of one of its tensors, or hand "
-        "it what it makes of `{name}` as a tensor"
+def writes_state_error(block: str, target: str, span: Span | None = None) -> UserError:
+    return user_error(
+        f"{block} writes to {target} in its forward",
+        label="in this operation",
+        help="return a new tensor instead: a block may run again, for recomputation and in another order",
+        span=span,
     )
-    block: str
-    name: str
-    first: str
-    second: str
-
-
-@dataclass(frozen=True)
-class ActiveDropout(Diagnostic):
-    title = "{module} drops activations at random (p = {probability:g})"
-    label = "in this operation"
-    help = (
-        "set its probability to 0: every random number of a step is drawn from (seed, step, clip), "
-        "so that the plan cannot change the gradient"
-    )
-    module: str
-    probability: float
-
-
-@dataclass(frozen=True)
-class RandomOperation(Diagnostic):
-    title = "{block} draws random numbers of its own (`{op}`)"
-    label = "in this operation"
-    help = "draw them in sample(clip, generator) and pass them in, so that the plan cannot change the gradient"
-    block: str
-    op: str
-
-
-@dataclass(frozen=True)
-class WritesState(Diagnostic):
-    title = "{block} writes to {target} in its forward"
-    label = "in this operation"
-    help = "return a new tensor instead: a block may run again, for recomputation and in another order"
-    block: str
-    target: str
-
-
-@dataclass(frozen=True)
-class RewritesArgument(Diagnostic):
-    title = "{block} puts a tensor that it does not return into an object that it is given"
-    help = "return what the block computes, and let the model take it from there"
-    block: str
-
-
-@dataclass(frozen=True)
-class UnequalCall(Diagnostic):
-    title = "{block} was called with {found}, but traced with {expected}"
-    help = "trace the model with calls of the same form as those it trains with"
-    block: str
-    found: str
-    expected: str
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,13 @@ from torch.utils import _pytree as pytree
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Span
-from arachnec.tracing.errors import ActiveDropout, CannotCapture, RandomOperation, WritesState, stack_span
+from arachnec.tracing.errors import (
+    active_dropout_error,
+    cannot_capture_error,
+    random_operation_error,
+    stack_span,
+    writes_state_error,
+)
 from arachnec.tracing.record import training_mode, unflatten_call
 
 aten = torch.ops.aten
@@ -189,7 +195,7 @@ def export_block(
             raise
         except Exception as error:
             fixed = _fixing_line(flat, inputs, dynamic) if "specialized" in str(error) else None
-            raise UserError(_cannot(name, error, fixed)) from error
+            raise _cannot(name, error, fixed) from error
     refuse_state(name, program)
     refuse_random(name, program)
     clean(program.graph_module)
@@ -312,7 +318,7 @@ def refuse_state(name: str, program: ExportedProgram) -> None:
         if spec.kind is not OutputKind.USER_OUTPUT:
             target = (spec.target or "its input").removeprefix(PREFIX)
             node = next((n for n in program.graph.nodes if n.name == getattr(spec.arg, "name", None)), None)
-            raise UserError(WritesState(stack_span(node.meta.get("stack_trace")) if node else None, name, target))
+            raise writes_state_error(name, target, stack_span(node.meta.get("stack_trace")) if node else None)
 
 
 def refuse_random(name: str, program: ExportedProgram) -> None:
@@ -323,9 +329,9 @@ def refuse_random(name: str, program: ExportedProgram) -> None:
         span = stack_span(node.meta.get("stack_trace"))
         probability = _dropout(node)
         if probability:
-            raise UserError(ActiveDropout(span, name, probability))
+            raise active_dropout_error(name, probability, span)
         if probability is None and torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise UserError(RandomOperation(span, name, str(node.target)))
+            raise random_operation_error(name, str(node.target), span)
 
 
 def is_seeded(operation: torch._ops.OpOverload) -> bool:
@@ -350,20 +356,20 @@ def refuse_dropout_modules(model: nn.Module) -> None:
     for path, module in model.named_modules():
         probability = getattr(module, "p", 0.0)
         if isinstance(module, nn.modules.dropout._DropoutNd) and probability > 0:
-            raise UserError(ActiveDropout(None, f"`{path}`", probability))
+            raise active_dropout_error(f"`{path}`", probability)
 
 
-def _cannot(name: str, error: Exception, fixed: str | None) -> CannotCapture:
+def _cannot(name: str, error: Exception, fixed: str | None) -> UserError:
     message = str(error).strip()
     reason = (message.splitlines() or [type(error).__name__])[0]
     if "specialized" in message:
         value = re.search(r"to be a constant \((\d+)\)", message)
         reason = "it fixes a size that changes from clip to clip" + (f", {value[1]} in this one" if value else "")
-        return CannotCapture(stack_span(fixed), name, reason, FIXED_SIZE)
+        return cannot_capture_error(name, reason, FIXED_SIZE, stack_span(fixed))
     if "Constraints violated" in message:
         lines = [line.strip(" -") for line in message.splitlines() if "!=" in line or "==" in line]
         reason = f"it fixes a size that changes with the clip ({(lines or [reason])[0]})"
-    return CannotCapture(block_span(error), name, f"{type(error).__name__}: {reason}"[:400])
+    return cannot_capture_error(name, f"{type(error).__name__}: {reason}"[:400], span=block_span(error))
 
 
 def _fixing_line(flat: FlatBlock, inputs: Sequence[Tensor], dynamic: Any) -> str | None:

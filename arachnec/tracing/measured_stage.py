@@ -18,14 +18,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Stage
 from arachnec.ir.state_placement import place
 from arachnec.ir.values import Attributes, Formula, Quantity
 from arachnec.tracing.captured import CapturedModel
 from arachnec.tracing.cost import GIB, TERA, batch_bytes, dtype_of, layers_in_order, polynomial
 from arachnec.tracing.dims import B, S, T
-from arachnec.tracing.errors import RandomOperation, WritesState
+from arachnec.tracing.errors import random_operation_error, writes_state_error
 from arachnec.tracing.export import is_seeded
 from arachnec.tracing.graph import dtype_name
 from arachnec.tracing.layers import tensor_sizes
@@ -211,11 +210,11 @@ def refuse_state_and_chance(model: nn.Module, paths: Sequence[str], call: Exampl
     with _running(model), torch.no_grad(), blocks.watching(model), drawn:
         model(**call.arguments)
     if drawn.name:
-        raise UserError(RandomOperation(None, "a block", drawn.name))
+        raise random_operation_error("a block", drawn.name)
     for path in dict.fromkeys(paths):
         for name, (value, version) in buffers.items():
             if name.startswith(f"{path}.") and value._version != version:
-                raise UserError(WritesState(None, f"`{path}`", name.removeprefix(f"{path}.")))
+                raise writes_state_error(f"`{path}`", name.removeprefix(f"{path}."))
 
 
 @dataclass

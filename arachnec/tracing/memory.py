@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from arachnec.tracing.captured import CapturedBlock
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.flops import SDPA
+from arachnec.tracing.record import storage_of
 
 ONE = sympy.Integer(1)
 RMS_NORM = torch.ops.aten.rms_norm.default
@@ -222,10 +223,6 @@ def _arguments(captured: CapturedBlock, point: Point) -> list[Tensor]:
     return arguments
 
 
-def _storage(tensor: Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)
-
-
 def _measured(
     captured: CapturedBlock, graph: fx.GraphModule, point: Point, chained: Sequence[bool], gpu: bool
 ) -> tuple[int, int, int]:
@@ -234,13 +231,13 @@ def _measured(
     arguments = _arguments(captured, point)
     links = iter(chained)
     kinds = {
-        _storage(argument): ("parameter" if slot.kind != "input" else "chained" if next(links) else "shared")
+        storage_of(argument): ("parameter" if slot.kind != "input" else "chained" if next(links) else "shared")
         for argument, slot in zip(arguments, captured.slots, strict=True)
     }
     kept: dict[int, Tensor] = {}
 
     def pack(tensor: Tensor) -> Tensor:
-        kept[_storage(tensor)] = tensor
+        kept[storage_of(tensor)] = tensor
         return tensor
 
     run = _Meta(graph, gpu)
@@ -253,14 +250,9 @@ def _measured(
 
 def _on_meta(captured: CapturedBlock) -> fx.GraphModule:
     """A copy, since constants of the graph that name a device are changed to the meta device."""
-    return fx.GraphModule(captured.graph_module, _copied(captured.graph_module.graph))
-
-
-def _copied(graph: fx.Graph) -> fx.Graph:
     copy = fx.Graph()
-    result = copy.graph_copy(graph, {})
-    copy.output(result)
-    return copy
+    copy.output(copy.graph_copy(captured.graph_module.graph, {}))
+    return fx.GraphModule(captured.graph_module, copy)
 
 
 def _peak(results: Mapping[fx.Node, Sequence[Tensor]]) -> int:
@@ -269,7 +261,7 @@ def _peak(results: Mapping[fx.Node, Sequence[Tensor]]) -> int:
     ``results`` are those of all nodes in order.
     """
     position = {node: i for i, node in enumerate(results)}
-    given = {_storage(x) for node, tensors in results.items() if node.op == "placeholder" for x in tensors}
+    given = {storage_of(x) for node, tensors in results.items() if node.op == "placeholder" for x in tensors}
     birth: dict[int, int] = {}
     death: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -277,7 +269,7 @@ def _peak(results: Mapping[fx.Node, Sequence[Tensor]]) -> int:
         if node.op == "output":
             continue
         last = max((position[user] for user in node.users if user in position), default=position[node])
-        for key, count in ((_storage(x), x.untyped_storage().nbytes()) for x in tensors):
+        for key, count in ((storage_of(x), x.untyped_storage().nbytes()) for x in tensors):
             if key not in given:
                 birth.setdefault(key, position[node])
                 death[key] = max(death.get(key, position[node]), last)

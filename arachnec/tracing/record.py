@@ -272,6 +272,11 @@ def _attribute(module: nn.Module, name: str) -> Any:
     return module.__dict__.get(name, getattr(type(module), name, None))
 
 
+def storage_of(tensor: Tensor) -> int:
+    """Equal for tensors that share memory."""
+    return int(tensor.untyped_storage()._cdata)
+
+
 def is_meta(module: nn.Module) -> bool:
     return any(parameter.device.type == "meta" for parameter in module.parameters())
 

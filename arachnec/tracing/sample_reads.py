@@ -9,7 +9,7 @@ import random
 import time
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 
 from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
-from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
+from arachnec.ir.diagnostic import Span, user_error
 from arachnec.models.file import line_span
 from arachnec.tracing.sample import CAPTIONS, SMALL, ModelSource, arguments_of, clip_of, meta_encoders, sample_of
 
@@ -71,17 +71,6 @@ DRAWS_ALIKE = {"rand_like", "randn_like", "randint_like"}
 IN_PLACE = {"normal_", "uniform_", "random_", "bernoulli_", "exponential_", "log_normal_", "geometric_", "cauchy_"}
 
 
-@dataclass(frozen=True)
-class OtherRandomNumbers(Diagnostic):
-    title = "`sample` gives another {what} for clip `{clip}` each time, with one state of `generator`"
-    label = "drawn from {source}"
-    help = "ranks that share a clip would train on different values: {remedy}"
-    what: str
-    clip: str | int
-    source: str
-    remedy: str
-
-
 def demand_own_generator(
     source: ModelSource, clips: Sequence[VideoClip], encoders: Mapping[str, nn.Module], path: Path, span: Span | None
 ) -> None:
@@ -98,7 +87,12 @@ def demand_own_generator(
             line = next(_draws(path, drawn), None)
             where = span if line is None else line_span(path, line)
             names = " and ".join(f"`{name}`" for name in what)
-            raise UserError(OtherRandomNumbers(where, names, smallest.id, drawn or "elsewhere", REMEDIES[drawn]))
+            raise user_error(
+                f"`sample` gives another {names} for clip `{smallest.id}` each time, with one state of `generator`",
+                label=f"drawn from {drawn or 'elsewhere'}",
+                help=f"ranks that share a clip would train on different values: {REMEDIES[drawn]}",
+                span=where,
+            )
 
 
 def _any_difference(

@@ -16,9 +16,9 @@ from torch._ops import HigherOrderOperator
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.tracing.captured import CapturedBlock, call_lifted
-from arachnec.tracing.errors import BlockFails, GradientDiffers, NotPolymorphic, NumberMatters, stack_span
+from arachnec.tracing.errors import not_captured, stack_span
 from arachnec.tracing.export import FlatBlock, block_span
 from arachnec.tracing.record import HARMLESS, BlockCall, is_meta, training_mode
 
@@ -220,7 +220,13 @@ def _verify_gradients(captured: CapturedBlock, block: nn.Module, version: BlockC
         off = float((gradients[name].double() - value.double()).abs().max()) if value.numel() else 0.0
         reach = max(float(value.abs().max()) if value.numel() else 0.0, 1e-3 * largest, 1e-30)
         if not off / reach <= max(tolerance(value.dtype), GRADIENT_TOLERANCE):
-            raise UserError(GradientDiffers(None, captured.name, name.partition(" by ")[0], f"{off / reach:.1e}"))
+            of = name.partition(" by ")[0]
+            raise not_captured(
+                f"the captured graph of {captured.name} has another gradient of {of} than the model: off by "
+                f"{off / reach:.1e}",
+                help="`torch.no_grad()` inside a block is not captured: call `.detach()` on the tensors that no "
+                "gradient should reach",
+            )
 
 
 def _gradients(
@@ -262,15 +268,15 @@ def _verify_outputs(captured: CapturedBlock, block: nn.Module, versions: Sequenc
                 outputs = call_lifted(captured, block, inputs)
             except Exception as error:
                 _refuse_numbers(captured, version)
-                raise UserError(_refuse(captured, f"{type(error).__name__}: {str(error).splitlines()[0]}")) from error
+                raise _refusal(captured, f"{type(error).__name__}: {str(error).splitlines()[0]}") from error
         if any(not _close(a, b) for a, b in zip(outputs, expected, strict=True)):
             _refuse_numbers(captured, version)
         for index, (a, b) in enumerate(zip(outputs, expected, strict=True)):
             if a.shape != b.shape:
-                raise UserError(_refuse(captured, f"output {index} is {list(a.shape)}, eager gives {list(b.shape)}"))
+                raise _refusal(captured, f"output {index} is {list(a.shape)}, eager gives {list(b.shape)}")
             difference = _difference(a, b)
             if not difference <= tolerance(b.dtype):
-                raise UserError(_refuse(captured, f"output {index} is off by {difference:.1e} of its largest value"))
+                raise _refusal(captured, f"output {index} is off by {difference:.1e} of its largest value")
 
 
 @contextlib.contextmanager
@@ -280,15 +286,26 @@ def _users_block(captured: CapturedBlock) -> Iterator[None]:
         yield
     except Exception as error:
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}".rstrip(": ")
-        raise UserError(BlockFails(block_span(error), captured.name, reason)) from error
+        raise user_error(
+            f"{captured.name} runs without values, and not with them: {reason}",
+            label="here",
+            help="check that build()(**sample(clip, generator)[0]) runs in the precision of training; with bf16 "
+            "tensors of one dimension, such as timesteps, are not cast, and what the model makes of them it must cast "
+            "itself",
+            span=block_span(error),
+        ) from error
 
 
 def _refuse_numbers(captured: CapturedBlock, version: BlockCall) -> None:
     """Raises ``UserError`` where the call has another number than the one that is frozen into the graph."""
     for position, value, fixed in captured.constants:
         if not fixed and repr(version.leaves[position]) != repr(value):
-            first, second = repr(value), repr(version.leaves[position])
-            raise UserError(NumberMatters(None, captured.name, version.names[position], first, second))
+            name, other = version.names[position], version.leaves[position]
+            raise not_captured(
+                f"{captured.name} depends on `{name}`, which is {value!r} in one call and {other!r} in another",
+                help=f"a block is captured once for all clips: let it follow `{name}` from the shape of one of its "
+                f"tensors, or hand it what it makes of `{name}` as a tensor",
+            )
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
@@ -305,8 +322,14 @@ def tolerance(dtype: torch.dtype) -> float:
     return 32 * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
 
-def _refuse(captured: CapturedBlock, reason: str) -> NotPolymorphic:
+def _refusal(captured: CapturedBlock, reason: str) -> UserError:
     output = captured.exported.graph.output_node().args[0]
     node = output[0] if isinstance(output, tuple) else None
     trace = node.meta.get("stack_trace") if isinstance(node, torch.fx.Node) else None
-    return NotPolymorphic(stack_span(trace), captured.name, str(getattr(node, "target", "output")), reason)
+    return not_captured(
+        f"the captured graph of {captured.name} differs from the model at another shape or in another block: {reason}",
+        label=f"in the block that ends with `{getattr(node, 'target', 'output')}`",
+        help="the block must compute its sizes from its inputs' shapes, not keep the numbers of one shape, and keep "
+        "what tells it from other blocks of its class in its own attributes",
+        span=stack_span(trace),
+    )

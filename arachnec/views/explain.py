@@ -14,6 +14,7 @@ from itertools import pairwise
 from arachnec.analysis.uses import READS_GRADIENTS
 from arachnec.cost.model import CostModel
 from arachnec.cost.strategy import Attention
+from arachnec.ir.diagnostic import counted
 from arachnec.ir.limits import MOST_CASCADES, MOST_LINKS
 from arachnec.ir.nodes import Cascade, Module, Phase, quantity
 from arachnec.ir.sampling import is_sampling, objective_ms, objective_of
@@ -75,11 +76,11 @@ def _plan(module: Module, timeline: Timeline) -> list[str]:
     assert module.cluster is not None
     makespan = _makespan(timeline)
     sentence = (
-        f"One iteration of {_count(len(module.clips), 'clip')} on {_devices(module)} takes {ms(timeline.end)}: "
+        f"One iteration of {counted(len(module.clips), 'clip')} on {_devices(module)} takes {ms(timeline.end)}: "
         f"{ms(makespan)} of cascades, {_synchronisation(timeline, makespan)}."
     )
     if is_sampling(module):
-        sentence = f"Sampling {_count(len(module.clips), 'request')} on {_devices(module)} takes {ms(makespan)}."
+        sentence = f"Sampling {counted(len(module.clips), 'request')} on {_devices(module)} takes {ms(makespan)}."
     bound = quantity(module.attrs["bound"])
     if objective_of(module) != "makespan":
         return [sentence, *_latency(module, bound)]
@@ -241,7 +242,7 @@ def _critical(module: Module, links: Sequence[Link]) -> list[str]:
     waits = math.fsum(link.gap for link in links)
     sentences = []
     if waits > NOTHING * (links[-1].end if links else 0.0):
-        sentences.append(f"{_count(len(links), 'link')}, with {ms(waits)} of handoffs and waiting between them.")
+        sentences.append(f"{counted(len(links), 'link')}, with {ms(waits)} of handoffs and waiting between them.")
     cut = len(links) - MOST_LINKS if len(links) > MOST_LINKS else 0
     for number, link in enumerate(links):
         if cut and number == MOST_LINKS // 2:
@@ -278,9 +279,8 @@ def _degrees(module: Module, cost: CostModel) -> list[str]:
 
 def _degree(cascade: Cascade, cost: CostModel, makespan: float) -> str:
     legal = cost.legal_degrees(cascade)
-    tried = cost.legal_degrees(cascade)
-    below = [degree for degree in tried if degree < cascade.width]
-    above = [degree for degree in tried if degree > cascade.width]
+    below = [degree for degree in legal if degree < cascade.width]
+    above = [degree for degree in legal if degree > cascade.width]
     sentence = f"{_words(cost.module, cascade)} has degree {cascade.width}: {ms(cascade.end - cascade.start)}."
     packed = cost.time(cascade, cascade.width, recompute=cost.recomputed(cascade))
     if packed < (cascade.end - cascade.start) * (1 - 10 * NOTHING):
@@ -341,7 +341,7 @@ def _recomputation(module: Module, cost: CostModel) -> list[str]:
     work = math.fsum(cascade.width * (cascade.end - cascade.start) for cascade in module.cascades)
     verb = "recomputes" if len(recomputing) == 1 else "recompute"
     sentences = [
-        f"{len(recomputing)} of {_count(len(module.cascades), 'cascade')} {verb} blocks in backward, for "
+        f"{len(recomputing)} of {counted(len(module.cascades), 'cascade')} {verb} blocks in backward, for "
         f"{_percent(share / work)} of all GPU time, to fit the memory."
     ]
     largest = sorted(recomputing, key=lambda cascade: (cascade.start - cascade.end, cascade.name))[:MOST_CASCADES]
@@ -419,11 +419,7 @@ def _makespan(timeline: Timeline) -> float:
 
 def _devices(module: Module) -> str:
     assert module.cluster is not None
-    return _count(module.cluster.world, "rank" if module.cluster.attrs.get("device") == "cpu" else "GPU")
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    return counted(module.cluster.world, "rank" if module.cluster.attrs.get("device") == "cpu" else "GPU")
 
 
 def _ranks(ranks: Sequence[int]) -> str:

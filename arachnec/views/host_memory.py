@@ -8,7 +8,7 @@ from arachnec.cluster.device_specs import copy_speed, device_copy_speed, usable_
 from arachnec.cluster.topology import node_of
 from arachnec.cost.model import CostModel
 from arachnec.ir.host_placement import in_host, optimizer_in_host
-from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer
+from arachnec.ir.nodes import Cascade, Module, integer
 from arachnec.verification.host_memory import host_peak
 from arachnec.views.format import ms
 
@@ -44,8 +44,9 @@ def host_sentences(module: Module, cost: CostModel) -> list[str]:
 def _crossing(module: Module, cascade: Cascade, cost: CostModel) -> list[str]:
     """Of the cascade that waits for its hosts longest."""
     assert module.cluster is not None
-    steps = [step for step in _program(module, cascade).instructions if step.target == cascade.name]
-    brought, taken = (_bytes(steps, name) for name in ("from_host", "to_host"))
+    program = next(program for program in module.programs if program.rank == cascade.ranks[0])
+    steps = [step.attrs for step in program.instructions if step.target == cascade.name]
+    brought, taken = (sum(integer(own.get(name, 0)) for own in steps) for name in ("from_host", "to_host"))
     if not brought and not taken:
         return []
     speed, own = copy_speed(module.cluster), device_copy_speed(module.cluster)
@@ -56,11 +57,3 @@ def _crossing(module: Module, cascade: Cascade, cost: CostModel) -> list[str]:
         f"%{cascade.name} brings {brought / GIB:.1f} GiB from there to each rank and takes {taken / GIB:.1f} back, at "
         f"{speed:.0f} GB/s each way{shared}: {ms(copies)} of copies, of which {ms(shown)} show."
     ]
-
-
-def _program(module: Module, cascade: Cascade) -> Program:
-    return next(program for program in module.programs if program.rank == cascade.ranks[0])
-
-
-def _bytes(steps: list[Instruction], name: str) -> int:
-    return sum(integer(step.attrs.get(name, 0)) for step in steps)

@@ -36,7 +36,7 @@ def draw(module: Module, *timelines: Timeline) -> str:
     lengths = Lengths.of(module)
     ranks = sorted({rank for timeline in timelines for rank in timeline.lanes})
     rows = {rank: row for row, rank in enumerate(ranks)}
-    height = row_height(len(ranks))
+    height = max(2.0, min(26.0, 800 / max(1, len(ranks))))  # a thousand ranks still fit a screen or two
     end = scale_end(*(timeline.end for timeline in timelines))
     head, top = _head(module, lengths, timelines)
     elements = [svg_textures([op for op in DRAWN if op in TEXTURES]), *head]
@@ -45,11 +45,6 @@ def draw(module: Module, *timelines: Timeline) -> str:
         top += 20 + height * len(ranks) + AXIS + GAP
     style = svg_style(len(lengths.classes))
     return "\n".join([*opening(WIDTH, top, style), *elements, "</svg>"]) + "\n"
-
-
-def row_height(ranks: int) -> float:
-    """px, so that the chart of a thousand ranks still fits a screen or two."""
-    return max(2.0, min(26.0, 800 / max(1, ranks)))
 
 
 def stage_loads(module: Module, timelines: Sequence[Timeline]) -> dict[str, float]:

@@ -21,7 +21,7 @@ from arachnec.models.initial_weights import (
     initial_weights,
     read_config,
 )
-from arachnec.models.weight_files import OnlyPickles, weight_files, write_weights
+from arachnec.models.weight_files import weight_files, write_weights
 
 
 class Small(nn.Module):
@@ -73,9 +73,8 @@ def test_quantised_weights_are_refused(tmp_path: Path) -> None:
 def test_pickles_and_empty_folders_are_refused(tmp_path: Path) -> None:
     assert "there is no .safetensors file in it" in message(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match="is a pickle, which may run code"):
         weight_files(tmp_path)
-    assert isinstance(raised.value.diagnostics[0], OnlyPickles)
     (tmp_path / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{cut short")
     assert "model.safetensors cannot be read" in message(tmp_path)
 

@@ -6,7 +6,6 @@ import torch
 from arachnec.ir.diagnostic import UserError
 from arachnec.tracing.blocks import call_lifted, capture_blocks
 from arachnec.tracing.dims import B, S, T
-from arachnec.tracing.errors import CannotCapture
 from arachnec.tracing.record import ExampleCall
 from tests.slow import quick
 from tests.spmd.sequence_models import randomised
@@ -137,7 +136,7 @@ def test_one_graph_per_structure_whatever_the_number_of_layers(captured):
 
 def test_blocks_form_one_chain(captured):
     *_, result = captured
-    assert result.chains == (tuple(range(len(result.calls))),)
+    assert all(any(origin and origin.call == n for origin in call.origins) for n, call in enumerate(result.calls[1:]))
 
 
 def test_every_shape_is_a_combination_of_batch_tokens_and_text(captured):
@@ -209,6 +208,5 @@ def test_a_block_that_loops_over_the_batch_is_refused_with_its_line():
     with pytest.raises(UserError) as refused:
         capture_blocks(model, examples(mochi))
     (diagnostic,) = refused.value.diagnostics
-    assert isinstance(diagnostic, CannotCapture)
-    assert diagnostic.block == "MochiTransformerBlock"
-    assert "fixes a size" in diagnostic.reason
+    assert "cannot capture MochiTransformerBlock" in diagnostic.message
+    assert "fixes a size" in diagnostic.message

@@ -8,11 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.parser import parse_module
 from arachnec.ir.printer import print_module
-from arachnec.tracing import errors as trace_errors
 from arachnec.tracing.blocks import Origin, call_lifted, capture_blocks
 from arachnec.tracing.dims import B, S, T
 from arachnec.tracing.export import FlatBlock, export_block
@@ -83,11 +82,11 @@ def scaled(x, setting):
     return x * (setting["by"] if isinstance(setting, dict) else setting)
 
 
-def refused(kind, **changes):
+def refused(said, **changes):
     with pytest.raises(UserError) as raised:
         capture_blocks(Model(**changes), examples())
     (diagnostic,) = raised.value.diagnostics
-    assert isinstance(diagnostic, kind), diagnostic
+    assert said in diagnostic.message
     return diagnostic
 
 
@@ -102,7 +101,7 @@ def test_nested_lists_of_blocks_are_found_and_are_one_structure(plain):
     model, captured = plain
     assert list(find_blocks(model)) == ["stages.0.0", "stages.0.1", "stages.1.0", "stages.1.1"]
     assert [block.name for block in captured.blocks] == ["Block"]
-    assert captured.chains == ((0, 1, 2, 3),)
+    assert all(any(origin and origin.call == n for origin in call.origins) for n, call in enumerate(captured.calls[1:]))
     assert captured.calls[1].origins == (Origin(0, 0), Origin(0, 1))
 
 
@@ -312,27 +311,26 @@ def test_graph_text_names_every_dimension_and_parses_back(plain):
 
 
 def test_dropout_that_drops_is_refused_by_name():
-    diagnostic = refused(trace_errors.ActiveDropout, dropout=0.1)
-    assert "stages.0.0.out.1" in render(diagnostic) and "(p = 0.1)" in render(diagnostic)
+    diagnostic = refused("drops activations at random (p = 0.1)", dropout=0.1)
+    assert "stages.0.0.out.1" in diagnostic.message
 
 
 def test_functional_dropout_is_refused_at_its_line():
-    diagnostic = refused(trace_errors.ActiveDropout, twist=lambda block, x: F.dropout(x, 0.25, block.training))
-    assert diagnostic.span.file == __file__ and diagnostic.probability == 0.25
+    diagnostic = refused("at random (p = 0.25)", twist=lambda block, x: F.dropout(x, 0.25, block.training))
+    assert diagnostic.span.file == __file__
 
 
 def test_random_numbers_in_a_block_are_refused_at_their_line():
-    diagnostic = refused(trace_errors.RandomOperation, twist=lambda block, x: x + torch.randn_like(x))
+    diagnostic = refused("draws random numbers of its own", twist=lambda block, x: x + torch.randn_like(x))
     assert diagnostic.span.file == __file__
 
 
 def test_a_block_that_writes_its_buffer_is_refused():
-    diagnostic = refused(trace_errors.WritesState, twist=lambda block, x: (block.calls.add_(1), x)[1])
-    assert diagnostic.target == "calls"
+    refused("writes to calls in its forward", twist=lambda block, x: (block.calls.add_(1), x)[1])
 
 
 def test_a_branch_on_values_is_refused_at_its_line():
-    diagnostic = refused(trace_errors.CannotCapture, twist=lambda block, x: x if x.sum() > 0 else -x)
+    diagnostic = refused("torch.export cannot capture", twist=lambda block, x: x if x.sum() > 0 else -x)
     assert diagnostic.span.file == __file__
 
 
@@ -346,8 +344,8 @@ def test_what_only_values_tell_is_wrong_with_a_block_is_refused_at_its_line():
         with pytest.raises(UserError) as raised:
             capture_blocks(model, examples("meta"))
         (diagnostic,) = raised.value.diagnostics
-        assert isinstance(diagnostic, trace_errors.BlockFails), diagnostic
-        assert diagnostic.span.file == __file__ and reason in diagnostic.reason
+        assert "runs without values, and not with them" in diagnostic.message
+        assert diagnostic.span.file == __file__ and reason in diagnostic.message
 
 
 class _NoBackward(torch.autograd.Function):
@@ -361,14 +359,12 @@ class _NoBackward(torch.autograd.Function):
 
 
 def test_a_size_kept_as_a_number_is_refused():
-    diagnostic = refused(trace_errors.CannotCapture, twist=lambda block, x: x * 2 if x.shape[1] == 91 else x)
-    assert "fixes a size" in diagnostic.reason
+    refused("fixes a size", twist=lambda block, x: x * 2 if x.shape[1] == 91 else x)
 
 
 def test_a_graph_that_differs_at_another_shape_is_not_believed():
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match="differs from the model at another shape"):
         capture_blocks(Model(twist=lambda block, x: x * _remembered(x)), examples())
-    assert isinstance(raised.value.diagnostics[0], trace_errors.NotPolymorphic)
 
 
 def _remembered(x):
@@ -382,9 +378,8 @@ def test_a_part_without_gradients_is_refused_for_the_graph_would_give_it_some():
             weight = block.out[0](x).sigmoid()
         return x * weight
 
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="has another gradient of"):
         capture_blocks(Model(twist=without), examples())
-    assert isinstance(caught.value.diagnostics[0], trace_errors.GradientDiffers)
 
 
 def test_a_detached_part_is_captured_as_it_is():

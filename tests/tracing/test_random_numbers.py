@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from arachnec.data.clip import VideoClip
-from arachnec.ir.diagnostic import UserError, render
+from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.models.file import ModelFile, load_model_file
-from arachnec.tracing.sample_reads import OtherRandomNumbers, demand_own_generator
+from arachnec.tracing.sample_reads import demand_own_generator
 
 CLIPS = [VideoClip("video", 9, 64, 96, 4), VideoClip("still", 1, 64, 96, 4)]
 FILE = """\
@@ -38,11 +38,10 @@ def demand(file: ModelFile) -> None:
     demand_own_generator(file, CLIPS, {}, file.path, file.span("sample"))
 
 
-def refusal(file: ModelFile) -> OtherRandomNumbers:
+def refusal(file: ModelFile) -> Diagnostic:
     with pytest.raises(UserError) as caught:
         demand(file)
     (problem,) = caught.value.diagnostics
-    assert isinstance(problem, OtherRandomNumbers)
     return problem
 
 
@@ -64,7 +63,8 @@ def test_a_draw_from_a_global_generator_is_shown_at_its_line(tmp_path: Path, lin
     problem = refusal(of_line(tmp_path, line))
     assert problem.span is not None
     assert problem.span.line == 10
-    assert (problem.what, problem.source) == ("`target` and `x`", source)
+    assert problem.message.startswith("`sample` gives another `target` and `x` for clip `")
+    assert problem.text(problem.label) == f"drawn from {source}"
 
 
 @pytest.mark.parametrize("line", ["x = x + next(count)", "x = x + np.random.default_rng().random()"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
@@ -145,7 +146,7 @@ class Launcher:
         widest = self.chosen(numbers)
         source = self.sources[widest]
         counts = [numbers[position] for position in self._rows]
-        groups, rows_of_sum = _product(counts[: self.groups]), _product(counts[self.groups :])
+        groups, rows_of_sum = math.prod(counts[: self.groups]), math.prod(counts[self.groups :])
         run = max(1, -(-rows_of_sum // max(1, PROGRAMS // max(groups, 1))))
         programs = groups * -(-rows_of_sum // run)
         tiling, like = source.tiling, (*read, *stored)[0]
@@ -219,10 +220,6 @@ class ColumnSum:
         if self._gone:
             total = total.sum([len(whole) + k for k in self._gone])
         return total.permute(self._order).reshape([numbers[p] for p in self._shape]).to(self.dtype)
-
-
-def _product(sizes: Sequence[int]) -> int:
-    return functools.reduce(lambda a, b: a * b, sizes, 1)
 
 
 def _titled(source: Source, name: str) -> Source:

@@ -9,7 +9,7 @@ split as evenly as possible, so every degree is legal: with more ranks than head
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -273,9 +273,8 @@ def _shard_parts(x: Tensor, parts: Parts, shard: SequenceShard) -> Tensor:
     if all(part is None for part in parts):
         return x
     pieces = x.split_with_sizes([shard.local if part is None else part for part in parts], 2)
-    return torch.cat(
-        [piece if part is None else _slice(piece, part, shard) for piece, part in _pairs(pieces, parts)], 2
-    )
+    own = [p if part is None else _slice(p, part, shard) for p, part in zip(pieces, parts, strict=True)]
+    return torch.cat(own, 2)
 
 
 def _slice(piece: Tensor, length: int, shard: SequenceShard) -> Tensor:
@@ -290,13 +289,9 @@ def _gather_parts(x: Tensor, parts: Parts, counts: Counts, shard: SequenceShard)
     pieces = x.split_with_sizes([sizes[shard.index] for sizes in counts], 2)
     gathered = [
         piece if part is None else gather_pieces(piece, 2, sizes, shard)
-        for (piece, part), sizes in zip(_pairs(pieces, parts), counts, strict=True)
+        for piece, part, sizes in zip(pieces, parts, counts, strict=True)
     ]
     return torch.cat(gathered, 2)
-
-
-def _pairs(pieces: Sequence[Tensor], parts: Parts) -> list[tuple[Tensor, int | None]]:
-    return list(zip(pieces, parts, strict=True))
 
 
 def _check(

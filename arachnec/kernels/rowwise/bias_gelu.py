@@ -11,11 +11,10 @@ from torch import Tensor
 from arachnec.kernels.rowwise.gelu_rows import gelu_backward, gelu_forward
 from arachnec.kernels.rowwise.norm_plain import accumulation
 from arachnec.kernels.rowwise.row_groups import RowGroups, rows_of
-from arachnec.kernels.rowwise.row_launch import Launch, device_of, on_device_of, sum_partials
+from arachnec.kernels.rowwise.row_launch import Launch, column_launch, on_device_of, sum_partials
 
 APPROXIMATIONS = ("none", "tanh")
-TILE, ROWS, WARPS = 512, 4, 4
-RESIDENT = 4  # programs of a multiprocessor
+ROWS = 4
 
 
 def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none") -> Tensor:
@@ -31,16 +30,10 @@ def bias_gelu(x: Tensor, bias: Tensor | None = None, *, approximate: str = "none
     return y
 
 
-def gelu_launch(x: Tensor) -> Launch:
-    columns = math.ceil(x.shape[1] / TILE)
-    slots = max(1, device_of(x).multiprocessors * RESIDENT // columns)
-    return Launch(TILE, WARPS, 3, 128, slots)
-
-
 def launch_forward(x: Tensor, bias: Tensor | None, tanh: bool, launch: Launch | None = None) -> Tensor:
     """Of rows [N, F]."""
     rows, width = x.shape
-    launch = launch or gelu_launch(x)
+    launch = launch or column_launch(x)
     y = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     groups = RowGroups(rows, 1)
     if x.numel():
@@ -57,7 +50,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """dx [N, F], and its column sums [F] in fp32 (empty unless ``summed``)."""
     rows, width = x.shape
-    launch = launch or gelu_launch(x)
+    launch = launch or column_launch(x)
     dx = torch.empty(rows, width, dtype=x.dtype, device=x.device)
     groups = RowGroups(rows, 1)
     run = groups.run(launch.slots)

@@ -11,10 +11,9 @@ from torch import Tensor
 from arachnec.kernels.rowwise.gate_rows import gate_backward, gate_forward
 from arachnec.kernels.rowwise.norm_plain import accumulation
 from arachnec.kernels.rowwise.row_groups import RowGroups, dense, group_vectors, row_groups, rows_of
-from arachnec.kernels.rowwise.row_launch import Launch, device_of, on_device_of, sum_partials
+from arachnec.kernels.rowwise.row_launch import Launch, column_launch, on_device_of, sum_partials
 
-TILE, ROWS, WARPS = 512, 4, 4
-RESIDENT = 4  # programs of a multiprocessor
+ROWS = 4
 
 
 def gate_residual(branch: Tensor, residual: Tensor, gate: Tensor, *, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -30,17 +29,12 @@ def gate_residual(branch: Tensor, residual: Tensor, gate: Tensor, *, cu_seqlens:
     return h
 
 
-def gate_launch(rows: Tensor) -> Launch:
-    columns = math.ceil(rows.shape[1] / TILE)
-    return Launch(TILE, WARPS, 3, 128, max(1, device_of(rows).multiprocessors * RESIDENT // columns))
-
-
 def launch_forward(
     branch: Tensor, residual: Tensor, gate: Tensor, groups: RowGroups, launch: Launch | None = None
 ) -> Tensor:
     """Of rows [N, H] with gates [groups, H]."""
     rows, width = residual.shape
-    launch = launch or gate_launch(residual)
+    launch = launch or column_launch(residual)
     h = torch.empty(rows, width, dtype=residual.dtype, device=residual.device)
     if residual.numel():
         run = groups.run(launch.slots)
@@ -58,7 +52,7 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor]:
     """dbranch [N, H] and dgate [groups, H] (empty unless ``summed``)."""
     rows, width = branch.shape
-    launch = launch or gate_launch(branch)
+    launch = launch or column_launch(branch)
     run = groups.run(launch.slots)
     grouped = summed and not groups.per_row
     dbranch = torch.empty(rows, width, dtype=branch.dtype, device=branch.device)

@@ -159,23 +159,8 @@ def _(branch: Tensor | None, x: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Ten
 
 
 @_norm_modulate_backward.register_fake
-def _(
-    dh: Tensor | None,
-    dy: Tensor,
-    h: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    branch: Tensor | None,
-    gate: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    scale: Tensor | None,
-    shift: Tensor | None,
-    cu_seqlens: Tensor | None,
-    per_row: bool,
-    layer: bool,
-    sums: bool,
-) -> tuple[Tensor, ...]:
+def _(dh: Any, dy: Any, h: Tensor, mean: Any, rstd: Any, *rest: Any) -> tuple[Tensor, ...]:
+    branch, gate, weight, bias, scale, shift, _, per_row, _, sums = rest
     dbranch = h.new_empty(0) if branch is None or gate is None else branch.new_empty(branch.shape)
     vectors = (gate, scale, None if per_row else shift, weight, bias)
     grads = (h.new_empty(0) if vector is None or not sums else vector.new_empty(vector.shape) for vector in vectors)

@@ -25,6 +25,7 @@ LEAST_WARPS = 16  # of a multiprocessor, so that one program's reductions hide b
 WAVES = 4  # programs for each that runs at a time, at most
 LEAST_ROWS = 8  # of a program, before there are more than run at a time: each reads its group's vectors first
 SUM_ROWS, SUM_COLUMNS, SUM_WARPS = 128, 32, 8
+TILE, TILE_WARPS, RESIDENT = 512, 4, 4  # of a kernel that reduces nothing along a row; programs of a multiprocessor
 
 
 @dataclass(frozen=True)
@@ -110,6 +111,12 @@ def launch_of_tiles(tile: int, lanes: int, vectors: int, read: int, device: Devi
     stages = next((stages for stages in (3, 2) if (stages - 1) * buffer <= device.shared), 1)
     slots = device.multiprocessors * programs
     return Launch(tile, warps, stages, registers, slots * max(1, min(WAVES, rows // (slots * LEAST_ROWS))))
+
+
+def column_launch(rows: Tensor) -> Launch:
+    """Of a kernel that takes a tile of columns through a run of rows."""
+    columns = math.ceil(rows.shape[1] / TILE)
+    return Launch(TILE, TILE_WARPS, 3, 128, max(1, device_of(rows).multiprocessors * RESIDENT // columns))
 
 
 def sum_partials(partials: Tensor, groups: RowGroups, run: int, dtypes: tuple[torch.dtype, ...]) -> tuple[Tensor, ...]:

@@ -283,38 +283,13 @@ def _sparse_attention_backward(
 
 
 @_sparse_attention.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    indices: Tensor,
-    counts: Tensor,
-    order: Tensor,
-    groups: Tensor,
-    blocks: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor]:
+def _(query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     dtype = torch.float64 if query.dtype == torch.float64 else torch.float32
     return query.new_empty(*query.shape[:3], value.shape[3]), query.new_empty(query.shape[:3], dtype=dtype)
 
 
 @_sparse_attention_backward.register_fake
-def _(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    mask: Tensor | None,
-    indices: Tensor,
-    counts: Tensor,
-    order: Tensor,
-    groups: Tensor,
-    blocks: Tensor,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _(grad: Tensor, query: Tensor, key: Tensor, value: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 

@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 
 from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
-from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
-from arachnec.models.diffusers.tokenizations import folder_tokenization
-from arachnec.models.initial_weights import read_json_object
-from arachnec.models.precision import in_precision
+from arachnec.models.diffusers.tokenizations import OfFolder
+from arachnec.models.precision import arguments_in, in_precision
 
 MODULE = "diffusers.models.transformers.cogvideox_transformer_3d"
 EMBEDDINGS = "diffusers.models.embeddings"
@@ -58,7 +56,7 @@ TIMESTEPS = 1000
 
 
 @dataclass(frozen=True)
-class CogVideoXTextToVideo:
+class CogVideoXTextToVideo(OfFolder):
     """``build``, ``sample`` and ``loss`` of a model file. See ``text_to_video``."""
 
     config: Mapping[str, Any]
@@ -67,11 +65,6 @@ class CogVideoXTextToVideo:
     dtype: torch.dtype = torch.float32
     snr_shift: float = 1.0
     folder: Path | None = None  # of the pretrained weights
-
-    @property
-    def tokenization(self) -> Tokenization | None:
-        """How the folder's pipeline makes tokens of captions; None without one."""
-        return folder_tokenization(self.folder)
 
     @property
     def geometry(self) -> common.Geometry:
@@ -95,7 +88,7 @@ class CogVideoXTextToVideo:
             "timestep": timestep,
             "return_dict": False,
         }
-        return common.arguments_in(arguments | self.positions(clip, x0.device), self.dtype), target
+        return arguments_in(arguments | self.positions(clip, x0.device), self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 
@@ -156,10 +149,8 @@ def text_to_video(
 
 
 def _snr_shift_of(folder: str | None) -> float:
-    """What the scheduler of a pipeline's folder has, or of the one that a transformer's lies in; else 1."""
-    places = (Path(folder or ""), Path(folder or "").parent)
-    path = next((p for place in places if (p := place / "scheduler" / "scheduler_config.json").is_file()), None)
-    shift = None if path is None else read_json_object(path).get("snr_shift_scale")
+    """What the scheduler of the folder's pipeline has; else 1."""
+    shift = common.scheduler_config(Path(folder or "")).get("snr_shift_scale")
     return float(shift) if isinstance(shift, int | float) and shift else 1.0
 
 

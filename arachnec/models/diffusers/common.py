@@ -13,20 +13,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from typing_extensions import TypeIs
 
 from arachnec.data.clip import UNIFORM, Timesteps, VideoClip
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.initial_weights import INDEX, model_folder, pipeline_folder, read_config, read_json_object
 
 LOW_NOISE = "transformer_2"  # a pipeline's second expert
-
-
-def wrong_latents_error(clip: str | int, found: str, expected: str, frames: int, height: int, width: int) -> UserError:
-    return user_error(
-        f"the latents of clip `{clip}` are {found}, expected {expected}",
-        help=f"encode the clip at {frames} x {height} x {width} pixels, as channels x frames x height x width",
-    )
 
 
 @dataclass(frozen=True)
@@ -135,6 +127,13 @@ def _pipeline_of(folder: str | None) -> Path | None:
     return pipeline_folder(Path(folder)) if folder is not None and Path(folder).is_dir() else None
 
 
+def scheduler_config(folder: Path | None) -> dict[str, Any]:
+    """Of a pipeline's folder, or of the folder that a transformer's lies in; empty without."""
+    places = () if folder is None else (folder, folder.parent)
+    path = next((p for place in places if (p := place / "scheduler" / "scheduler_config.json").is_file()), None)
+    return {} if path is None else read_json_object(path)
+
+
 def folder_of(name: str | None) -> Path | None:
     """The folder that a configuration's name is; None where it is a name."""
     return Path(name) if name is not None and Path(name).is_dir() else None
@@ -161,8 +160,11 @@ def latents(clip: VideoClip, geometry: Geometry) -> Tensor:
     if tuple(encoded.shape) != shape:
         pixels = [n * p * s for n, p, s in zip(geometry.patches(clip), geometry.patch, geometry.stride, strict=True)]
         frames = pixels[0] - geometry.stride[0] + 1  # a causal VAE makes the first latent frame from one frame
-        raise wrong_latents_error(
-            clip.name, " x ".join(map(str, encoded.shape)), " x ".join(map(str, shape)), frames, *pixels[1:]
+        found, expected = (" x ".join(map(str, sizes)) for sizes in (encoded.shape, shape))
+        raise user_error(
+            f"the latents of clip `{clip.name}` are {found}, expected {expected}",
+            help=f"encode the clip at {frames} x {pixels[1]} x {pixels[2]} pixels, as channels x frames x height x "
+            "width",
         )
     return encoded
 
@@ -286,18 +288,6 @@ def synthetic(shape: tuple[int, ...], name: str) -> Tensor:
     """Standard normal float32 that depends on ``name`` and nothing else."""
     seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "big") >> 1
     return draw_normal(shape, torch.Generator("cpu").manual_seed(seed))
-
-
-def arguments_in(arguments: Mapping[str, object], dtype: torch.dtype) -> dict[str, object]:
-    """The arguments with the batched floating-point ones of two or more dimensions in ``dtype``.
-
-    Timesteps and tables keep theirs.
-    """
-    return {name: value.to(dtype) if _carries_activations(value) else value for name, value in arguments.items()}
-
-
-def _carries_activations(value: object) -> TypeIs[Tensor]:
-    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == 1 and value.is_floating_point()
 
 
 def planning() -> bool:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from arachnec.data.clip import VideoClip
-from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
-from arachnec.models.diffusers.tokenizations import folder_tokenization
-from arachnec.models.precision import in_precision
+from arachnec.models.diffusers.tokenizations import OfFolder
+from arachnec.models.precision import arguments_in, in_precision
 
 MODULE = "diffusers.models.transformers.transformer_hunyuan_video"
 # transformer/config.json of huggingface.co/hunyuanvideo-community/HunyuanVideo.
@@ -42,7 +41,7 @@ GUIDANCE = 1000.0  # a guidance scale of 1, in the unit of timesteps: none, whic
 
 
 @dataclass(frozen=True)
-class HunyuanTextToVideo:
+class HunyuanTextToVideo(OfFolder):
     """``build``, ``sample`` and ``loss`` of a model file. See ``text_to_video``."""
 
     config: Mapping[str, Any]
@@ -50,11 +49,6 @@ class HunyuanTextToVideo:
     dtype: torch.dtype = torch.float32
     folder: Path | None = None  # of the pretrained weights
     stride: tuple[int, int, int] = (4, 8, 8)
-
-    @property
-    def tokenization(self) -> Tokenization | None:
-        """How the folder's pipeline makes tokens of captions; None without one."""
-        return folder_tokenization(self.folder)
 
     @property
     def geometry(self) -> common.Geometry:
@@ -78,7 +72,7 @@ class HunyuanTextToVideo:
         }
         if self.config["guidance_embeds"]:
             arguments["guidance"] = torch.full_like(timestep, GUIDANCE)
-        return common.arguments_in(arguments, self.dtype), target
+        return arguments_in(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 

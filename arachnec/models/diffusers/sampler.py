@@ -21,13 +21,14 @@ from arachnec.data.requests import Request
 from arachnec.ir.diagnostic import user_error
 from arachnec.models.diffusers import cogvideox, common, hunyuan_video, wan
 from arachnec.models.diffusers.pretrained import pipeline_encoders
+from arachnec.models.diffusers.tokenizations import COGVIDEOX_TOKENS, HUNYUAN_TOKENS, WAN_TOKENS
 from arachnec.models.initial_weights import (
     InitialWeights,
     encoder_weights,
     initial_weights,
     read_config,
-    read_json_object,
 )
+from arachnec.models.precision import arguments_in
 from arachnec.models.sampler_file import VideoDecoder
 
 UNIPC = "diffusers.schedulers.scheduling_unipc_multistep"
@@ -35,7 +36,6 @@ EULER = "diffusers.schedulers.scheduling_flow_match_euler_discrete"
 SWITCH = "boundary=0.9"  # about 13 of 50 steps at a flow shift of 3
 PREDICTION = "prediction types"
 FLOW, VELOCITY = "flow_prediction", "v_prediction"  # what models are trained to predict, in the schedulers' words
-TEXT = {"wan": 512, "cogvideox": 226, "hunyuan_video": 256}  # tokens that the pipelines pad captions to
 
 
 class Adapter(Protocol):
@@ -106,7 +106,7 @@ class VideoSampler:
             timestep = equally_noisy(timestep, self.alphas, adapter.alphas)
         given = {"hidden_states": latents, "timestep": timestep.expand(latents.shape[0]), "return_dict": False}
         own = self.family(adapter, request.clip(conditional), latents, request)
-        return common.arguments_in(given | own, adapter.dtype)
+        return arguments_in(given | own, adapter.dtype)
 
     def guidance(self, name: str, request: Request) -> float:
         return request.guidance if self.true_guidance is None else self.true_guidance
@@ -151,7 +151,7 @@ def wan_sampler(
     scheduler: Callable[[], Any] | None = None,
     flow_shift: float = 3.0,
     boundary: float | None = None,
-    text_length: int = TEXT["wan"],
+    text_length: int = WAN_TOKENS,
     pipeline: str | Path | None = None,
     **models: Any,
 ) -> VideoSampler:
@@ -172,7 +172,7 @@ def cogvideox_sampler(
     dtype: torch.dtype = torch.float32,
     scheduler: Callable[[], Any] | None = None,
     snr_shift: float | None = None,
-    text_length: int = TEXT["cogvideox"],
+    text_length: int = COGVIDEOX_TOKENS,
     pipeline: str | Path | None = None,
     **models: Any,
 ) -> VideoSampler:
@@ -198,7 +198,7 @@ def hunyuan_sampler(
     scheduler: Callable[[], Any] | None = None,
     flow_shift: float = 7.0,
     true_guidance: float = 1.0,
-    text_length: int = TEXT["hunyuan_video"],
+    text_length: int = HUNYUAN_TOKENS,
     pipeline: str | Path | None = None,
     **models: Any,
 ) -> VideoSampler:
@@ -293,15 +293,8 @@ def equally_noisy(timestep: Tensor, given: Sequence[float], own: Sequence[float]
     return (there - level[:, None]).abs().argmin(1).reshape(timestep.shape).to(timestep.dtype)
 
 
-def _scheduler_config(folder: Path | None) -> dict[str, Any]:
-    """Of a pipeline's folder, or of the folder that a transformer's lies in; empty without."""
-    places = () if folder is None else (folder, folder.parent)
-    path = next((p for place in places if (p := place / "scheduler" / "scheduler_config.json").is_file()), None)
-    return {} if path is None else read_json_object(path)
-
-
 def _prediction_type(folder: Path | None) -> str | None:
-    kind = _scheduler_config(folder).get("prediction_type")
+    kind = common.scheduler_config(folder).get("prediction_type")
     return kind if isinstance(kind, str) else None
 
 
@@ -309,7 +302,7 @@ def _of_folder(
     pipeline: str | Path | None, adapted: Callable[[Any], Any] = lambda kind: kind
 ) -> Callable[[], Any] | None:
     """The scheduler that a pipeline's folder describes, its class ``adapted``."""
-    config = _scheduler_config(_path(pipeline))
+    config = common.scheduler_config(_path(pipeline))
     if not config:
         return None
     kind = adapted(common.constructor("diffusers", config["_class_name"]))

@@ -31,16 +31,21 @@ TEMPLATE = "diffusers.pipelines.hunyuan_video.pipeline_hunyuan_video"
 WAN_TOKENS, COGVIDEOX_TOKENS, HUNYUAN_TOKENS = 512, 226, 256  # the most that the pipelines take
 
 
-def folder_tokenization(folder: Path | None) -> Tokenization | None:
-    """How the pipeline of a folder, or the one that the folder is a part of, makes tokens of captions; None where it is
-    no pipeline's, or not one of those known here. No text encoder is made."""
-    if folder is None:
-        return None
-    place = next((place for place in (folder, folder.parent) if (place / INDEX).is_file()), None)
-    if place is None or not (place / "tokenizer").is_dir():
-        return None
-    rule = TOKENIZATIONS.get(str(read_json_object(place / INDEX).get("_class_name")))
-    return None if rule is None else rule(place, None)
+class OfFolder:
+    """An adapter that may have its configuration from the ``folder`` of pretrained weights."""
+
+    folder: Path | None
+
+    @property
+    def tokenization(self) -> Tokenization | None:
+        """How the pipeline of the folder, or the one that it is a part of, makes tokens of captions; None where it is
+        no pipeline's, or not one of those known here. No text encoder is made."""
+        places = () if self.folder is None else (self.folder, self.folder.parent)
+        place = next((place for place in places if (place / INDEX).is_file()), None)
+        if place is None or not (place / "tokenizer").is_dir():
+            return None
+        rule = TOKENIZATIONS.get(str(read_json_object(place / INDEX).get("_class_name")))
+        return None if rule is None else rule(place, None)
 
 
 def wan_tokens(folder: Path, length: int | None) -> Tokenization:

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from arachnec.data.clip import VideoClip
-from arachnec.models.caption_tokens import Tokenization
 from arachnec.models.diffusers import common
-from arachnec.models.diffusers.tokenizations import WAN_TOKENS, folder_tokenization
-from arachnec.models.precision import in_precision
+from arachnec.models.diffusers.tokenizations import WAN_TOKENS, OfFolder
+from arachnec.models.precision import arguments_in, in_precision
 
 MODULE = "diffusers.models.transformers.transformer_wan"
 WAN_2_1 = {
@@ -39,7 +38,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 @dataclass(frozen=True)
-class WanTextToVideo:
+class WanTextToVideo(OfFolder):
     """``build``, ``sample`` and ``loss`` of a model file. See ``text_to_video``."""
 
     config: Mapping[str, Any]
@@ -48,11 +47,6 @@ class WanTextToVideo:
     folder: Path | None = None  # of the pretrained weights
     stride: tuple[int, int, int] = (4, 8, 8)
     levels: tuple[float, float] = (0.0, 1.0)  # of noise that the model is for
-
-    @property
-    def tokenization(self) -> Tokenization | None:
-        """How the folder's pipeline makes tokens of captions; None without one."""
-        return folder_tokenization(self.folder)
 
     @property
     def geometry(self) -> common.Geometry:
@@ -72,7 +66,7 @@ class WanTextToVideo:
             "encoder_hidden_states": text,
             "return_dict": False,
         }
-        return common.arguments_in(arguments, self.dtype), target
+        return arguments_in(arguments, self.dtype), target
 
     loss = staticmethod(common.mean_squared_error)
 

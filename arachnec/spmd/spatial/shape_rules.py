@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,20 +26,14 @@ def uncut(x: Tensor, *positions: int) -> Tensor:
 
 
 def view(operator: Any, x: SplitTensor, shape: Sequence[int]) -> Tensor:
-    known = -x.numel() // _product(shape) if -1 in shape else 1
+    known = -x.numel() // (math.prod(shape) or -1) if -1 in shape else 1
     return x.viewed([known if size == -1 else size for size in shape])
-
-
-def _product(shape: Sequence[int]) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count or -1
 
 
 def permute(operator: Any, x: SplitTensor, order: Sequence[int]) -> Tensor:
     order = [position % x.dim() for position in order]
-    return x.like(x.local.permute(order), _reordered(x, order))
+    dims = tuple(x.spread.dims[position] for position in order)
+    return x.like(x.local.permute(order), replace(x.spread, dims=dims))
 
 
 def transpose(operator: Any, x: SplitTensor, first: int = 0, second: int = 1) -> Tensor:
@@ -47,11 +42,7 @@ def transpose(operator: Any, x: SplitTensor, first: int = 0, second: int = 1) ->
     if x.dim() > 1:
         a, b = first % x.dim(), second % x.dim()
         order[a], order[b] = b, a
-    return x.like(x.local.permute(order), _reordered(x, order))
-
-
-def _reordered(x: SplitTensor, order: Sequence[int]) -> Layout:
-    return replace(x.spread, dims=tuple(x.spread.dims[position] for position in order))
+    return permute(operator, x, order)
 
 
 def pixel_unshuffle(operator: Any, x: SplitTensor, factor: int) -> Tensor:

@@ -151,7 +151,8 @@ class SplitTensor(Tensor):
             local = current.local.reshape(spread.local_shape(self.place))
             if not spread.axes:
                 return local
-            return current.like(local, spread, copied=not _same_memory(local, self.local))
+            storages = (x.untyped_storage()._cdata for x in (local, self.local))
+            return current.like(local, spread, copied=len(set(storages)) > 1)
         return current.reshape(tuple(shape))
 
 
@@ -186,7 +187,3 @@ def local_part(x: Tensor, spread: Layout, index: int) -> Tensor:
 
 def _lengths(spans: Spans) -> list[int]:
     return [end - first for first, end in spans]
-
-
-def _same_memory(a: Tensor, b: Tensor) -> bool:
-    return bool(a.untyped_storage()._cdata == b.untyped_storage()._cdata)

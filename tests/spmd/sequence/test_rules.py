@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.kernels.attention.sequence_shard import SequenceShard
-from arachnec.spmd.inputs import NoShardedInput
-from arachnec.spmd.rewrite import CannotShard, ShardedBlock, shard_block
+from arachnec.spmd.rewrite import ShardedBlock, shard_block
 from arachnec.spmd.sharded_model import install
 from arachnec.tracing.blocks import CapturedModel, capture_blocks
 from arachnec.tracing.record import ExampleCall
@@ -275,7 +274,6 @@ def test_random_numbers_over_tokens_are_refused_with_the_line() -> None:
     with pytest.raises(UserError) as raised:
         shard_block(model.blocks[0])
     diagnostic = raised.value.diagnostics[0]
-    assert isinstance(diagnostic, CannotShard)
     text = render(diagnostic)
     assert text.splitlines()[0] == (
         "error: Block cannot run on a part of its tokens: `aten.dropout.default`: it draws random numbers"
@@ -312,6 +310,5 @@ def test_rows_of_all_clips_are_tokens_where_the_block_knows_no_others() -> None:
 
 def test_rows_of_all_clips_beside_tokens_are_refused() -> None:
     model = Rows(with_table=True)
-    with pytest.raises(UserError) as raised:
+    with pytest.raises(UserError, match="no input of Block_2 has the video's tokens as a dimension of their own"):
         install(model, capture_blocks(model, examples(), verify=False))
-    assert isinstance(raised.value.diagnostics[0], NoShardedInput)

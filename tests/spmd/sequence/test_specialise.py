@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from arachnec.data.clip import VideoClip
 from arachnec.ir.diagnostic import UserError
 from arachnec.passes.trace import Trace, trace_model
-from arachnec.tracing.errors import RandomOperation
 
 CLIPS = (VideoClip(0, 17, 64, 96, 8), VideoClip(1, 33, 128, 96, 12))
 
@@ -188,6 +187,5 @@ def test_a_stage_without_graphs_has_the_figures_of_the_model_run_as_a_whole() ->
 
 
 def test_random_numbers_in_a_block_are_refused_at_every_step() -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="draws random numbers of its own"):
         traced(by_chance)
-    assert isinstance(refused.value.diagnostics[0], RandomOperation)

@@ -16,8 +16,8 @@ from arachnec.backends.torch_distributed.reporting.logs import lines_of
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import UnreadableVideo
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import UserError
-from arachnec.models.encoders import NoVideo, VideoEncoder
+from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.models.encoders import VideoEncoder
 from arachnec.runtime.device_runtime import DeviceRuntime
 from tests.distributed.executor_cases import (
     Work,
@@ -129,7 +129,7 @@ def test_a_clip_is_tried_again_before_it_is_set_aside(works: int) -> None:
     [
         (UserError(UnreadableVideo(None, "a.mp4", "x")), True),
         (FileNotFoundError("a.mp4"), True),
-        (UserError(NoVideo(None, "a")), False),
+        (user_error("clip `a` has no video"), False),
         (AttributeError("a mistake in the model file"), False),
     ],
 )
