@@ -12,8 +12,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining.errors import FitsNowhere, MoreRanksThanLayers
+from arachnec.ir.diagnostic import user_error
+from arachnec.pipelining.errors import fits_nowhere
 from arachnec.pipelining.order_problem import OrderProblem
 from arachnec.pipelining.order_search import list_schedule
 from arachnec.pipelining.pipeline_model import Performance, PipelineInstance, PipelinePlan, order_problem, performance
@@ -114,10 +114,13 @@ def find_plan(instance: PipelineInstance, *, split: bool = True, tries: int = 25
     more ranks than layers, or no seed fits into the memory.
     """
     if len(instance.layers) < instance.ranks:
-        raise UserError(MoreRanksThanLayers(None, instance.ranks, len(instance.layers)))
+        raise user_error(
+            f"a pipeline of {instance.ranks} ranks for {len(instance.layers)} layers",
+            help=f"every rank needs a layer: give at most {len(instance.layers)} ranks",
+        )
     decoded = [pair for candidate in _seeds(instance, split, seed) if (pair := _decoded(instance, candidate))]
     if not decoded:
-        raise UserError(FitsNowhere(None, len(instance.layers), instance.ranks))
+        raise fits_nowhere(len(instance.layers), instance.ranks)
     best_first = sorted(decoded, key=lambda pair: pair[1].performance.makespan)
     repaired = [
         _repaired(instance, candidate, plan, tries, seed + k) for k, (candidate, plan) in enumerate(best_first[:SEEDS])
