@@ -14,7 +14,7 @@ from math import gcd
 
 from arachnec.cost.memory import stages_apart
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, integers, quantity
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Attributes, Quantity
@@ -236,17 +236,6 @@ def lanes_in_turns(
 PIPELINED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 
 
-@dataclass(frozen=True)
-class PlaceTooSmall(Diagnostic):
-    title = "%{cascade} takes {degree} ranks, and stage @{stage} lies on {ranks}"
-    label = "does not fit its stage's place"
-    help = "use a lower degree, fewer stages, or give `reduce @{stage}` more `ranks`"
-    cascade: str
-    degree: int
-    stage: str
-    ranks: str
-
-
 def is_pipeline(module: Module) -> bool:
     """Whether some trained stage runs forward and backward as cascades of their own."""
     trained = {stage.name for stage in module.stages if stage.trained}
@@ -295,8 +284,13 @@ def staged_placements(
         else:
             place = places[cascade.stage]
             if len(place) < cascade.degree:
-                ranks = counted(len(place), "rank")
-                raise UserError(PlaceTooSmall(cascade.span, cascade.name, cascade.degree, cascade.stage, ranks))
+                there = f"stage @{cascade.stage} lies on {counted(len(place), 'rank')}"
+                raise user_error(
+                    f"%{cascade.name} takes {cascade.degree} ranks, and {there}",
+                    label="does not fit its stage's place",
+                    help=f"use a lower degree, fewer stages, or give `reduce @{cascade.stage}` more `ranks`",
+                    span=cascade.span,
+                )
             placed = place_among(cascade, place, inputs, free, cost, pick_ranks)
         done[cascade.name] = placed
         for rank in placed.ranks:
@@ -309,20 +303,6 @@ def cell_does_not_divide_error(cell: int, ranks: int, degree: int) -> UserError:
         f"cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch",
         help=f"give `shard-parameters` a cell that divides {ranks}, and a degree that it divides",
     )
-
-
-@dataclass(frozen=True)
-class PipelineDoesNotFit(Diagnostic):
-    title = "schedule `{schedule}` needs {needed:.4g} GiB on the ranks of @{stage}, their devices have {memory:.4g}"
-    help = (
-        "use more stages or ranks, a schedule that holds fewer micro-batches, or `partition{{tokens=...}}` with fewer "
-        "tokens in each{more}"
-    )
-    schedule: str
-    needed: float
-    stage: str
-    memory: float
-    more: str = ""
 
 
 def with_bound(plan: Module, cost: CostModel) -> Module:
