@@ -68,7 +68,25 @@ def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
 def kfkb(stages: int, micro_batches: int, k: int) -> PipelineSchedule:
     """1F1B with ``k`` micro-batches in the place of one, the last group smaller (Ada-Grouper, 2303.01675)."""
     require_positive(stages=stages, micro_batches=micro_batches, k=k)
-    return _schedule(stages, micro_batches, k, [stages - rank for rank in range(stages)])
+    groups = [range(first, min(first + k, micro_batches)) for first in range(0, micro_batches, k)]
+
+    def order(rank: int) -> Order:
+        if k == 1:  # the common case, without a tuple for every micro-batch
+            forwards = [Action(rank, FORWARD, m) for m in range(micro_batches)]
+            backwards = [Action(rank, BACKWARD, m) for m in range(micro_batches)]
+            return in_turn(forwards, backwards, min(stages - rank, micro_batches) - 1)
+        ahead = min(stages - rank, len(groups)) - 1
+
+        def run(kind: Kind, group: range) -> list[Action]:
+            return [Action(rank, kind, m) for m in group]
+
+        turns = [run(FORWARD, group) for group in groups[:ahead]]
+        for done, group in enumerate(groups[ahead:]):
+            turns += [run(FORWARD, group), run(BACKWARD, groups[done])]
+        turns += [run(BACKWARD, group) for group in groups[len(groups) - ahead :]]
+        return tuple(chain.from_iterable(turns))
+
+    return PipelineSchedule(tuple(order(rank) for rank in range(stages)))
 
 
 def dapple(
@@ -129,33 +147,6 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int)
     """``ahead`` forwards, then a forward and a backward in turn, then the backwards that are left."""
     pairs = zip(forwards[ahead:], backwards, strict=False)
     return (*forwards[:ahead], *chain.from_iterable(pairs), *backwards[max(0, len(forwards) - ahead) :])
-
-
-def _schedule(stages: int, micro_batches: int, k: int, ahead_on: Sequence[int]) -> PipelineSchedule:
-    """``ahead_on[r]`` groups of ``k`` go forward on rank r before the first goes backward.
-
-    GPipe, 1F1B, kFkB and DAPPLE's differ in how many forwards a rank runs before its first backward, and in how many
-    micro-batches go as one. One stage a rank.
-    """
-    groups = [range(first, min(first + k, micro_batches)) for first in range(0, micro_batches, k)]
-
-    def order(rank: int) -> Order:
-        if k == 1:  # the common case, without a tuple for every micro-batch
-            forwards = [Action(rank, FORWARD, m) for m in range(micro_batches)]
-            backwards = [Action(rank, BACKWARD, m) for m in range(micro_batches)]
-            return in_turn(forwards, backwards, min(ahead_on[rank], micro_batches) - 1)
-        ahead = min(ahead_on[rank], len(groups)) - 1
-
-        def run(kind: Kind, group: range) -> list[Action]:
-            return [Action(rank, kind, m) for m in group]
-
-        turns = [run(FORWARD, group) for group in groups[:ahead]]
-        for done, group in enumerate(groups[ahead:]):
-            turns += [run(FORWARD, group), run(BACKWARD, groups[done])]
-        turns += [run(BACKWARD, group) for group in groups[len(groups) - ahead :]]
-        return tuple(chain.from_iterable(turns))
-
-    return PipelineSchedule(tuple(order(rank) for rank in range(stages)))
 
 
 def interleaved_1f1b(ranks: int, micro_batches: int, v: int) -> PipelineSchedule:

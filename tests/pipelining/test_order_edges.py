@@ -8,13 +8,14 @@ from itertools import product
 import pytest
 
 from arachnec.ir.diagnostic import Diagnostic, Span, UserError
-from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_schedule
+from arachnec.pipelining.action import KINDS, Action, PipelineSchedule
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held, uniform_times
 from arachnec.pipelining.hybrid_plan import POLICIES, allocate
 from arachnec.pipelining.order_problem import OrderProblem, like_1f1b
 from arachnec.pipelining.order_search import list_schedule, plan_order
 from arachnec.pipelining.schedules import dapple_in_turns, interleaved_1f1b
+from tests.pipelining.torch_orders import parse_schedule
 
 
 def refused(text: str) -> Diagnostic:

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining.action import Action, PipelineSchedule, parse_schedule
+from arachnec.pipelining.action import Action, PipelineSchedule
 from arachnec.pipelining.csv_format import require_valid
-from arachnec.pipelining.evaluate import Evaluation, StageTimes, evaluate, held_micro_batches, uniform_times
+from arachnec.pipelining.evaluate import Evaluation, StageTimes, evaluate, uniform_times
 from arachnec.pipelining.schedules import (
     dapple,
     dapple_in_turns,
@@ -26,7 +26,7 @@ from arachnec.pipelining.schedules import (
     zb_h2,
     zb_v,
 )
-from tests.pipelining.torch_orders import executed, orders_of, planned
+from tests.pipelining.torch_orders import executed, held_micro_batches, orders_of, parse_schedule, planned
 
 SIZES = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]
 ODD_SIZES = [*SIZES, (3, 7), (5, 20), (4, 5), (1, 3)]
