@@ -65,9 +65,6 @@ def at_outcomes(module: Module, outcomes: Mapping[int, int]) -> Module:
     return replace(module, cascades=tuple(cascades.values()), programs=programs)
 
 
-TOLERANCE_MS = 1e-3
-
-
 @dataclass(frozen=True)
 class Row:
     """Seconds until the last request ends. ``planning`` is the dearest round's processor time."""

@@ -49,6 +49,9 @@ def retimed(cascade: Cascade, cost: CostModel) -> Cascade:
     return cascade.with_attrs(end=Quantity(cascade.start + cost.placed_time(cascade), "ms"))
 
 
+TOLERANCE_MS = 1e-3
+
+
 def in_rounds(module: Module, cascades: Sequence[Cascade], moment: float, round: int) -> list[Cascade]:
     """Placed cascades, some or all of ``module``: those of ``round`` start before ``moment`` ms, the others are of the
     next.
