@@ -96,7 +96,10 @@ def evaluate(schedule: PipelineSchedule, times: StageTimes, place: Place = nowhe
     """UserError if the schedule deadlocks, at the action that has to move back, or if the times are for another one."""
     stages, micro_batches = schedule.stages, schedule.micro_batches
     _require_times(times, stages, micro_batches)
-    rank_of = _ranks(schedule, stages)
+    run = {action.stage for order in schedule.orders for action in order}
+    if len(run) < stages:
+        raise UserError(missing_stage(next(s for s in range(stages) if s not in run), stages))
+    rank_of = schedule.placement
     whole = times.backward or [
         [i + w for i, w in zip(*rows, strict=True)]
         for rows in zip(times.activation_gradient, times.weight_gradient, strict=True)
@@ -172,13 +175,6 @@ def evaluate(schedule: PipelineSchedule, times: StageTimes, place: Place = nowhe
     if blocked:
         raise UserError(_why_blocked(blocked, rank_of, forward_done, gradient_done, schedule, place))
     return Evaluation(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(busy))
-
-
-def _ranks(schedule: PipelineSchedule, stages: int) -> tuple[int, ...]:
-    run = {action.stage for order in schedule.orders for action in order}
-    if len(run) < stages:
-        raise UserError(missing_stage(next(s for s in range(stages) if s not in run), stages))
-    return schedule.placement
 
 
 def _require_times(times: StageTimes, stages: int, micro_batches: int) -> None:

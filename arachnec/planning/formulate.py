@@ -39,9 +39,9 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
     Raises UserError naming the clip where a cascade fits the memory at no degree.
     """
     if cost.room <= 0:
-        held = f"{cost.resident:.1f} of the device's {cost.cluster.memory:.1f} GiB on every rank"
+        taken = f"{cost.resident:.1f} of the device's {cost.cluster.memory:.1f} GiB on every rank"
         remedy = "use devices with more memory, or train fewer parameters"
-        title = f"parameters and optimizer state take {held}"
+        title = f"parameters and optimizer state take {taken}"
         raise UserError(LacksMemory(None, title, help=f"{RESERVE:.0%} stay free for buffers; {remedy}"))
     index = {cascade.name: position for position, cascade in enumerate(module.cascades)}
     choices: dict[tuple[object, ...], tuple[Choice, ...]] = {}  # shared, so that equal jobs are known by identity

@@ -123,8 +123,8 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -
         least = min(plans, key=lambda plan: max(plan.needed))
         worst = max(range(len(places.runs)), key=lambda run: least.needed[run])
         stage = parts[least.stages_on[worst][0]].name
-        needed = f"{least.needed[worst] + waiting:.4g} GiB on the ranks of @{stage}"
-        title = f"schedule `{options.schedule}` needs {needed}, their devices have {limit_of(cost):.4g}"
+        needs = f"{least.needed[worst] + waiting:.4g} GiB on the ranks of @{stage}"
+        title = f"schedule `{options.schedule}` needs {needs}, their devices have {limit_of(cost):.4g}"
         remedy = "`partition{tokens=...}` with fewer tokens in each"
         remedy = f"use more stages or ranks, a schedule that holds fewer micro-batches, or {remedy}"
         raise UserError(LacksMemory(None, title, help=remedy))
