@@ -17,12 +17,12 @@ import click
 
 from arachnec.data.columns import Columns
 from arachnec.data.manifest import ALL
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.diagnostic import user_error
 from arachnec.models.file import MODEL_FILE, FileForm, demand_python_file
 from arachnec.models.weights_there import demand_weights_there
 from arachnec.passes.infra.base import Registry, installed, load_file
 from arachnec.passes.infra.instruments import Dump, Instrument, PrintAfter, Reproducer, Timing
-from arachnec.passes.infra.pipeline import Pipeline, UnknownPass, did_you_mean
+from arachnec.passes.infra.pipeline import Pipeline, unknown_pass
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -88,7 +88,7 @@ def pass_options(command: F) -> F:
         registry = registry_with(load)
         for name in print_ir_after:
             if name not in registry:
-                raise UserError(UnknownPass(None, name, did_you_mean(name, list(registry), "passes are")))
+                raise unknown_pass(name, list(registry))
         timing = Timing() if time_passes else None
         if timing is not None:
             click.get_current_context().call_on_close(lambda: click.echo(timing.table(), err=True))

@@ -5,10 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from arachnec.ir.nodes import (
-    Level,
-    Module,
-)
+from arachnec.ir.nodes import Level, Module
 from arachnec.lowering.programs import lower
 from arachnec.passes.infra.base import Pass
 

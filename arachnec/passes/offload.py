@@ -22,10 +22,9 @@ from arachnec.passes.infra.base import InformedPass, Scope
 from arachnec.passes.infra.pipeline import plan_for_comparison
 from arachnec.passes.partition import Partition
 from arachnec.passes.shard_optimizer import CROWDED
-from arachnec.planning.formulate import FitsNoDegree, StateTooLarge, problem_of
+from arachnec.planning.formulate import LacksMemory, problem_of
 from arachnec.planning.gradient_precision import least_degrees
 from arachnec.planning.host_choice import host_gib, with_host
-from arachnec.planning.pipeline_places import PipelineDoesNotFit
 
 CHOICES = ("auto", "none", *PLACED)
 
@@ -143,11 +142,8 @@ def first_iteration(module: Module) -> Module:
 def with_host_remedy(error: UserError, stated: float) -> UserError:
     """The same refusal, which also says how much host memory would help."""
     words = f'give the cluster `host_memory = "{stated:.0f} GiB"`'
-    diagnostics = []
-    for diagnostic in error.diagnostics:
-        if isinstance(diagnostic, FitsNoDegree):
-            diagnostic = replace(diagnostic, remedy=f"{diagnostic.remedy}; or {words}")
-        elif isinstance(diagnostic, StateTooLarge | PipelineDoesNotFit):
-            diagnostic = replace(diagnostic, more=f", or {words}")
-        diagnostics.append(diagnostic)
+    diagnostics = (
+        replace(found, help=f"{found.help}{found.joint}{words}") if isinstance(found, LacksMemory) else found
+        for found in error.diagnostics
+    )
     return UserError(*diagnostics)

@@ -82,14 +82,3 @@ def parse_action(word: str) -> Action | None:
         return None
     kind: Kind = next(kind for kind in KINDS if kind == match[2])
     return Action(int(match[1]), kind, int(match[3]))
-
-
-def parse_schedule(text: str) -> PipelineSchedule:
-    """The reverse of ``str(schedule)``, for texts of our own. ValueError for a word that is no action."""
-    orders = []
-    for line in text.splitlines():
-        actions = [parse_action(word) for word in line.split()]
-        if None in actions:
-            raise ValueError(f"no action: {line.split()[actions.index(None)]}")
-        orders.append(tuple(action for action in actions if action is not None))
-    return PipelineSchedule(tuple(orders))

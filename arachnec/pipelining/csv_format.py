@@ -8,18 +8,16 @@ out. ``(0F4;7B0)OVERLAP_F_B`` is DualPipeV's pair.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
-from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
+from arachnec.ir.diagnostic import Mistake, Span, UserError, user_error
 from arachnec.ir.limits import LARGEST_DATA, MOST_CELLS, MOST_SCHEDULE_RANKS
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
     BACKWARD,
     FORWARD,
     KINDS,
-    PHASES,
     WEIGHT_GRADIENT,
     Action,
     Kind,
@@ -27,31 +25,11 @@ from arachnec.pipelining.action import (
     PipelineSchedule,
     parse_action,
 )
-from arachnec.pipelining.errors import (
-    ActionTooEarly,
-    BackwardTwice,
-    DeadlockedSchedule,
-    EmptySchedule,
-    MissingAction,
-    MissingStage,
-    NoText,
-    RankWithoutActions,
-    RepeatedAction,
-    ScheduleForOthers,
-    ScheduleTooLarge,
-    StageOnTwoRanks,
-    UnknownAction,
-)
-from arachnec.pipelining.evaluate import evaluate, uniform_times
-
-Place = Callable[[int, int], Span | None]  # of a rank and the position in its order
+from arachnec.pipelining.errors import action_too_early, missing_action, missing_stage
+from arachnec.pipelining.evaluate import Place, evaluate, nowhere, uniform_times
 
 # Of the kinds of work, what each needs on its own rank.
 NEEDED: dict[Kind, Kind] = {BACKWARD: FORWARD, ACTIVATION_GRADIENT: FORWARD, WEIGHT_GRADIENT: ACTIVATION_GRADIENT}
-
-
-def nowhere(rank: int, position: int) -> None:
-    """The place of an action in a schedule that was never a text."""
 
 
 def require_valid(
@@ -59,33 +37,47 @@ def require_valid(
 ) -> None:
     """UserError if the schedule breaks a rule, or is for other ``stages`` or ``micro_batches``."""
     if not any(schedule.orders):
-        raise UserError(EmptySchedule(place(0, 0)))
-    wrong: list[Diagnostic] = [
-        RankWithoutActions(place(r, 0), r) for r, order in enumerate(schedule.orders) if not order
+        raise user_error(
+            "the schedule has no action",
+            help="write one row of actions for every rank, as in `0F0,0B0`",
+            span=place(0, 0),
+        )
+    wrong = [
+        Mistake(
+            place(rank, 0),
+            f"rank {rank} has no action",
+            label="an empty row",
+            help="give the rank a stage, or remove its row",
+        )
+        for rank, order in enumerate(schedule.orders)
+        if not order
     ]
     wrong += _expected(schedule, stages, micro_batches, place)
     wrong = wrong or _misplaced(schedule, place) or _missing(schedule, place)
     if wrong:
         raise UserError(*wrong)
-    try:
-        evaluate(schedule, uniform_times(schedule.stages, schedule.micro_batches, 1, 1, 1))
-    except UserError as error:
-        raise UserError(*(_placed(diagnostic, schedule, place) for diagnostic in error.diagnostics)) from None
+    evaluate(schedule, uniform_times(schedule.stages, schedule.micro_batches, 1, 1, 1), place)
 
 
-def _expected(
-    schedule: PipelineSchedule, stages: int | None, micro_batches: int | None, place: Place
-) -> list[Diagnostic]:
+def _expected(schedule: PipelineSchedule, stages: int | None, micro_batches: int | None, place: Place) -> list[Mistake]:
     given = (("stages", schedule.stages, stages), ("micro-batches", schedule.micro_batches, micro_batches))
-    return [ScheduleForOthers(place(0, 0), what, has, want) for what, has, want in given if want not in (None, has)]
+    return [
+        Mistake(
+            place(0, 0),
+            f"the schedule is for {has} {what}, but there are {want}",
+            help=f"give a schedule for {want} {what}, or change the number of {what} to {has}",
+        )
+        for what, has, want in given
+        if want not in (None, has)
+    ]
 
 
-def _misplaced(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
+def _misplaced(schedule: PipelineSchedule, place: Place) -> list[Mistake]:
     """Actions that stand twice, on two ranks, as a whole and in halves, or before what they need.
 
     A stage on two ranks is told once, and a backward of both kinds.
     """
-    wrong: list[Diagnostic] = []
+    wrong: list[Mistake] = []
     seen: dict[Action, tuple[int, int]] = {}
     rank_of: dict[int, int] = {}
     told: set[object] = set()
@@ -96,11 +88,16 @@ def _misplaced(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
             at = place(rank, position)
             if rank_of.setdefault(stage, rank) != rank:
                 if stage not in told:
-                    wrong.append(StageOnTwoRanks(at, stage, rank_of[stage], rank))
+                    first = rank_of[stage]
+                    title = f"stage {stage} is on rank {first} and on rank {rank}"
+                    remedy = "the parameters of a stage are on one rank: move its actions to one row"
+                    wrong.append(Mistake(at, title, label=f"rank {first} runs this stage", help=remedy))
                 told.add(stage)
                 continue
             if action in seen:
-                wrong.append(RepeatedAction(at, str(action), _where(*seen[action])))
+                before = f"stands before this on {_where(*seen[action])}"
+                remedy = "every stage runs forward and backward of a micro-batch once: remove one"
+                wrong.append(Mistake(at, f"`{action}` stands twice", label=before, help=remedy))
                 continue
             seen[action] = (rank, position)
             if kind == FORWARD:
@@ -111,16 +108,18 @@ def _misplaced(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
             other = next((other for other in others if other in seen), None)
             if other is not None:
                 if (stage, micro_batch) not in told:
-                    wrong.append(BackwardTwice(at, stage, micro_batch, _where(*seen[other])))
+                    title = f"stage {stage} has both a whole and a split backward of micro-batch {micro_batch}"
+                    label = f"the split half; the whole one is on {_where(*seen[other])}"
+                    wrong.append(Mistake(at, title, label=label, help="keep B, or both I and W"))
                 told.add((stage, micro_batch))
                 continue
             needed = Action(stage, NEEDED[kind], micro_batch)
             if needed not in seen and needed in own:
-                wrong.append(ActionTooEarly(at, rank, str(action), str(needed)))
+                wrong.append(action_too_early(action, needed, rank, at))
     return wrong
 
 
-def _missing(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
+def _missing(schedule: PipelineSchedule, place: Place) -> list[Mistake]:
     """Stages that no rank runs, and per stage the first forward or backward that is not there."""
     actions: dict[int, set[tuple[Kind, int]]] = {}
     rank_of: dict[int, int] = {}
@@ -130,15 +129,13 @@ def _missing(schedule: PipelineSchedule, place: Place) -> list[Diagnostic]:
             rank_of[stage] = rank
     if len(actions) < schedule.stages:
         lost = next(stage for stage in range(schedule.stages) if stage not in actions)
-        return [MissingStage(place(0, 0), lost, schedule.stages)]
-    wrong: list[Diagnostic] = []
+        return [missing_stage(lost, schedule.stages, place(0, 0))]
+    wrong = []
     for stage in sorted(actions):
         lacking = _first_lacking(actions[stage], schedule.micro_batches)
         if lacking is not None:
-            kind, micro_batch = lacking
-            word = str(Action(stage, kind, micro_batch))
             rank = rank_of[stage]
-            wrong.append(MissingAction(place(rank, 0), stage, PHASES[kind], micro_batch, rank, word))
+            wrong.append(missing_action(Action(stage, *lacking), rank, place(rank, 0)))
     return wrong
 
 
@@ -155,14 +152,6 @@ def _first_lacking(actions: set[tuple[Kind, int]], micro_batches: int) -> tuple[
         if not (whole or weight):
             return WEIGHT_GRADIENT, micro_batch
     return None
-
-
-def _placed(diagnostic: Diagnostic, schedule: PipelineSchedule, place: Place) -> Diagnostic:
-    """A deadlock at the action that has to move back."""
-    if not isinstance(diagnostic, DeadlockedSchedule):
-        return diagnostic
-    order = [str(action) for action in schedule.orders[diagnostic.rank]]
-    return replace(diagnostic, span=place(diagnostic.rank, order.index(diagnostic.holder)))
 
 
 def _where(rank: int, position: int) -> str:
@@ -185,12 +174,12 @@ def read_csv(path: Path, stages: int | None = None, micro_batches: int | None = 
             f"there is no file of orders {path}",
             help="give the path of a CSV as torch.distributed.pipelining writes it, a row for every rank",
         )
-    if path.stat().st_size > LARGEST_DATA:
-        raise UserError(ScheduleTooLarge(None, "bytes", path.stat().st_size, LARGEST_DATA))
+    _require_size("bytes", path.stat().st_size, LARGEST_DATA)
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
-        raise UserError(NoText(None, str(path), "a CSV as torch.distributed.pipelining writes it")) from None
+        remedy = "give a CSV as torch.distributed.pipelining writes it, in UTF-8"
+        raise user_error(f"{path} is no text", help=remedy) from None
     return from_csv(text, str(path), stages, micro_batches)
 
 
@@ -200,18 +189,22 @@ def from_csv(text: str, file: str, stages: int | None = None, micro_batches: int
     ``file`` names the text in errors. With ``stages`` or ``micro_batches`` the schedule must be for that many.
     """
     rows = text.splitlines()
-    _require_size(rows)
+    _require_size("rows", len(rows), MOST_SCHEDULE_RANKS)
+    _require_size("cells", sum(row.count(",") + 1 for row in rows), MOST_CELLS)
     orders: list[Order] = []
     cells: list[list[tuple[int, int]]] = []  # first and last column of every action's cell
     overlapped: set[Action] = set()
-    wrong: list[Diagnostic] = []
+    wrong = []
     for number, row in enumerate(rows, 1):
         order: list[Action] = []
         columns: list[tuple[int, int]] = []
         for column, word in _words(row):
             actions = _actions(word)
             if actions is None:
-                wrong.append(UnknownAction(Span(file, number, column, number, column + len(word), text), word[:40]))
+                title = f"`{word[:40]}` is no action of a pipeline schedule"
+                remedy = "write stage, kind and micro-batch, as in `2F0`; kinds are F, B, I and W"
+                span = Span(file, number, column, number, column + len(word), text)
+                wrong.append(Mistake(span, title, label="not an action", help=remedy))
                 continue
             order += actions
             columns += [(column, column + len(word))] * len(actions)
@@ -233,12 +226,12 @@ def from_csv(text: str, file: str, stages: int | None = None, micro_batches: int
     return schedule
 
 
-def _require_size(rows: list[str]) -> None:
-    if len(rows) > MOST_SCHEDULE_RANKS:
-        raise UserError(ScheduleTooLarge(None, "rows", len(rows), MOST_SCHEDULE_RANKS))
-    cells = sum(row.count(",") + 1 for row in rows)
-    if cells > MOST_CELLS:
-        raise UserError(ScheduleTooLarge(None, "cells", cells, MOST_CELLS))
+def _require_size(what: str, given: int, most: int) -> None:
+    if given > most:
+        raise user_error(
+            f"the schedule has {given} {what}, more than {most}",
+            help="a schedule has one row for every rank and one cell for every action",
+        )
 
 
 def _words(row: str) -> Iterator[tuple[int, str]]:

@@ -7,23 +7,27 @@ times follow: whole numbers and fractions stay exact.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Mistake, Span, UserError, shown, user_error
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
     BACKWARD,
     FORWARD,
-    PHASES,
     WEIGHT_GRADIENT,
     Action,
     Order,
     PipelineSchedule,
 )
-from arachnec.pipelining.errors import ActionTooEarly, DeadlockedSchedule, MissingAction, MissingStage, TimesForOthers
+from arachnec.pipelining.errors import action_too_early, missing_action, missing_stage
 
 Table = Sequence[Sequence[float]]
+Place = Callable[[int, int], Span | None]  # of a rank and the position in its order
+
+
+def nowhere(rank: int, position: int) -> None:
+    """The place of an action in a schedule that was never a text."""
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,14 @@ def uniform_times(
     )
 
 
-def evaluate(schedule: PipelineSchedule, times: StageTimes) -> Evaluation:
-    """UserError if the schedule deadlocks, or if the times are for another one."""
+def evaluate(schedule: PipelineSchedule, times: StageTimes, place: Place = nowhere) -> Evaluation:
+    """UserError if the schedule deadlocks, at the action that has to move back, or if the times are for another one."""
     stages, micro_batches = schedule.stages, schedule.micro_batches
     _require_times(times, stages, micro_batches)
-    rank_of = _ranks(schedule, stages)
+    run = {action.stage for order in schedule.orders for action in order}
+    if len(run) < stages:
+        raise UserError(missing_stage(next(s for s in range(stages) if s not in run), stages))
+    rank_of = schedule.placement
     whole = times.backward or [
         [i + w for i, w in zip(*rows, strict=True)]
         for rows in zip(times.activation_gradient, times.weight_gradient, strict=True)
@@ -166,15 +173,8 @@ def evaluate(schedule: PipelineSchedule, times: StageTimes) -> Evaluation:
 
     blocked = {r: order[len(ends[r])] for r, order in enumerate(orders) if len(ends[r]) < len(order)}
     if blocked:
-        raise UserError(_why_blocked(blocked, rank_of, forward_done, gradient_done))
+        raise UserError(_why_blocked(blocked, rank_of, forward_done, gradient_done, schedule, place))
     return Evaluation(tuple(map(tuple, starts)), tuple(map(tuple, ends)), tuple(busy))
-
-
-def _ranks(schedule: PipelineSchedule, stages: int) -> tuple[int, ...]:
-    run = {action.stage for order in schedule.orders for action in order}
-    if len(run) < stages:
-        raise UserError(MissingStage(None, next(s for s in range(stages) if s not in run), stages))
-    return schedule.placement
 
 
 def _require_times(times: StageTimes, stages: int, micro_batches: int) -> None:
@@ -190,7 +190,10 @@ def _require_times(times: StageTimes, stages: int, micro_batches: int) -> None:
     for what, table, rows in named:
         if len(table) != rows or any(len(row) != micro_batches for row in table):
             given = f"{len(table)} x {len(table[0]) if table else 0}"
-            raise UserError(TimesForOthers(None, what, given, f"{rows} x {micro_batches}"))
+            raise user_error(
+                f"{what} are given for {given}, but the schedule has {rows} x {micro_batches}",
+                help="give one number for every stage and micro-batch, and for every cut and micro-batch",
+            )
 
 
 def _why_blocked(
@@ -198,7 +201,9 @@ def _why_blocked(
     rank_of: Sequence[int],
     forward_done: set[tuple[int, int]],
     gradient_done: set[tuple[int, int]],
-) -> ActionTooEarly | DeadlockedSchedule | MissingAction:
+    schedule: PipelineSchedule,
+    place: Place,
+) -> Mistake:
     """What each blocked rank waits for, followed until a rank comes again."""
     path: list[int] = []
     needs: dict[int, Action] = {}
@@ -207,48 +212,40 @@ def _why_blocked(
         path.append(rank)
         stage, kind, micro_batch = action = blocked[rank]
         if kind == WEIGHT_GRADIENT:
-            return ActionTooEarly(None, rank, str(action), str(Action(stage, ACTIVATION_GRADIENT, micro_batch)))
+            return action_too_early(action, Action(stage, ACTIVATION_GRADIENT, micro_batch), rank)
         if kind != FORWARD and (stage, micro_batch) not in forward_done:
-            return ActionTooEarly(None, rank, str(action), str(Action(stage, FORWARD, micro_batch)))
+            return action_too_early(action, Action(stage, FORWARD, micro_batch), rank)
         awaited = stage - 1 if kind == FORWARD else stage + 1
         needs[rank] = Action(awaited, kind, micro_batch)
         rank = rank_of[awaited]
         if rank not in blocked:
-            return MissingAction(None, awaited, PHASES[kind], micro_batch, rank, str(needs[path[-1]]))
+            return missing_action(needs[path[-1]], rank)
     cycle = path[path.index(rank) :]
     waits = ", ".join(f"rank {r} waits at `{blocked[r]}` for `{needs[r]}`" for r in cycle)
-    return DeadlockedSchedule(None, waits, str(needs[cycle[-1]]), str(blocked[rank]), rank)
-
-
-def held(schedule: PipelineSchedule, saved: Table, kept_for_weight: Table | None = None) -> tuple[float, ...]:
-    """The most that every rank holds at once, of ``saved[stage][micro_batch]``.
-
-    A forward saves, its backward releases. A split backward releases all but ``kept_for_weight`` after the activation
-    gradient, and that after the weight gradient; without that table it keeps everything. When does not matter: a
-    rank's actions follow each other.
-    """
-    return tuple(
-        _most(order, saved, saved if kept_for_weight is None else kept_for_weight) for order in schedule.orders
+    return Mistake(
+        place(rank, schedule.orders[rank].index(blocked[rank])),
+        f"the schedule deadlocks: {shown(waits)}",
+        label="never runs",
+        help=f"move `{needs[cycle[-1]]}` before `{blocked[rank]}` on rank {rank}",
     )
 
 
-def held_micro_batches(schedule: PipelineSchedule) -> tuple[int, ...]:
-    """The most pairs of stage and micro-batch that every rank holds at once, until their last gradient."""
-    ones = ((1,) * schedule.micro_batches,) * schedule.stages
-    return tuple(int(count) for count in held(schedule, ones))
+def held(schedule: PipelineSchedule, saved: Table) -> tuple[float, ...]:
+    """The most that every rank holds at once, of ``saved[stage][micro_batch]``.
+
+    A forward saves, a whole backward or a weight gradient releases. When does not matter: a rank's actions follow each
+    other.
+    """
+    return tuple(_most(order, saved) for order in schedule.orders)
 
 
-def _most(order: Order, saved: Table, kept: Table) -> float:
+def _most(order: Order, saved: Table) -> float:
     now: float = 0
     most: float = 0
     for stage, kind, micro_batch in order:
         if kind == FORWARD:
             now += saved[stage][micro_batch]
             most = max(most, now)
-        elif kind == BACKWARD:
+        elif kind != ACTIVATION_GRADIENT:
             now -= saved[stage][micro_batch]
-        elif kind == ACTIVATION_GRADIENT:
-            now -= saved[stage][micro_batch] - kept[stage][micro_batch]
-        else:
-            now -= kept[stage][micro_batch]
     return most

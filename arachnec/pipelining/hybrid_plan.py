@@ -12,8 +12,8 @@ from functools import cached_property, lru_cache
 from itertools import accumulate, groupby, pairwise, product
 from math import inf
 
-from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining.profile_file import BatchDoesNotDivide, LayerProfile, NoDevices
+from arachnec.ir.diagnostic import user_error
+from arachnec.pipelining.profile_file import LayerProfile
 
 Allocation = tuple[int, ...]  # devices of every machine
 
@@ -85,9 +85,15 @@ class Instance:
 
     def __post_init__(self) -> None:
         if self.machines.count < 1 or self.machines.devices < 1:
-            raise UserError(NoDevices(None, self.machines.count, self.machines.devices))
+            raise user_error(
+                f"a plan for {self.machines.count} machines of {self.machines.devices} devices",
+                help="give at least one machine with at least one device",
+            )
         if min(self.batch, self.micro_batch, self.profile_batch) < 1 or self.batch % self.micro_batch:
-            raise UserError(BatchDoesNotDivide(None, self.batch, self.micro_batch))
+            raise user_error(
+                f"a global batch of {self.batch} has no whole number of micro-batches of {self.micro_batch}",
+                help=f"give a global batch that is a multiple of {self.micro_batch}",
+            )
 
     @cached_property
     def until(self) -> tuple[float, ...]:

@@ -14,8 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining.errors import FitsNowhere
+from arachnec.pipelining.errors import fits_nowhere
 from arachnec.pipelining.hybrid_plan import (
     Allocation,
     HybridPlan,
@@ -62,7 +61,7 @@ def dapple_plan(instance: Instance, pipelines: Sequence[int] = (1,)) -> HybridPl
     chosen = [(copies, _smallest_block(instance, copies)) for copies in _copies(instance, pipelines)]
     plans = [hybrid_plan(instance, stages, copies.pipelines, copies.apart) for copies, stages in chosen if stages]
     if chosen and not plans:
-        raise UserError(FitsNowhere(None, instance.layers, instance.machines.count * instance.machines.devices))
+        raise fits_nowhere(instance.layers, instance.machines.count * instance.machines.devices)
     return min(plans, key=lambda plan: plan.latency)
 
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
     BACKWARD,
@@ -19,7 +19,6 @@ from arachnec.pipelining.action import (
     Kind,
     PipelineSchedule,
 )
-from arachnec.pipelining.errors import GroupExceedsMemory
 from arachnec.pipelining.evaluate import StageTimes, Table, evaluate, held
 from arachnec.pipelining.order_problem import OrderProblem, lower_bound
 from arachnec.pipelining.schedules import kfkb, one_f_one_b
@@ -288,7 +287,10 @@ def require_held(k: int, saved: Table, limits: Sequence[float]) -> None:
     too_much = overfull(k, saved, limits)
     if too_much is not None:
         rank, needed = too_much
-        raise UserError(GroupExceedsMemory(None, k, rank, f"{needed:.6g}", f"{limits[rank]:.6g}"))
+        raise user_error(
+            f"groups of {k} micro-batches save {needed:.6g} bytes on rank {rank}, which may hold {limits[rank]:.6g}",
+            help="use a smaller k, smaller micro-batches, or recompute more blocks",
+        )
 
 
 def overfull(k: int, saved: Table, limits: Sequence[float]) -> tuple[int, float] | None:

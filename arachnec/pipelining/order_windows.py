@@ -41,7 +41,7 @@ class Windowed:
 
 
 def improve_windows(
-    problem: OrderProblem, schedule: PipelineSchedule, effort: Effort, *, size: int = LARGEST_WINDOW, seed: int = 0
+    problem: OrderProblem, schedule: PipelineSchedule, effort: Effort, *, size: int = LARGEST_WINDOW
 ) -> Windowed:
     """Every window of ``size`` actions once, each half a window later than the last; ``effort`` for each of them."""
     whole = _whole(problem, evaluate(schedule, problem.times).makespan)
@@ -50,7 +50,7 @@ def improve_windows(
     windows = proved = 0
     for first in range(0, max(1, actions - size // 2), size // 2):
         windows += 1
-        schedule, evaluation, certain = _solve(whole, schedule, evaluation, first, size, effort, seed)
+        schedule, evaluation, certain = _solve(whole, schedule, evaluation, first, size, effort)
         proved += certain
     makespan = evaluate(schedule, problem.times).makespan
     return Windowed(schedule, makespan, windows, proved, proved == 1 and actions <= size)
@@ -79,12 +79,11 @@ def _solve(
     first: int,
     size: int,
     effort: Effort,
-    seed: int,
 ) -> tuple[PipelineSchedule, Evaluation, bool]:
     """The window's actions in better orders until the effort is spent; and whether there is provably no better one."""
     while True:
         window = _window(schedule, evaluation, first, size)
-        question = _Question(problem, schedule, evaluation, window, seed)
+        question = _Question(problem, schedule, evaluation, window)
         answer = question.check(effort)
         if answer is not Answer.POSSIBLE:
             return schedule, evaluation, answer is Answer.IMPOSSIBLE
@@ -120,12 +119,11 @@ class _Question(Model):
         schedule: PipelineSchedule,
         evaluation: Evaluation,
         window: list[range],
-        seed: int,
     ) -> None:
         self.problem, self.given, self.window = problem, schedule, window
         self.inside = [[order[k] for k in own] for order, own in zip(schedule.orders, window, strict=True)]
         flat = [action for own in self.inside for action in own]
-        super().__init__(len(flat), seed)
+        super().__init__(len(flat), seed=0)
         self.number = {action: number for number, action in enumerate(flat)}
         self.before: dict[tuple[Action, Action], Boolean] = {}
         self.heads, self.tails = self._surroundings(evaluation)

@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining.errors import FitsNowhere, MoreRanksThanLayers
-from arachnec.pipelining.order_problem import OrderProblem
+from arachnec.ir.diagnostic import user_error
+from arachnec.pipelining.errors import fits_nowhere
 from arachnec.pipelining.order_search import list_schedule
 from arachnec.pipelining.pipeline_model import Performance, PipelineInstance, PipelinePlan, order_problem, performance
 
@@ -79,11 +78,10 @@ SHARES = (1.0, 0.8, 0.65, 0.5)  # of its free memory that a rank may fill: less 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan before it is scheduled: with halved backwards or whole ones, and how much of the memory is used."""
+    """A plan before it is scheduled, and how much of the memory it uses."""
 
     sizes: tuple[int, ...]
     placement: tuple[int, ...]
-    split: bool
     share: float = 1.0
 
 
@@ -107,17 +105,20 @@ def wave(ranks: int, stages_a_rank: int) -> tuple[int, ...]:
     return tuple(rank for turn in range(stages_a_rank) for rank in (down if turn % 2 == 0 else down[::-1]))
 
 
-def find_plan(instance: PipelineInstance, *, split: bool = True, tries: int = 250, seed: int = 0) -> FoundPlan:
-    """The best plan of ``tries`` repairs of each of the best seeds; ``split`` if backwards may be halved.
+def find_plan(instance: PipelineInstance, *, tries: int = 250, seed: int = 0) -> FoundPlan:
+    """The best plan of ``tries`` repairs of each of the best seeds.
 
     No rank ever holds more than its memory. Same instance, seed and number of tries, same plan. UserError if there are
     more ranks than layers, or no seed fits into the memory.
     """
     if len(instance.layers) < instance.ranks:
-        raise UserError(MoreRanksThanLayers(None, instance.ranks, len(instance.layers)))
-    decoded = [pair for candidate in _seeds(instance, split, seed) if (pair := _decoded(instance, candidate))]
+        raise user_error(
+            f"a pipeline of {instance.ranks} ranks for {len(instance.layers)} layers",
+            help=f"every rank needs a layer: give at most {len(instance.layers)} ranks",
+        )
+    decoded = [pair for candidate in _seeds(instance, seed) if (pair := _decoded(instance, candidate))]
     if not decoded:
-        raise UserError(FitsNowhere(None, len(instance.layers), instance.ranks))
+        raise fits_nowhere(len(instance.layers), instance.ranks)
     best_first = sorted(decoded, key=lambda pair: pair[1].performance.makespan)
     repaired = [
         _repaired(instance, candidate, plan, tries, seed + k) for k, (candidate, plan) in enumerate(best_first[:SEEDS])
@@ -125,7 +126,7 @@ def find_plan(instance: PipelineInstance, *, split: bool = True, tries: int = 25
     return min(repaired, key=lambda plan: plan.performance.makespan)
 
 
-def _seeds(instance: PipelineInstance, split: bool, seed: int) -> Iterator[Candidate]:
+def _seeds(instance: PipelineInstance, seed: int) -> Iterator[Candidate]:
     layers = len(instance.layers)
     for stages_a_rank in range(1, MOST_STAGES_A_RANK + 1):
         if instance.ranks * stages_a_rank > layers:
@@ -134,16 +135,15 @@ def _seeds(instance: PipelineInstance, split: bool, seed: int) -> Iterator[Candi
             (interleaved(instance.ranks, stages_a_rank), wave(instance.ranks, stages_a_rank))
         ):
             for sizes in (balanced_sizes(instance, placement, seed), even_sizes(layers, len(placement))):
-                yield Candidate(sizes, placement, split)
+                yield Candidate(sizes, placement)
 
 
 def _decoded(instance: PipelineInstance, candidate: Candidate) -> tuple[Candidate, FoundPlan] | None:
     """The candidate with its list schedule; None if that does not fit."""
     problem = order_problem(instance, candidate.sizes, candidate.placement)
     shared = [limit * candidate.share for limit in problem.limits]
-    limited = OrderProblem(problem.times, problem.saved, shared, problem.placement)
     try:
-        schedule = list_schedule(limited, range(instance.micro_batches), candidate.split)[1]
+        schedule = list_schedule(replace(problem, limits=shared), range(instance.micro_batches), split=True)[1]
     except ValueError:
         return None
     plan = PipelinePlan(candidate.sizes, candidate.placement, schedule)
@@ -182,7 +182,7 @@ def _move(instance: PipelineInstance, candidate: Candidate, costs: Performance, 
         return _layer_moved(candidate, rng.choice(own), rng.choice(others)) if others else candidate
     kind = rng.random()
     if kind < 0.25:
-        return Candidate(candidate.sizes, candidate.placement, candidate.split, rng.choice(SHARES))
+        return replace(candidate, share=rng.choice(SHARES))
     if kind < 0.6:
         return _swapped(candidate, rng)
     stages = range(len(candidate.sizes))
@@ -194,7 +194,7 @@ def _swapped(candidate: Candidate, rng: random.Random) -> Candidate:
     placement = list(candidate.placement)
     a, b = rng.randrange(len(placement)), rng.randrange(len(placement))
     placement[a], placement[b] = placement[b], placement[a]
-    return Candidate(candidate.sizes, tuple(placement), candidate.split, candidate.share)
+    return replace(candidate, placement=tuple(placement))
 
 
 def _layer_moved(candidate: Candidate, giver: int, taker: int) -> Candidate:
@@ -204,4 +204,4 @@ def _layer_moved(candidate: Candidate, giver: int, taker: int) -> Candidate:
         return candidate
     sizes[giver] -= 1
     sizes[taker] += 1
-    return Candidate(tuple(sizes), candidate.placement, candidate.split, candidate.share)
+    return replace(candidate, sizes=tuple(sizes))

@@ -16,84 +16,8 @@ from pathlib import Path
 
 import networkx as nx
 
-from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
+from arachnec.ir.diagnostic import Mistake, Span, UserError, user_error
 from arachnec.ir.limits import LARGEST, LARGEST_PROFILE, LONGEST_LINE, MOST_EDGES, MOST_LAYERS
-from arachnec.pipelining.errors import NoText
-
-
-@dataclass(frozen=True)
-class BadProfileLine(Diagnostic):
-    title = "no node and no edge of a profile"
-    label = "cannot be read"
-    help = (
-        "write `node1 -- name -- forward_compute_time=1, backward_compute_time=2, activation_size=8, "
-        "parameter_size=8`, or a tab and `node1 -- node2`"
-    )
-
-
-@dataclass(frozen=True)
-class BadProfileNumber(Diagnostic):
-    title = "`{field}` is `{given}`: {reason}"
-    label = "{reason}"
-    help = f"give `{{field}}` as a number of at least 0 and no more than {LARGEST:g}, times in ms and sizes in bytes"
-    field: str
-    given: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class RepeatedNode(Diagnostic):
-    title = "`{node}` stands twice in the profile"
-    label = "stands before"
-    help = "give every node a name of its own"
-    node: str
-
-
-@dataclass(frozen=True)
-class UnknownNode(Diagnostic):
-    title = "an edge names `{node}`, which is no node of the profile"
-    label = "no such node"
-    help = "add a line for `{node}`, or remove the edge"
-    node: str
-
-
-@dataclass(frozen=True)
-class CyclicProfile(Diagnostic):
-    title = "the layers of the profile read each other in a cycle: {cycle}"
-    label = "closes the cycle"
-    help = "remove one of these edges: what comes later cannot be read before"
-    cycle: str
-
-
-@dataclass(frozen=True)
-class TooManyLayers(Diagnostic):
-    title = "the profile has more than {most} layers or {edges} edges"
-    help = "profile blocks, not operations: a plan cuts between blocks"
-    most: int
-    edges: int
-
-
-@dataclass(frozen=True)
-class EmptyProfile(Diagnostic):
-    title = "the profile has no layer"
-    help = "give one line for every layer, then one for every edge"
-
-
-@dataclass(frozen=True)
-class BatchDoesNotDivide(Diagnostic):
-    title = "a global batch of {batch} has no whole number of micro-batches of {micro_batch}"
-    help = "give a global batch that is a multiple of {micro_batch}"
-    batch: int
-    micro_batch: int
-
-
-@dataclass(frozen=True)
-class NoDevices(Diagnostic):
-    title = "a plan for {machines} machines of {devices} devices"
-    help = "give at least one machine with at least one device"
-    machines: int
-    devices: int
-
 
 FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 _NODE = re.compile(r"(node\w{1,40}) -- (.*?) -- (\w+=.*)")
@@ -132,11 +56,11 @@ def read_profile_file(path: Path) -> LayerProfile:
             help="give the path of a file with a line for every layer, in DAPPLE's format",
         )
     if path.stat().st_size > LARGEST_PROFILE:
-        raise UserError(TooManyLayers(None, MOST_LAYERS, MOST_EDGES))
+        raise _too_many_layers(None)
     try:
         return read_profile(path.read_text(encoding="utf-8-sig"), str(path))
     except UnicodeDecodeError:
-        raise UserError(NoText(None, str(path), "a profile in DAPPLE's format")) from None
+        raise user_error(f"{path} is no text", help="give a profile in DAPPLE's format, in UTF-8") from None
 
 
 def read_profile(text: str, file: str) -> LayerProfile:
@@ -146,10 +70,10 @@ def read_profile(text: str, file: str) -> LayerProfile:
         sum(1 for row in rows if row[:1] not in ("", "\t", " ", "\r")) > MOST_LAYERS
         or len(rows) > MOST_LAYERS + MOST_EDGES
     ):
-        raise UserError(TooManyLayers(Span(file, MOST_LAYERS + 1, 1, MOST_LAYERS + 1, 2), MOST_LAYERS, MOST_EDGES))
+        raise _too_many_layers(Span(file, MOST_LAYERS + 1, 1, MOST_LAYERS + 1, 2))
     nodes: dict[str, Layer] = {}
     edges: list[tuple[str, str, Span]] = []
-    wrong: list[Diagnostic] = []
+    wrong: list[Mistake] = []
     for number, row in enumerate(rows, 1):
         if not row.strip():
             continue
@@ -158,46 +82,84 @@ def read_profile(text: str, file: str) -> LayerProfile:
         if edge is not None:
             edges.append((edge[1], edge[2], span))
         elif node is None:
-            wrong.append(BadProfileLine(span))
+            wrong.append(_bad_line(span))
         elif node[1] in nodes:
-            wrong.append(RepeatedNode(span, node[1]))
+            title, remedy = f"`{node[1]}` stands twice in the profile", "give every node a name of its own"
+            wrong.append(Mistake(span, title, label="stands before", help=remedy))
         else:
             layer = _layer(node[2], node[3], span)
-            if isinstance(layer, Diagnostic):
+            if isinstance(layer, Mistake):
                 wrong.append(layer)
             else:
                 nodes[node[1]] = layer
     if not wrong:
-        wrong += [UnknownNode(span, end) for *ends, span in edges for end in ends if end not in nodes]
+        wrong += [
+            Mistake(
+                span,
+                f"an edge names `{end}`, which is no node of the profile",
+                label="no such node",
+                help=f"add a line for `{end}`, or remove the edge",
+            )
+            for *ends, span in edges
+            for end in ends
+            if end not in nodes
+        ]
     if not (wrong or nodes):
-        wrong.append(EmptyProfile(Span(file, 1, 1, 1, 2, text)))
+        remedy = "give one line for every layer, then one for every edge"
+        wrong.append(Mistake(Span(file, 1, 1, 1, 2, text), "the profile has no layer", help=remedy))
     if wrong:
         raise UserError(*wrong)
     return _ordered(nodes, edges)
 
 
-def _layer(name: str, fields: str, span: Span) -> Layer | Diagnostic:
+def _too_many_layers(span: Span | None) -> UserError:
+    return user_error(
+        f"the profile has more than {MOST_LAYERS} layers or {MOST_EDGES} edges",
+        help="profile blocks, not operations: a plan cuts between blocks",
+        span=span,
+    )
+
+
+def _bad_line(span: Span) -> Mistake:
+    return Mistake(
+        span,
+        "no node and no edge of a profile",
+        label="cannot be read",
+        help="write `node1 -- name -- forward_compute_time=1, backward_compute_time=2, activation_size=8, "
+        "parameter_size=8`, or a tab and `node1 -- node2`",
+    )
+
+
+def _layer(name: str, fields: str, span: Span) -> Layer | Mistake:
     """One node's numbers, or what is wrong with them. A size may be a list, ``[16; 32]``: it is summed."""
     given: dict[str, str] = {}
     for field in fields.split(","):
         key, _, value = field.partition("=")
         given[key.strip()] = value.strip()
     if set(given) != set(FIELDS) or fields.count(",") + 1 != len(FIELDS):
-        return BadProfileLine(span)
+        return _bad_line(span)
     numbers = []
     for key in FIELDS:
         words = given[key].removeprefix("[").removesuffix("]").split(";")
-        if not all(_NUMBER.fullmatch(word.strip()) for word in words):
-            return BadProfileNumber(span, key, given[key][:40], "no number")
-        number = sum(float(word) for word in words)
-        if not math.isfinite(number):
-            return BadProfileNumber(span, key, given[key][:40], "not finite")
-        if any(float(word) < 0 for word in words):
-            return BadProfileNumber(span, key, given[key][:40], "negative")
-        if number > LARGEST:
-            return BadProfileNumber(span, key, given[key][:40], f"above {LARGEST:g}")
-        numbers.append(number)
+        reason = _no_size(words)
+        if reason:
+            title = f"`{key}` is `{given[key][:40]}`: {reason}"
+            remedy = f"give `{key}` as a number of at least 0 and no more than {LARGEST:g}"
+            return Mistake(span, title, label=reason, help=f"{remedy}, times in ms and sizes in bytes")
+        numbers.append(sum(map(float, words)))
     return Layer(name, *numbers)
+
+
+def _no_size(words: list[str]) -> str:
+    """Why the sum of these numbers is none that a profile has; empty where it is."""
+    if not all(_NUMBER.fullmatch(word.strip()) for word in words):
+        return "no number"
+    numbers = [float(word) for word in words]
+    if not math.isfinite(sum(numbers)):
+        return "not finite"
+    if min(numbers) < 0:
+        return "negative"
+    return f"above {LARGEST:g}" if sum(numbers) > LARGEST else ""
 
 
 def _ordered(nodes: dict[str, Layer], edges: list[tuple[str, str, Span]]) -> LayerProfile:
@@ -210,7 +172,12 @@ def _ordered(nodes: dict[str, Layer], edges: list[tuple[str, str, Span]]) -> Lay
     except nx.NetworkXUnfeasible:
         cycle = [a for a, _ in nx.find_cycle(graph)]
         span = next(span for a, b, span in edges if a == cycle[-1] and b == cycle[0])
-        raise UserError(CyclicProfile(span, " -- ".join([*cycle[:8], cycle[0]]))) from None
+        raise user_error(
+            f"the layers of the profile read each other in a cycle: {' -- '.join([*cycle[:8], cycle[0]])}",
+            label="closes the cycle",
+            help="remove one of these edges: what comes later cannot be read before",
+            span=span,
+        ) from None
     at = {name: k for k, name in enumerate(order)}
     cuts = [0.0] * (len(order) - 1)
     for name in order:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import Literal
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import Mistake, UserError, user_error
 from arachnec.pipelining.action import (
     ACTIVATION_GRADIENT,
     BACKWARD,
@@ -17,18 +17,19 @@ from arachnec.pipelining.action import (
     Order,
     PipelineSchedule,
 )
-from arachnec.pipelining.errors import (
-    LimitsForOtherRanks,
-    MemoryHoldsNoMicroBatch,
-    NotPositive,
-    UnevenRounds,
-    UnknownWarmUpPolicy,
-)
 
 
 def require_positive(**numbers: int) -> None:
     """UserError for any number below 1."""
-    wrong = [NotPositive(None, what.replace("_", " "), given) for what, given in numbers.items() if given < 1]
+    wrong = [
+        Mistake(
+            None,
+            f"a pipeline schedule with {what.replace('_', ' ')} = {given}",
+            help="give a whole number of at least 1",
+        )
+        for what, given in numbers.items()
+        if given < 1
+    ]
     if wrong:
         raise UserError(*wrong)
 
@@ -37,8 +38,15 @@ def limits(most: int | Sequence[int], ranks: int) -> list[int]:
     """How many micro-batches each rank's memory holds. UserError for other ranks, or where one holds none."""
     held = [most] * ranks if isinstance(most, int) else list(most)
     if len(held) != ranks:
-        raise UserError(LimitsForOtherRanks(None, len(held), ranks))
-    wrong = [MemoryHoldsNoMicroBatch(None, rank) for rank, count in enumerate(held) if count < 1]
+        raise user_error(
+            f"memory limits for {len(held)} ranks, but there are {ranks}", help="give one limit for every rank"
+        )
+    remedy = "use smaller micro-batches, more stages, or recompute more blocks"
+    wrong = [
+        Mistake(None, f"the memory of rank {rank} holds no micro-batch", help=remedy)
+        for rank, count in enumerate(held)
+        if count < 1
+    ]
     if wrong:
         raise UserError(*wrong)
     return held
@@ -60,7 +68,25 @@ def one_f_one_b(stages: int, micro_batches: int) -> PipelineSchedule:
 def kfkb(stages: int, micro_batches: int, k: int) -> PipelineSchedule:
     """1F1B with ``k`` micro-batches in the place of one, the last group smaller (Ada-Grouper, 2303.01675)."""
     require_positive(stages=stages, micro_batches=micro_batches, k=k)
-    return _schedule(stages, micro_batches, k, [stages - rank for rank in range(stages)])
+    groups = [range(first, min(first + k, micro_batches)) for first in range(0, micro_batches, k)]
+
+    def order(rank: int) -> Order:
+        if k == 1:  # the common case, without a tuple for every micro-batch
+            forwards = [Action(rank, FORWARD, m) for m in range(micro_batches)]
+            backwards = [Action(rank, BACKWARD, m) for m in range(micro_batches)]
+            return in_turn(forwards, backwards, min(stages - rank, micro_batches) - 1)
+        ahead = min(stages - rank, len(groups)) - 1
+
+        def run(kind: Kind, group: range) -> list[Action]:
+            return [Action(rank, kind, m) for m in group]
+
+        turns = [run(FORWARD, group) for group in groups[:ahead]]
+        for done, group in enumerate(groups[ahead:]):
+            turns += [run(FORWARD, group), run(BACKWARD, groups[done])]
+        turns += [run(BACKWARD, group) for group in groups[len(groups) - ahead :]]
+        return tuple(chain.from_iterable(turns))
+
+    return PipelineSchedule(tuple(order(rank) for rank in range(stages)))
 
 
 def dapple(
@@ -102,7 +128,10 @@ def warm_up(replicas: Sequence[int], policy: WarmUp, most: int | Sequence[int] |
     they would wait for each other.
     """
     if policy not in ("A", "B"):
-        raise UserError(UnknownWarmUpPolicy(None, str(policy)))
+        raise user_error(
+            f"unknown warm-up policy `{policy}`",
+            help="policies are A (stages behind and this one) and B (twice as many, for slow links)",
+        )
     under_way = [-(-sum(replicas[stage:]) // own) for stage, own in enumerate(replicas)]
     wanted = under_way if policy == "A" else [2 * count - 1 for count in under_way]
     held = wanted if most is None else limits(most, len(replicas))
@@ -120,33 +149,6 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], ahead: int)
     return (*forwards[:ahead], *chain.from_iterable(pairs), *backwards[max(0, len(forwards) - ahead) :])
 
 
-def _schedule(stages: int, micro_batches: int, k: int, ahead_on: Sequence[int]) -> PipelineSchedule:
-    """``ahead_on[r]`` groups of ``k`` go forward on rank r before the first goes backward.
-
-    GPipe, 1F1B, kFkB and DAPPLE's differ in how many forwards a rank runs before its first backward, and in how many
-    micro-batches go as one. One stage a rank.
-    """
-    groups = [range(first, min(first + k, micro_batches)) for first in range(0, micro_batches, k)]
-
-    def order(rank: int) -> Order:
-        if k == 1:  # the common case, without a tuple for every micro-batch
-            forwards = [Action(rank, FORWARD, m) for m in range(micro_batches)]
-            backwards = [Action(rank, BACKWARD, m) for m in range(micro_batches)]
-            return in_turn(forwards, backwards, min(ahead_on[rank], micro_batches) - 1)
-        ahead = min(ahead_on[rank], len(groups)) - 1
-
-        def run(kind: Kind, group: range) -> list[Action]:
-            return [Action(rank, kind, m) for m in group]
-
-        turns = [run(FORWARD, group) for group in groups[:ahead]]
-        for done, group in enumerate(groups[ahead:]):
-            turns += [run(FORWARD, group), run(BACKWARD, groups[done])]
-        turns += [run(BACKWARD, group) for group in groups[len(groups) - ahead :]]
-        return tuple(chain.from_iterable(turns))
-
-    return PipelineSchedule(tuple(order(rank) for rank in range(stages)))
-
-
 def interleaved_1f1b(ranks: int, micro_batches: int, v: int) -> PipelineSchedule:
     """``v`` stages a rank: stage s on rank s mod ``ranks``.
 
@@ -159,7 +161,11 @@ def interleaved_1f1b(ranks: int, micro_batches: int, v: int) -> PipelineSchedule
     require_positive(ranks=ranks, micro_batches=micro_batches, v=v)
     rounds = max(1, micro_batches // ranks)
     if micro_batches % rounds:
-        raise UserError(UnevenRounds(None, micro_batches, ranks, -(-micro_batches // ranks) * ranks))
+        fitting = -(-micro_batches // ranks) * ranks
+        raise user_error(
+            f"{micro_batches} micro-batches cannot be interleaved on {ranks} ranks",
+            help=f"interleaving goes in rounds of equal size: give {fitting} micro-batches, or use 1f1b",
+        )
     size = micro_batches // rounds
 
     def actions(rank: int, kind: Kind, chunks: range) -> list[Action]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING
@@ -32,6 +32,22 @@ def on(
     arrived = max((producer.end + arrival(producer, placed, cost) for producer in inputs), default=0.0)
     start = max(arrived, *(actual[rank] for rank in ranks))
     return placed.with_attrs(start=_ms(start), end=_ms(start + (placed.end - placed.start)))
+
+
+def placed_in_turn(
+    cascades: Iterable[Cascade],
+    cost: CostModel,
+    place: Callable[[Cascade, Sequence[Cascade], Sequence[float]], Cascade],
+) -> list[Cascade]:
+    """Every cascade as ``place(cascade, inputs, free)`` puts it on ranks; ``free`` is when each rank is, in ms."""
+    free = [0.0] * cost.cluster.world
+    done: dict[str, Cascade] = {}
+    for cascade in cascades:
+        inputs = [done[name] for name in cascade.inputs if name in done]
+        done[cascade.name] = placed = place(cascade, inputs, free)
+        for rank in placed.ranks:
+            free[rank] = placed.end
+    return list(done.values())
 
 
 def _recomputed(cascade: Cascade, ranks: tuple[int, ...], inputs: Sequence[Cascade], cost: CostModel) -> int:

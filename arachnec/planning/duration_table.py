@@ -31,8 +31,8 @@ UNITS = {"ms": 1.0, "s": 1e3}
 EXAMPLE = '{"unit": "ms", "tasks": [{"name": "a", "stages": [{"stage": "dit", "ms": {"1": 100, "2": 55}}]}]}'
 
 
-def not_json_error(span: Span | None, reason: str, example: str = EXAMPLE) -> UserError:
-    return user_error(f"the table is not JSON: {reason}", label="here", help=f"a table looks like {example}", span=span)
+def not_json_error(span: Span | None, reason: str) -> UserError:
+    return user_error(f"the table is not JSON: {reason}", label="here", help=f"a table looks like {EXAMPLE}", span=span)
 
 
 @dataclass(frozen=True)

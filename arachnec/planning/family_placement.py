@@ -181,8 +181,8 @@ def family_placements(cascades: Sequence[Cascade], cost: CostModel, worth: float
         inputs = [done[name] for name in cascade.inputs if name in done]
         groups = [choice.first_free(cascade, inputs, free) for choice in _pools_of_groups(cascade, cost)]
         if groups:
-            placed = min((on(cascade, ranks, inputs, times, cost) for ranks in groups), key=_end)
-            waits = placed.start - _free_together(free, cascade.degree)
+            placed = min((on(cascade, ranks, inputs, times, cost) for ranks in groups), key=lambda one: one.end)
+            waits = placed.start - float(np.sort(free)[cascade.degree - 1])  # so many ranks are free together then
             if waits >= worth and (other := _anywhere(cascade, inputs, times, cost)).end + worth <= placed.end:
                 placed = other
         else:
@@ -194,21 +194,10 @@ def family_placements(cascades: Sequence[Cascade], cost: CostModel, worth: float
     return list(done.values())
 
 
-def _free_together(free: NDArray[np.float64], count: int) -> float:
-    """ms from which any ``count`` ranks are free."""
-    import numpy as np
-
-    return float(np.sort(free)[count - 1])
-
-
-def _end(cascade: Cascade) -> float:
-    return cascade.end
-
-
 def _anywhere(cascade: Cascade, inputs: Sequence[Cascade], times: Sequence[float], cost: CostModel) -> Cascade:
     """On any ranks, of each pool of devices where they differ."""
     every = pools(cascade, cost) if cost.devices.kinds else [range(cost.cluster.world)]
-    return min((place_among(cascade, pool, inputs, times, cost, pick_ranks) for pool in every), key=_end)
+    return min((place_among(cascade, pool, inputs, times, cost, pick_ranks) for pool in every), key=lambda one: one.end)
 
 
 def _pools_of_groups(cascade: Cascade, cost: CostModel) -> list[_Groups]:

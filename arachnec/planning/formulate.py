@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from arachnec.cost.memory import RESERVE
 from arachnec.cost.model import CostModel
 from arachnec.cost.table import Entry
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
+from arachnec.ir.diagnostic import Mistake, UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Step, integers
 from arachnec.ir.stage_sizes import recompute_value, times_of
 from arachnec.ir.values import Attributes, Quantity
@@ -20,39 +20,10 @@ from arachnec.solver.problem import TICKS, Choice, Job, Problem, Schedule, Solut
 
 
 @dataclass(frozen=True)
-class FitsNoDegree(Diagnostic):
-    title = "{what} fits no degree: it needs {needed:.1f} GiB per GPU at degree {degree}, there are {room:.1f}"
-    label = "too large for this cluster"
-    help = "{remedy}"
-    what: str
-    needed: float
-    degree: int
-    room: float
-    remedy: str
+class LacksMemory(Mistake):
+    """What host memory would help, too: ``joint`` stands between the help and that remedy."""
 
-
-@dataclass(frozen=True)
-class NotDividedOverACell(Diagnostic):
-    title = "{what} cannot be divided over the {cell} ranks of a cell"
-    label = "not for a cell"
-    help = (
-        "{reason}: give `shard-parameters` a smaller `cell`, let more such clips share a micro-batch, "
-        "or leave {instead} out"
-    )
-    what: str
-    cell: int
-    reason: str
-    instead: str
-
-
-@dataclass(frozen=True)
-class StateTooLarge(Diagnostic):
-    title = "parameters and optimizer state take {state:.1f} of the device's {memory:.1f} GiB on every rank"
-    help = "{reserve:.0%} stay free for buffers; use devices with more memory, or train fewer parameters{more}"
-    state: float
-    memory: float
-    reserve: float
-    more: str = ""
+    joint: str = ", or "
 
 
 def bad_schedule_error(problem: str) -> UserError:
@@ -68,7 +39,10 @@ def problem_of(module: Module, cost: CostModel) -> Problem:
     Raises UserError naming the clip where a cascade fits the memory at no degree.
     """
     if cost.room <= 0:
-        raise UserError(StateTooLarge(None, cost.resident, cost.cluster.memory, RESERVE))
+        taken = f"{cost.resident:.1f} of the device's {cost.cluster.memory:.1f} GiB on every rank"
+        remedy = "use devices with more memory, or train fewer parameters"
+        title = f"parameters and optimizer state take {taken}"
+        raise UserError(LacksMemory(None, title, help=f"{RESERVE:.0%} stay free for buffers; {remedy}"))
     index = {cascade.name: position for position, cascade in enumerate(module.cascades)}
     choices: dict[tuple[object, ...], tuple[Choice, ...]] = {}  # shared, so that equal jobs are known by identity
     co_resident = co_resident_outputs(module, cost)
@@ -133,7 +107,7 @@ def choices_of(cascade: Cascade, cost: CostModel, held: float = 0.0) -> tuple[Ch
             span=cascade.span,
         )
     if not choices and not any(cost.table.ways(cascade, degree) for degree in legal):
-        raise UserError(_not_divided(cascade, cost, legal[0]))
+        raise _not_divided(cascade, cost, legal[0])
     if not choices:
         raise UserError(_fits_no_degree(cascade, cost, legal))
     return tuple(choices)
@@ -148,24 +122,32 @@ def _options_next_to(cascade: Cascade, cost: CostModel, legal: Sequence[int], sp
     }
 
 
-def _not_divided(cascade: Cascade, cost: CostModel, cell: int) -> NotDividedOverACell:
+def _not_divided(cascade: Cascade, cost: CostModel, cell: int) -> UserError:
     """Why its clips cannot be spread over a cell: their tokens are too few, or the stage lists smaller degrees."""
     listed = cost.stages[cascade.stage].attrs.get("degrees")
     reason, instead = "it has fewer tokens", "the clip"
     if cascade.tokens >= cell and listed is not None:
         degrees = ", ".join(map(str, integers(listed)))
         reason, instead = f"a clip of this stage runs at degrees {degrees} alone", "`shard-parameters`"
-    return NotDividedOverACell(cascade.span, describe(cascade), cell, reason, instead)
+    return user_error(
+        f"{describe(cascade)} cannot be divided over the {cell} ranks of a cell",
+        label="not for a cell",
+        help=f"{reason}: give `shard-parameters` a smaller `cell`, let more such clips share a micro-batch, or leave "
+        f"{instead} out",
+        span=cascade.span,
+    )
 
 
-def _fits_no_degree(cascade: Cascade, cost: CostModel, legal: Sequence[int]) -> FitsNoDegree:
+def _fits_no_degree(cascade: Cascade, cost: CostModel, legal: Sequence[int]) -> LacksMemory:
     recompute = cost.blocks(cascade) if cost.can_recompute(cascade) else 0
     degree = min(legal, key=lambda d: cost.memory(cascade, d, recompute))
     needed = cost.memory(cascade, degree, recompute) + cost.state
     remedy = "train it at fewer frames or a lower resolution, or use more GPUs or devices with more memory"
     if cascade.batch > 1:
         remedy = "lower `tokens` of `partition` so that fewer clips share a micro-batch"
-    return FitsNoDegree(cascade.span, describe(cascade), needed, degree, cost.largest_memory, remedy)
+    there = f"it needs {needed:.1f} GiB per GPU at degree {degree}, there are {cost.largest_memory:.1f}"
+    title = f"{describe(cascade)} fits no degree: {there}"
+    return LacksMemory(cascade.span, title, label="too large for this cluster", help=remedy, joint="; or ")
 
 
 def describe(cascade: Cascade) -> str:

@@ -16,7 +16,7 @@ from arachnec.analysis.stage_ranks import resident_ranks
 from arachnec.analysis.uses import Values, written
 from arachnec.cluster.topology import machines, node_of
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Mistake, shown
 from arachnec.ir.nodes import Cascade, Module, Phase, Program, quantity
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.order import global_order, plan_handoffs
@@ -25,25 +25,10 @@ from arachnec.verification.memory import TOLERANCE_GIB
 
 
 @dataclass(frozen=True)
-class ValuesFitNowhere(Diagnostic):
-    title = (
-        "rank {rank} needs {need:.3f} GiB in `{instruction}`, its device has {limit:.3f} GiB: {values:.3f} GiB are "
-        "encoders' outputs, even where each is made right before it is read"
-    )
-    label = "does not fit here"
-    help = "use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one"
-    rank: int
-    instruction: str
-    need: float
-    limit: float
-    values: float
-
-
-@dataclass(frozen=True)
 class Overflow:
     """The moment at which a rank lacks most memory, and the encoders whose values should not wait at such moments."""
 
-    worst: ValuesFitNowhere
+    worst: Mistake
     waiting: frozenset[str]
 
 
@@ -90,9 +75,14 @@ def find_overflow(placed: Sequence[Cascade], cost: CostModel) -> Overflow | None
     _, program, usage = worst
     instruction = written(program.instructions[usage.index]) if usage.index >= 0 else "its parameters alone"
     limit = nodes[node_of(cluster, program.rank)].memory
-    return Overflow(
-        ValuesFitNowhere(None, program.rank, instruction, usage.total, limit, usage.values), frozenset(waiting)
+    mistake = Mistake(
+        None,
+        f"rank {program.rank} needs {usage.total:.3f} GiB in `{shown(instruction)}`, its device has {limit:.3f} GiB: "
+        f"{usage.values:.3f} GiB are encoders' outputs, even where each is made right before it is read",
+        label="does not fit here",
+        help="use devices with more memory, or lower `tokens` of `partition` so that fewer clips share one",
     )
+    return Overflow(mistake, frozenset(waiting))
 
 
 def _to_be_late(

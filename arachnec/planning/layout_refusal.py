@@ -7,11 +7,11 @@ block recomputed. What a pipeline holds beside its part of the state is more.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from arachnec.cluster.device_kinds import Devices
 from arachnec.cost.memory import Memory
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Clip, Cluster, Module, Phase
 from arachnec.ir.stage_sizes import block_count
 from arachnec.planning.encoder_width import reasons_whole
@@ -19,25 +19,6 @@ from arachnec.planning.gradient_precision import with_gradient_precision
 from arachnec.planning.layouts import in_cells
 
 MOST_MACHINES = 64  # times as many
-
-
-@dataclass(frozen=True)
-class FitsNowhere(Diagnostic):
-    title = (
-        "clip %{clip} ({frames} x {height} x {width}, {tokens} tokens) fits in no layout: dealt out over {ranks} it "
-        "needs {needed:.3g} GiB of memory on each, their devices have {memory:.3g}"
-    )
-    label = "too long for this cluster"
-    help = "{remedy}"
-    clip: str
-    frames: int
-    height: int
-    width: int
-    tokens: int
-    ranks: str
-    needed: float
-    memory: float
-    remedy: str
 
 
 def demand_fits(module: Module) -> None:
@@ -49,12 +30,15 @@ def demand_fits(module: Module) -> None:
     needed, memory = needed_gib(module, module.cluster, longest), module.cluster.memory
     if needed <= memory:
         return
-    raise UserError(
-        FitsNowhere(
-            longest.span, str(longest.attrs.get("name", longest.id)), longest.frames, longest.height, longest.width,
-            longest.tokens, counted(module.cluster.world, "rank"), needed, memory, _remedy(module, longest, needed),
-        )
-    )  # fmt: skip
+    size = f"{longest.frames} x {longest.height} x {longest.width}, {longest.tokens} tokens"
+    ranks = counted(module.cluster.world, "rank")
+    raise user_error(
+        f"clip %{longest.attrs.get('name', longest.id)} ({size}) fits in no layout: dealt out over {ranks} it needs "
+        f"{needed:.3g} GiB of memory on each, their devices have {memory:.3g}",
+        label="too long for this cluster",
+        help=_remedy(module, longest, needed),
+        span=longest.span,
+    )
 
 
 def may_fit(module: Module) -> bool:

@@ -15,7 +15,7 @@ from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Quantity, Value
 from arachnec.planning.formulate import problem_of
 from arachnec.solver.bound import longest_chain, lower_bound
-from arachnec.solver.problem import TICKS, Choice, Problem
+from arachnec.solver.problem import TICKS, Choice, Problem, least_possible
 
 SCALE = 1000  # weights are whole numbers, the largest about this
 
@@ -58,13 +58,7 @@ def mixed_bound(module: Module, cost: CostModel, problem: Problem) -> int:
     def possible(horizon: int) -> bool:
         return sum(min(use for needed, use in row if needed <= horizon) for row in rows) <= worth * horizon
 
-    high = low
-    while not possible(high):
-        high *= 2
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if possible(middle) else (middle + 1, high)
-    return low
+    return least_possible(possible, low)
 
 
 def _relaxed(cascades: Sequence[Cascade], cost: CostModel, problem: Problem, kinds: Sequence[Kind]) -> Problem:

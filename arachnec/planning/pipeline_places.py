@@ -14,14 +14,14 @@ from math import gcd
 
 from arachnec.cost.memory import stages_apart
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cascade, Level, Module, Phase, Reduce, Stage, Step, integers, quantity
 from arachnec.ir.stage_sizes import shape_of
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.order import reads_saved
 from arachnec.pipelining.action import Order, PipelineSchedule
 from arachnec.planning import lower_bounds
-from arachnec.planning.cascade_ranks import on, pick_ranks
+from arachnec.planning.cascade_ranks import on, pick_ranks, placed_in_turn
 from arachnec.planning.formulate import has_gradient, problem_of
 from arachnec.planning.pipeline_orders import ScheduleName, pipeline_ranks
 from arachnec.planning.placement import in_order, place_among
@@ -236,17 +236,6 @@ def lanes_in_turns(
 PIPELINED = (Phase.FORWARD, Phase.BACKWARD, Phase.WEIGHT)
 
 
-@dataclass(frozen=True)
-class PlaceTooSmall(Diagnostic):
-    title = "%{cascade} takes {degree} ranks, and stage @{stage} lies on {ranks}"
-    label = "does not fit its stage's place"
-    help = "use a lower degree, fewer stages, or give `reduce @{stage}` more `ranks`"
-    cascade: str
-    degree: int
-    stage: str
-    ranks: str
-
-
 def is_pipeline(module: Module) -> bool:
     """Whether some trained stage runs forward and backward as cascades of their own."""
     trained = {stage.name for stage in module.stages if stage.trained}
@@ -275,10 +264,8 @@ def staged_placements(
     A forward takes ranks of its stage's place. Its backward and its weight gradients run on the same ranks in the same
     order, because what it saved lies there. Every rank keeps the order of the schedule.
     """
-    free = [0.0] * cost.cluster.world
-    done: dict[str, Cascade] = {}
-    for cascade in in_order(cascades):
-        inputs = [done[name] for name in cascade.inputs if name in done]
+
+    def placed(cascade: Cascade, inputs: Sequence[Cascade], free: Sequence[float]) -> Cascade:
         saved = next((source for source in inputs if reads_saved(cascade, source)), None)
         if saved is not None and cascade.width != saved.width:
             ranks, others = (counted(one.width, "rank") for one in (cascade, saved))
@@ -289,19 +276,21 @@ def staged_placements(
                 span=cascade.span,
             )
         if "assigned" in cascade.attrs:
-            placed = on(cascade.with_attrs(assigned=None), integers(cascade.attrs["assigned"]), inputs, free, cost)
-        elif saved is not None:
-            placed = on(cascade, saved.ranks, inputs, free, cost)
-        else:
-            place = places[cascade.stage]
-            if len(place) < cascade.degree:
-                ranks = counted(len(place), "rank")
-                raise UserError(PlaceTooSmall(cascade.span, cascade.name, cascade.degree, cascade.stage, ranks))
-            placed = place_among(cascade, place, inputs, free, cost, pick_ranks)
-        done[cascade.name] = placed
-        for rank in placed.ranks:
-            free[rank] = placed.end
-    return list(done.values())
+            return on(cascade.with_attrs(assigned=None), integers(cascade.attrs["assigned"]), inputs, free, cost)
+        if saved is not None:
+            return on(cascade, saved.ranks, inputs, free, cost)
+        place = places[cascade.stage]
+        if len(place) < cascade.degree:
+            there = f"stage @{cascade.stage} lies on {counted(len(place), 'rank')}"
+            raise user_error(
+                f"%{cascade.name} takes {cascade.degree} ranks, and {there}",
+                label="does not fit its stage's place",
+                help=f"use a lower degree, fewer stages, or give `reduce @{cascade.stage}` more `ranks`",
+                span=cascade.span,
+            )
+        return place_among(cascade, place, inputs, free, cost, pick_ranks)
+
+    return placed_in_turn(in_order(cascades), cost, placed)
 
 
 def cell_does_not_divide_error(cell: int, ranks: int, degree: int) -> UserError:
@@ -309,20 +298,6 @@ def cell_does_not_divide_error(cell: int, ranks: int, degree: int) -> UserError:
         f"cells of {cell} ranks do not divide the {ranks} ranks of each stage, {degree} a micro-batch",
         help=f"give `shard-parameters` a cell that divides {ranks}, and a degree that it divides",
     )
-
-
-@dataclass(frozen=True)
-class PipelineDoesNotFit(Diagnostic):
-    title = "schedule `{schedule}` needs {needed:.4g} GiB on the ranks of @{stage}, their devices have {memory:.4g}"
-    help = (
-        "use more stages or ranks, a schedule that holds fewer micro-batches, or `partition{{tokens=...}}` with fewer "
-        "tokens in each{more}"
-    )
-    schedule: str
-    needed: float
-    stage: str
-    memory: float
-    more: str = ""
 
 
 def with_bound(plan: Module, cost: CostModel) -> Module:

@@ -32,7 +32,7 @@ from arachnec.pipelining.csv_format import read_csv
 from arachnec.pipelining.evaluate import StageTimes, Table, held
 from arachnec.pipelining.schedules import WarmUp, dapple, dapple_in_turns, kfkb
 from arachnec.planning.cascade_ranks import on
-from arachnec.planning.formulate import decided
+from arachnec.planning.formulate import LacksMemory, decided
 from arachnec.planning.handoff_memory import overflow
 from arachnec.planning.pipeline_orders import (
     DECODED,
@@ -47,7 +47,6 @@ from arachnec.planning.pipeline_orders import (
 from arachnec.planning.pipeline_places import (
     Lane,
     MicroBatch,
-    PipelineDoesNotFit,
     Places,
     at_level_placed,
     cell_does_not_divide_error,
@@ -124,8 +123,11 @@ def _chosen(module: Module, cost: CostModel, options: Options, waiting: float) -
         least = min(plans, key=lambda plan: max(plan.needed))
         worst = max(range(len(places.runs)), key=lambda run: least.needed[run])
         stage = parts[least.stages_on[worst][0]].name
-        needed = least.needed[worst] + waiting
-        raise UserError(PipelineDoesNotFit(None, options.schedule, needed, stage, limit_of(cost)))
+        needs = f"{least.needed[worst] + waiting:.4g} GiB on the ranks of @{stage}"
+        title = f"schedule `{options.schedule}` needs {needs}, their devices have {limit_of(cost):.4g}"
+        remedy = "`partition{tokens=...}` with fewer tokens in each"
+        remedy = f"use more stages or ranks, a schedule that holds fewer micro-batches, or {remedy}"
+        raise UserError(LacksMemory(None, title, help=remedy))
     lies_on = {part.name: places.of(stage) for stage, part in enumerate(parts)}
     placed = [(at_level_placed(module, plan.placed(), lies_on), plan.grouping, max(plan.needed)) for plan in offered]
     shortest, grouping, needed = min(placed, key=lambda one: quantity(one[0].attrs["makespan"]))

@@ -24,6 +24,7 @@ from arachnec.planning.cascade_ranks import (
     TOLERANCE,
     on,
     pick_ranks,
+    placed_in_turn,
     ranks_from_the_end,
     ranks_from_the_start,
     spread_ranks,
@@ -70,20 +71,14 @@ def cell_placements(cascades: Sequence[Cascade], cost: CostModel) -> list[Cascad
     Of cells that are free together those next to each other are taken, and nearest to the inputs. Other cascades take
     the ranks that are free first.
     """
-    cluster = cost.cluster
-    actual = [0.0] * cluster.world
-    done: dict[str, Cascade] = {}
-    for cascade in in_order(cascades):
-        inputs = [done[name] for name in cascade.inputs if name in done]
+
+    def place(cascade: Cascade, inputs: Sequence[Cascade], free: Sequence[float]) -> Cascade:
         cell = ranks_together(cost.stages[cascade.stage])
         if cell == 1:
-            placed = place_among(cascade, range(cluster.world), inputs, actual, cost, pick_ranks)
-        else:
-            placed = on(cascade, _free_cells(cascade, cell, inputs, actual, cost), inputs, actual, cost)
-        done[cascade.name] = placed
-        for rank in placed.ranks:
-            actual[rank] = placed.end
-    return list(done.values())
+            return place_among(cascade, range(cost.cluster.world), inputs, free, cost, pick_ranks)
+        return on(cascade, _free_cells(cascade, cell, inputs, free, cost), inputs, free, cost)
+
+    return placed_in_turn(in_order(cascades), cost, place)
 
 
 def _free_cells(
@@ -154,14 +149,11 @@ def _encoded_late(turns: Sequence[Late], cost: CostModel) -> list[Cascade]:
 
 def on_ranks(cascades: Sequence[Cascade], cost: CostModel, ranks: Mapping[str, tuple[int, ...]]) -> list[Cascade]:
     """Every cascade on the ranks of its name, as early as its inputs, their handoffs and its ranks allow."""
-    free = [0.0] * cost.cluster.world
-    done: dict[str, Cascade] = {}
-    for cascade in in_order(cascades):
-        inputs = [done[name] for name in cascade.inputs if name in done]
-        done[cascade.name] = placed = on(cascade, ranks[cascade.name], inputs, free, cost)
-        for rank in placed.ranks:
-            free[rank] = placed.end
-    return list(done.values())
+
+    def place(cascade: Cascade, inputs: Sequence[Cascade], free: Sequence[float]) -> Cascade:
+        return on(cascade, ranks[cascade.name], inputs, free, cost)
+
+    return placed_in_turn(in_order(cascades), cost, place)
 
 
 def in_order(cascades: Sequence[Cascade]) -> list[Cascade]:

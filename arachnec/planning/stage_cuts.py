@@ -52,25 +52,22 @@ def demand_cuttable(stage: Stage) -> None:
 
 def demand_cuts(stage: Stage, cuts: Sequence[int]) -> None:
     """Raises UserError where a cut is out of order or leaves a stage without blocks."""
-    layers = len(layers_of(stage))
-    for before, after in pairwise(cuts):
-        if after <= before:
-            last_block = layers - 1
-            raise user_error(
-                f"the cuts {list(cuts)} of @{stage.name} are not in order: {after} stands behind {before}",
-                label=f"has blocks 0 to {last_block}",
-                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_block}",
-                span=stage.span,
-            )
-    for cut in cuts:
-        if not 0 < cut < layers:
-            last_block = layers - 1
-            raise user_error(
-                f"cut {cut} of @{stage.name} leaves a stage without blocks",
-                label=f"has blocks 0 to {last_block}",
-                help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_block}",
-                span=stage.span,
-            )
+    last_block = len(layers_of(stage)) - 1
+    unordered = next(((a, b) for a, b in pairwise(cuts) if b <= a), None)
+    outside = next((cut for cut in cuts if not 0 < cut <= last_block), None)
+    if unordered is not None:
+        before, after = unordered
+        wrong = f"the cuts {list(cuts)} of @{stage.name} are not in order: {after} stands behind {before}"
+    elif outside is not None:
+        wrong = f"cut {outside} of @{stage.name} leaves a stage without blocks"
+    else:
+        return
+    raise user_error(
+        wrong,
+        label=f"has blocks 0 to {last_block}",
+        help=f"a cut is the number of the first block of a stage: ascending, each once, from 1 to {last_block}",
+        span=stage.span,
+    )
 
 
 def balanced_cuts(stage: Stage, stages: int, clips: Sequence[Clip]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from arachnec.executable.folder import batch_sizes, iteration_of
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage
 from arachnec.ir.stage_sizes import gib, gradient_bytes, layers_of, uneven
-from arachnec.pipelining.errors import FitsNowhere
+from arachnec.pipelining.errors import fits_nowhere
 from arachnec.pipelining.hybrid_plan import HybridPlan, Instance, Machines
 from arachnec.pipelining.hybrid_search import best_plan
 from arachnec.pipelining.pipeline_model import LayerCosts, PipelineInstance
@@ -177,7 +177,7 @@ def joint_plan(layers: CostedLayers) -> Joint:
     ranks = [p for p in range(1, min(world, count) + 1) if world % p == 0]
     seeds = [plan for p in ranks for plan in _least_degree(layers, p)]
     if not seeds:
-        raise UserError(FitsNowhere(None, count, world))
+        raise fits_nowhere(count, world)
     best = min(seeds, key=lambda plan: plan.step)
     return min(best, _searched(layers, best.runs, best.degree, best.instance, TRIES), key=lambda plan: plan.step)
 
@@ -249,7 +249,7 @@ def dapple_stages(layers: CostedLayers, stage: Stage, profile: LayerProfile | No
         plans = [plan for again in (False, True) if (plan := _plan(layers, degree, groups, again, given, batch))]
         if plans:
             return _placed(stage, min(plans, key=lambda plan: plan.latency), groups)
-    raise UserError(FitsNowhere(None, len(layers.parts), layers.cost.cluster.world))
+    raise fits_nowhere(len(layers.parts), layers.cost.cluster.world)
 
 
 def device_groups(cluster: Cluster) -> Iterator[tuple[int, Groups]]:

@@ -79,7 +79,7 @@ def _width(problem: Problem, degree: int) -> int:
 
 
 def packings(problem: Problem, options: Options, bound: int) -> Iterator[Packing]:
-    """One for every horizon, from the bound upwards, until the shortest keeps below its own."""
+    """Each shorter than the last, for horizons from the bound upwards, until the shortest keeps below its own."""
     chained = any(job.before for job in problem.jobs)
     areas = sum(min(option.width * option.ticks for option in row) for row in options)
     shortest = None
@@ -91,11 +91,6 @@ def packings(problem: Problem, options: Options, bound: int) -> Iterator[Packing
             yield packing
         if shortest <= horizon:
             return
-
-
-def best_packing(problem: Problem, options: Options, bound: int) -> Packing:
-    """The shortest of them."""
-    return list(packings(problem, options, bound))[-1]
 
 
 def pack(problem: Problem, options: Options, horizon: int) -> Packing:

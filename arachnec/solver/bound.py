@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterator
 
 from arachnec.solver.chain_bound import chain_bound
-from arachnec.solver.problem import Problem
+from arachnec.solver.problem import Problem, least_possible
 
 # Of a time, by which it may be longer as if it were not: horizons begin there, a placement is as long as scheduled, a
 # cascade as early on other ranks, a grid of the family of process groups as fast as any.
@@ -26,19 +26,7 @@ NEGLIGIBLE = 1e-3
 def lower_bound(problem: Problem) -> int:
     """Ticks below which no schedule ends; 0 without jobs."""
     low = longest_chain(problem)
-    high = max(low, sum(min(choice.ticks for choice in job.choices) for job in problem.jobs))
-    if high < 1:
-        return 0
-    possible = _Possible(problem)
-    while not possible(high):
-        high *= 2
-    while low < high:
-        middle = (low + high) // 2
-        if possible(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return chain_bound(problem, low)
+    return chain_bound(problem, least_possible(_Possible(problem), low)) if low else 0
 
 
 def longest_chain(problem: Problem) -> int:

@@ -21,7 +21,7 @@ from itertools import groupby, pairwise
 from typing import TypeAlias
 
 from arachnec.solver.budget import GRACE, OPERATIONS_PER_MS
-from arachnec.solver.problem import Choice, Problem
+from arachnec.solver.problem import Choice, Problem, least_possible
 
 Frontier: TypeAlias = list[tuple[int, int]]  # ticks, ascending, and the least area within them, descending
 Widths: TypeAlias = list[tuple[int, int]]  # ticks, ascending, from which on so many GPUs can be held
@@ -50,15 +50,7 @@ def chain_bound(problem: Problem, low: int) -> int:
             area += frontier[position - 1][1] * count
         return area <= usable(problem.gpus, early, late, horizon)
 
-    if possible(low):
-        return low
-    high = 2 * max(low, 1)
-    while not possible(high):
-        low, high = high, 2 * high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if possible(middle) else (middle, high)
-    return high
+    return least_possible(possible, low)
 
 
 def usable(gpus: int, early: Widths, late: Widths, horizon: int) -> int:

@@ -152,6 +152,7 @@ class Transformed:
     improver: Improver
     incumbent: Incumbent
     back: Callable[[Schedule], Schedule]
+    proves: bool = False
 
     @property
     def name(self) -> str:
@@ -160,10 +161,6 @@ class Transformed:
     @property
     def hope(self) -> float:
         return self.improver.hope
-
-    @property
-    def proves(self) -> bool:
-        return False
 
     def slice(self, incumbent: Incumbent) -> float | None:
         self.incumbent.bound = max(self.incumbent.bound, incumbent.bound)

@@ -22,6 +22,7 @@ from itertools import pairwise, product
 from typing import TypeAlias
 
 from arachnec.solver.bound import horizons
+from arachnec.solver.problem import least_possible
 
 HALVINGS = 6  # of the interval between a horizon that is too short and one that is not
 PARTS = (1.0, 1 / 2, 1 / 4, 1 / 8)  # of a horizon, that no chain takes longer than, if it can
@@ -151,15 +152,7 @@ def least_makespan(chains: Sequence[Chain], gpus: int, batches: Batches | None =
             area += count * min(way.least_area(horizon - chain.release) / size for size, way in ways[chain])
         return area <= gpus * (horizon - first) * (1 + 1e-12)
 
-    if not kinds or possible(low):
-        return low
-    high = 2 * low
-    while not possible(high):
-        low, high = high, 2 * high
-    while low + 1 < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if possible(middle) else (middle, high)
-    return high
+    return least_possible(possible, low) if kinds else low
 
 
 @dataclass(frozen=True)

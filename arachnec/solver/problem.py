@@ -6,10 +6,24 @@ which GPUs; any set will do, since jobs whose number is never too large at any m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 
 TICKS = 1000  # per ms
+
+
+def least_possible(possible: Callable[[int], bool], low: int) -> int:
+    """The least number from ``low`` on that is possible, as all larger ones are."""
+    if possible(low):
+        return low
+    high = 2 * max(low, 1)
+    while not possible(high):
+        low, high = high, 2 * high
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if possible(middle) else (middle, high)
+    return high
 
 
 @dataclass(frozen=True)

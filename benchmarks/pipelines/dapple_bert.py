@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import click
 
-from arachnec.pipelining.evaluate import StageTimes, evaluate, held_micro_batches
+from arachnec.pipelining.evaluate import StageTimes, evaluate, held
 from arachnec.pipelining.hybrid_plan import HybridPlan, Instance, Stage, hybrid_plan
 from arachnec.pipelining.hybrid_search import best_plan, dapple_plan, pipedream_plan
 from arachnec.pipelining.schedules import dapple, gpipe
@@ -45,8 +45,8 @@ def main() -> None:
     times = StageTimes(table("forward"), table("backward"), [[0.0] * m] * len(plan.stages))
     click.echo(f"\n{'order of 8:8':40}{'makespan ms':>12}{'held':>10}")
     for name, schedule in (("gpipe", gpipe(2, m)), ("dapple, policy A", dapple(2, m)), ("policy B", dapple(2, m, "B"))):
-        held = "/".join(map(str, held_micro_batches(schedule)))
-        click.echo(f"{name:40}{evaluate(schedule, times).makespan:12.1f}{held:>10}")
+        most = "/".join(map(str, held(schedule, ((1,) * m,) * 2)))
+        click.echo(f"{name:40}{evaluate(schedule, times).makespan:12.1f}{most:>10}")
 
 
 if __name__ == "__main__":

@@ -16,20 +16,22 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from arachnec.backends.simulator import Simulation, simulate
 from arachnec.cluster.file import parse_cluster
+from arachnec.cost.model import CostModel
 from arachnec.data.requests import Request
 from arachnec.ir.nodes import Module, Phase
 from arachnec.ir.sampling import models_of, outcomes_of, segment_of
+from arachnec.ir.values import Quantity
 from arachnec.passes.check import checked
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.rounds import PLANNING
 from arachnec.planning.sampling.replan import replanned
 from arachnec.planning.sampling.requests import SwitchForecast, sampling_module
-from arachnec.planning.sampling.rounds import Windows, at_outcomes
+from arachnec.planning.sampling.rounds import Windows, retimed, with_forecast
 from benchmarks.sampling.pairs_of_models import WAN, tokens_of
 from benchmarks.sampling.plans import requests_of
 
@@ -37,6 +39,30 @@ GPUS, COUNTS = 8, (8, 12, 16, 32, 64)
 LEAST, MOST, FORECAST = 5, 40, 22
 PLANNED_MS = PLANNING / 4  # each step that a switch may end takes to be planned again
 DRAWN = ("even", "halves")
+
+
+def at_outcomes(module: Module, outcomes: Mapping[int, int]) -> Module:
+    """A lowered module whose instructions take the time that they do at these K, the lists as they stand."""
+    clips = {
+        clip.id: replace(clip, attrs=clip.attrs.updated(forecast=outcomes[clip.id])) if clip.id in outcomes else clip
+        for clip in module.clips
+    }
+    told = [with_forecast(cascade, clips, models_of(module)[1:]) for cascade in module.cascades]
+    module = replace(module, clips=tuple(clips.values()), cascades=tuple(told))
+    cost = CostModel(module)
+    cascades = {cascade.name: retimed(cascade, cost) for cascade in told}
+    ms = {cascade.name: Quantity(cascade.end - cascade.start, "ms") for cascade in cascades.values()}
+    programs = tuple(
+        replace(
+            program,
+            instructions=tuple(
+                replace(step, attrs=step.attrs.updated(time=ms[step.target])) if "start" in step.attrs else step
+                for step in program.instructions
+            ),
+        )
+        for program in module.programs
+    )
+    return replace(module, cascades=tuple(cascades.values()), programs=programs)
 
 
 @dataclass(frozen=True)

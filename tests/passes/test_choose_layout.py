@@ -13,7 +13,7 @@ from arachnec.analysis.uses import Values
 from arachnec.cluster.file import parse_cluster
 from arachnec.cost.table import Rows
 from arachnec.executable.folder import iteration_of
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Clip, Level, Module, Stage
 from arachnec.ir.values import Attributes, Formula, Quantity, Symbol, Term
 from arachnec.passes.choose_layout import ChooseLayout, applied, sample
@@ -21,7 +21,7 @@ from arachnec.passes.infra.pipeline import Pipeline, pass_in_layout
 from arachnec.passes.schedule_stages import ScheduleStages
 from arachnec.passes.schedule_static import ScheduleStatic
 from arachnec.passes.schedule_z3 import ScheduleZ3
-from arachnec.planning.layout_refusal import FitsNowhere, needed_gib
+from arachnec.planning.layout_refusal import needed_gib
 from arachnec.planning.layouts import BEHIND_ANCHORS, FAR, WORTH, Candidate, Layout, layouts, shortest
 from arachnec.report import alternatives
 from arachnec.simulation.events import Engine
@@ -153,10 +153,9 @@ def test_what_fits_nowhere_is_refused_with_what_would_make_it_fit() -> None:
         ChooseLayout().run(module)
     assert "fits in no layout" in str(raised.value)
     (refusal,) = raised.value.diagnostics
-    assert isinstance(refusal, FitsNowhere)
-    assert "such machines, or devices of " in refusal.remedy
+    assert "such machines, or devices of " in refusal.help
     assert module.cluster is not None
-    most = int(refusal.remedy.split()[-2])  # "clips of at most 149 tokens"
+    most = int(refusal.help.split()[-2])  # "clips of at most 149 tokens"
     fitting, larger = (replace(module.clips[0], tokens=tokens) for tokens in (most, most + 1))
     assert needed_gib(module, module.cluster, fitting) <= 44.0 < needed_gib(module, module.cluster, larger)
 
@@ -214,7 +213,7 @@ def planner(rows: list[Row], planned: list[int]) -> Callable[[Candidate], float]
     def plan(candidate: Candidate) -> float:
         planned.append(int(candidate.layout.name))
         if not rows[planned[-1]].fits:
-            raise UserError(FitsNowhere(None, "0", 1, 1, 1, 1, "1 rank", 1.0, 1.0, ""))
+            raise user_error("fits in no layout")
         return rows[planned[-1]].time
 
     return plan

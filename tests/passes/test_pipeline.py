@@ -14,7 +14,6 @@ from arachnec.ir.diagnostic import Diagnostic, UserError, render
 from arachnec.ir.nodes import Cascade, Cluster, Level, Module, Phase, Stage
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity
-from arachnec.passes.infra import pipeline as pipeline_errors
 from arachnec.passes.infra.base import Duration, Pass, Registry, Scope, builtin, installed, load_file
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
@@ -151,31 +150,29 @@ def test_what_a_person_writes_is_understood(text: str, passes: tuple[Pass, ...])
 
 
 @pytest.mark.parametrize(
-    ("text", "error", "place", "says"),
+    ("text", "kind", "place", "says"),
     [
-        ("cut,kep", pipeline_errors.UnknownPass, 5, "did you mean `keep`?"),
-        ("xyzzy", pipeline_errors.UnknownPass, 1, "passes are cut, keep"),
-        ("cut{buget=1s}", pipeline_errors.UnknownOption, 5, "did you mean `budget`?"),
-        ("cut{budget=5}", pipeline_errors.WrongOption, 12, "a time with its unit"),
-        ("cut{policy=three}", pipeline_errors.WrongOption, 12, "one of one, two words"),
-        ("cut{seed=1.5}", pipeline_errors.WrongOption, 10, "an integer"),
-        ("cut{p=nan}", pipeline_errors.WrongOption, 7, "a finite number"),
-        ("cut{eager=yes}", pipeline_errors.WrongOption, 11, "true or false"),
-        ("cut{limits=3}", pipeline_errors.WrongOption, 12, "a list such as [1,2,4]"),
-        ("cut{seed=1, seed=2}", pipeline_errors.RepeatedOption, 13, "given twice"),
-        ("cut{seed}", pipeline_errors.MalformedPipeline, 5, "`option=value`"),
-        ("cut{seed=1", pipeline_errors.MalformedPipeline, 4, "`,` or `{`"),
-        ("cut,,keep", pipeline_errors.MalformedPipeline, 5, "the name of a pass"),
-        ("", pipeline_errors.MalformedPipeline, 1, "expected a pass"),
-        ("keep{even=3}", pipeline_errors.RefusedOptions, 1, "3 is odd"),
-        ("default{seed=1}", pipeline_errors.OptionsOfPipeline, 8, "takes no options"),
+        ("cut,kep", "there is no pass", 5, "did you mean `keep`?"),
+        ("xyzzy", "there is no pass", 1, "passes are cut, keep"),
+        ("cut{buget=1s}", "has no option", 5, "did you mean `budget`?"),
+        ("cut{budget=5}", "cannot be", 12, "a time with its unit"),
+        ("cut{policy=three}", "cannot be", 12, "one of one, two words"),
+        ("cut{seed=1.5}", "cannot be", 10, "an integer"),
+        ("cut{p=nan}", "cannot be", 7, "a finite number"),
+        ("cut{eager=yes}", "cannot be", 11, "true or false"),
+        ("cut{limits=3}", "cannot be", 12, "a list such as [1,2,4]"),
+        ("cut{seed=1, seed=2}", "is given twice", 13, "given twice"),
+        ("cut{seed}", "this is not a pipeline", 5, "`option=value`"),
+        ("cut{seed=1", "this is not a pipeline", 4, "`,` or `{`"),
+        ("cut,,keep", "this is not a pipeline", 5, "the name of a pass"),
+        ("", "this is not a pipeline", 1, "expected a pass"),
+        ("keep{even=3}", "refuses its options", 1, "3 is odd"),
+        ("default{seed=1}", "is a pipeline and takes no options", 8, "takes no options"),
     ],
 )
-def test_a_mistake_in_a_pipeline_has_its_place_and_remedy(
-    text: str, error: type[Diagnostic], place: int, says: str
-) -> None:
+def test_a_mistake_in_a_pipeline_has_its_place_and_remedy(text: str, kind: str, place: int, says: str) -> None:
     message = refused(text)
-    assert type(message) is error
+    assert kind in message.message
     assert message.span is not None
     assert message.span.column == place
     assert says in render(message)
@@ -298,10 +295,10 @@ def test_a_count_below_the_least_is_refused_where_it_stands(text: str, least: in
     with pytest.raises(UserError) as caught:
         Pipeline.parse(text)
     (message,) = caught.value.diagnostics
-    assert isinstance(message, pipeline_errors.WrongOption)
-    assert message.expected == f"an integer, {least} at least"
+    assert message.label == f"expected an integer, {least} at least"
     assert message.span is not None
-    assert message.found in text[message.span.column - 1 :]
+    _, _, found = message.title.removesuffix("`").partition(" cannot be `")
+    assert found and text[message.span.column - 1 :].startswith(found)
 
 
 @pytest.mark.parametrize(

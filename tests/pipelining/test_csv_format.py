@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from arachnec.ir.diagnostic import Span, UserError
-from arachnec.pipelining import errors
+from arachnec.ir.diagnostic import Diagnostic, Span, UserError
 from arachnec.pipelining.action import Action, PipelineSchedule
 from arachnec.pipelining.csv_format import from_csv, read_csv, require_valid, to_csv
 from arachnec.pipelining.schedules import interleaved_1f1b, one_f_one_b, zb_h1, zb_v
@@ -70,34 +69,35 @@ def test_all_of_torchs_classes_are_valid() -> None:
 
 
 GOOD = "0F0,0F1,0B0,0B1\n,1F0,1B0,1F1,1B1\n"
+TOO_LARGE = ", more than "  # no place is told
 BAD = {
-    "": errors.EmptySchedule,
-    "0F0,0X1\n": errors.UnknownAction,
-    "0F0,(0F1;0F2)OVERLAP_F_B\n": errors.UnknownAction,
-    "0F0,(0B0;0B1)OVERLAP_F_B\n": errors.UnknownAction,
-    "0F0,(0F1;what)OVERLAP_F_B\n": errors.UnknownAction,
-    "0F0,(what;0B0)OVERLAP_F_B\n": errors.UnknownAction,
-    "0F0,(;)OVERLAP_F_B\n": errors.UnknownAction,
-    "0F0,0F1,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n": errors.RepeatedAction,
-    "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n": errors.MissingAction,
-    "0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n": errors.MissingAction,
-    "0F0,0F1,0B0,0I1\n1F0,1B0,1F1,1B1\n": errors.MissingAction,
-    "0F0,0F1,0B0,0W1\n1F0,1B0,1F1,1B1\n": errors.MissingAction,
-    "0F0,0F1,0B0,0B1\n2F0,2B0,2F1,2B1\n": errors.MissingStage,
-    "0F0,0B0,1F0\n1B0\n": errors.StageOnTwoRanks,
-    "0F0,0B0,0I0,0W0\n": errors.BackwardTwice,
-    "0B0,0F0\n": errors.ActionTooEarly,
-    "0F0,0W0,0I0\n": errors.ActionTooEarly,
-    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": errors.DeadlockedSchedule,
-    "0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n": errors.RankWithoutActions,
-    "0F0,0B0,0F999999999,0B999999999\n": errors.MissingAction,
-    "999999999F0,999999999B0\n": errors.MissingStage,
-    "0F0\n" * 5000: errors.ScheduleTooLarge,
-    "," * 2**21: errors.ScheduleTooLarge,
+    "": "the schedule has no action",
+    "0F0,0X1\n": "is no action of a pipeline schedule",
+    "0F0,(0F1;0F2)OVERLAP_F_B\n": "is no action of a pipeline schedule",
+    "0F0,(0B0;0B1)OVERLAP_F_B\n": "is no action of a pipeline schedule",
+    "0F0,(0F1;what)OVERLAP_F_B\n": "is no action of a pipeline schedule",
+    "0F0,(what;0B0)OVERLAP_F_B\n": "is no action of a pipeline schedule",
+    "0F0,(;)OVERLAP_F_B\n": "is no action of a pipeline schedule",
+    "0F0,0F1,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n": "stands twice",
+    "0F0,0F1,0B0\n1F0,1B0,1F1,1B1\n": "stage 0 has no backward of micro-batch 1",
+    "0F0,0F1,0B0,0B1\n1F0,1B0,1B1\n": "stage 1 has no forward of micro-batch 1",
+    "0F0,0F1,0B0,0I1\n1F0,1B0,1F1,1B1\n": "stage 0 has no weight gradient of micro-batch 1",
+    "0F0,0F1,0B0,0W1\n1F0,1B0,1F1,1B1\n": "stage 0 has no activation gradient of micro-batch 1",
+    "0F0,0F1,0B0,0B1\n2F0,2B0,2F1,2B1\n": "no rank runs stage",
+    "0F0,0B0,1F0\n1B0\n": "is on rank",
+    "0F0,0B0,0I0,0W0\n": "both a whole and a split backward",
+    "0B0,0F0\n": " before ",
+    "0F0,0W0,0I0\n": " before ",
+    "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n": "the schedule deadlocks",
+    "0F0,0F1,0B0,0B1\n\n1F0,1B0,1F1,1B1\n": "has no action",
+    "0F0,0B0,0F999999999,0B999999999\n": "of micro-batch 1",
+    "999999999F0,999999999B0\n": "no rank runs stage",
+    "0F0\n" * 5000: TOO_LARGE,
+    "," * 2**21: TOO_LARGE,
 }
 
 
-def refusal(text: str, **expected: int) -> tuple[errors.Diagnostic, ...]:
+def refusal(text: str, **expected: int) -> tuple[Diagnostic, ...]:
     with pytest.raises(UserError) as refused:
         from_csv(text, "bad.csv", **expected)
     return refused.value.diagnostics
@@ -110,17 +110,16 @@ def test_one_mistake_is_one_message() -> None:
 
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     (tmp_path / "orders.csv").write_bytes(bytes(range(128, 256)))
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="is no text"):
         read_csv(tmp_path / "orders.csv")
-    assert isinstance(refused.value.diagnostics[0], errors.NoText)
 
 
 @pytest.mark.parametrize("text", BAD, ids=lambda text: repr(text[:40]))
 def test_every_mistake_has_its_own_error_and_a_remedy(text: str) -> None:
     diagnostics = refusal(text)
-    assert type(diagnostics[0]) is BAD[text]
+    assert BAD[text] in diagnostics[0].message
     assert all(diagnostic.help for diagnostic in diagnostics)
-    if not isinstance(diagnostics[0], errors.ScheduleTooLarge):
+    if BAD[text] != TOO_LARGE:
         assert diagnostics[0].span is not None
 
 
@@ -131,7 +130,8 @@ def test_a_good_one_is_good() -> None:
 
 @pytest.mark.parametrize("expected", [{"stages": 3}, {"micro_batches": 4}])
 def test_a_schedule_for_others_is_refused(expected: dict[str, int]) -> None:
-    assert [type(diagnostic) for diagnostic in refusal(GOOD, **expected)] == [errors.ScheduleForOthers]
+    (diagnostic,) = refusal(GOOD, **expected)
+    assert diagnostic.message.startswith("the schedule is for 2 ")
 
 
 @given(st.data())
@@ -206,4 +206,4 @@ def test_a_message_points_at_the_word_that_is_no_action() -> None:
 
 def test_a_row_without_actions_is_pointed_at_by_its_first_column() -> None:
     (empty,) = refusal("0F0,0B0\n,,\n")
-    assert empty == errors.RankWithoutActions(Span("bad.csv", 2, 1, 2, 2), 1)
+    assert (empty.message, empty.span) == ("rank 1 has no action", Span("bad.csv", 2, 1, 2, 2))

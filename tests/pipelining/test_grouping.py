@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining.errors import GroupExceedsMemory
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held, uniform_times
 from arachnec.pipelining.order_search import choose_k, groupings, require_held
 from arachnec.pipelining.schedules import kfkb
@@ -31,9 +30,8 @@ def test_k_is_the_best_that_was_measured(c: float, k: int) -> None:
 def test_the_memory_limits_k() -> None:
     assert choose_k(link(2), ONES, [8] * 4).k == 2
     assert choose_k(link(2), ONES, [7] * 4).k == 1
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="groups of 1 micro-batches save 2 bytes on rank 2, which may hold 1"):
         choose_k(link(2), ONES, [4, 4, 1, 4])
-    assert refused.value.diagnostics == (GroupExceedsMemory(None, 1, 2, "2", "1"),)
     require_held(2, ONES, [8] * 4)
     with pytest.raises(UserError):
         require_held(4, ONES, [8] * 4)

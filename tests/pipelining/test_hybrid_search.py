@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.limits import MOST_LAYERS
-from arachnec.pipelining import profile_file
 from arachnec.pipelining.hybrid_plan import (
     POLICIES,
     HybridPlan,
@@ -66,18 +65,16 @@ def test_inputs_of_the_model_cross_no_cut_and_a_skip_crosses_all_that_it_spans()
 @pytest.mark.parametrize("sizes", [(0, 1, 1), (4, 0, 1), (4, 2, 0), (-4, 2, 2), (4, -2, 2), (5, 2, 2), (2, 4, 2)])
 def test_a_batch_has_whole_micro_batches_of_at_least_a_clip(sizes: tuple[int, int, int]) -> None:
     profile = LayerProfile((Layer("l", 1.0, 1.0, 0.0, 0.0),), ())
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="has no whole number of micro-batches"):
         Instance(profile, Machines(1, 1), *sizes)
-    assert isinstance(refused.value.diagnostics[0], profile_file.BatchDoesNotDivide)
     for fitting in ((4, 2, 1), (1, 1, 7), (6, 6, 2)):
         assert Instance(profile, Machines(1, 1), *fitting).batch == fitting[0]
 
 
 @pytest.mark.parametrize("machines", [Machines(0, 1), Machines(1, 0), Machines(-1, 2), Machines(2, -1)])
 def test_a_plan_needs_a_device(machines: Machines) -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=r"a plan for .* machines of .* devices"):
         Instance(LayerProfile((Layer("l", 1.0, 1.0, 0.0, 0.0),), ()), machines, 2, 1, 1)
-    assert isinstance(refused.value.diagnostics[0], profile_file.NoDevices)
 
 
 @st.composite
@@ -225,33 +222,33 @@ def test_the_three_policies() -> None:
 
 GOOD = line("node0", "a", 1, 1, 1, 1) + "\n" + line("node1", "b", 1, 1, 1, 1) + "\n\tnode0 -- node1\n"
 BAD = {
-    "": profile_file.EmptyProfile,
-    "\n\n": profile_file.EmptyProfile,
-    GOOD + "\tnode1 -- node0\n": profile_file.CyclicProfile,
-    GOOD + "\tnode1 -- node1\n": profile_file.CyclicProfile,
-    GOOD + "\tnode1 -- node7\n": profile_file.UnknownNode,
-    GOOD + line("node1", "c", 1, 1, 1, 1): profile_file.RepeatedNode,
-    GOOD + line("node2", "c", -1, 1, 1, 1): profile_file.BadProfileNumber,
-    GOOD + line("node2", "c", 1, 1, 1, -8): profile_file.BadProfileNumber,
-    GOOD + line("node2", "c", float("nan"), 1, 1, 1): profile_file.BadProfileNumber,
-    GOOD + line("node2", "c", 1, 1, float("inf"), 1): profile_file.BadProfileNumber,
-    GOOD + line("node2", "c", 1e308, 1, 1, 1): profile_file.BadProfileNumber,
-    GOOD.replace("forward_compute_time=1", "forward_compute_time=x", 1): profile_file.BadProfileNumber,
-    GOOD.replace("forward_compute_time=1, ", "", 1): profile_file.BadProfileLine,
-    GOOD + "node2 is a layer": profile_file.BadProfileLine,
-    GOOD + "node2 -- " + "x" * 10_000: profile_file.BadProfileLine,
-    "\n".join(f"node{k} -- l -- x=1" for k in range(1_000_000)): profile_file.TooManyLayers,
-    GOOD + "\tnode0 -- node1\n" * 1_000_000: profile_file.TooManyLayers,
+    "": "the profile has no layer",
+    "\n\n": "the profile has no layer",
+    GOOD + "\tnode1 -- node0\n": "read each other in a cycle: node",
+    GOOD + "\tnode1 -- node1\n": "read each other in a cycle: node",
+    GOOD + "\tnode1 -- node7\n": "an edge names `node7`",
+    GOOD + line("node1", "c", 1, 1, 1, 1): "`node1` stands twice",
+    GOOD + line("node2", "c", -1, 1, 1, 1): ": negative",
+    GOOD + line("node2", "c", 1, 1, 1, -8): ": negative",
+    GOOD + line("node2", "c", float("nan"), 1, 1, 1): ": not finite",
+    GOOD + line("node2", "c", 1, 1, float("inf"), 1): ": not finite",
+    GOOD + line("node2", "c", 1e308, 1, 1, 1): ": above",
+    GOOD.replace("forward_compute_time=1", "forward_compute_time=x", 1): ": no number",
+    GOOD.replace("forward_compute_time=1, ", "", 1): "no node and no edge",
+    GOOD + "node2 is a layer": "no node and no edge",
+    GOOD + "node2 -- " + "x" * 10_000: "no node and no edge",
+    "\n".join(f"node{k} -- l -- x=1" for k in range(1_000_000)): "the profile has more than",
+    GOOD + "\tnode0 -- node1\n" * 1_000_000: "the profile has more than",
 }
 
 
 @pytest.mark.parametrize("number", range(len(BAD)))
 def test_every_bad_profile_has_its_own_error_with_a_place_and_a_remedy(number: int) -> None:
-    text, error = list(BAD.items())[number]
+    text, message = list(BAD.items())[number]
     with pytest.raises(UserError) as refused:
         read_profile(text, "bad.txt")
     diagnostic = refused.value.diagnostics[0]
-    assert type(diagnostic) is error
+    assert message in diagnostic.message
     assert diagnostic.span is not None
     assert "help: " in render(diagnostic, text[:1000])
 
@@ -271,9 +268,8 @@ def test_batches_that_do_not_divide_and_clusters_of_nothing_are_refused() -> Non
 
 def test_a_number_that_stands_twice_is_refused() -> None:
     text = "node1 -- a -- forward_compute_time=1, forward_compute_time=9, backward_compute_time=2, activation_size=3, "
-    with pytest.raises(UserError) as refusal:
+    with pytest.raises(UserError, match="no node and no edge"):
         read_profile(text + "parameter_size=4\n", "bad.txt")
-    assert isinstance(refusal.value.diagnostics[0], profile_file.BadProfileLine)
 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_layer(tmp_path: Path) -> None:

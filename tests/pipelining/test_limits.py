@@ -10,7 +10,6 @@ import pytest
 
 from arachnec.ir.diagnostic import UserError
 from arachnec.pipelining import csv_format, profile_file
-from arachnec.pipelining.errors import ScheduleTooLarge
 from arachnec.pipelining.evaluate import StageTimes
 from arachnec.pipelining.order_problem import OrderProblem, lower_bound
 from arachnec.pipelining.pipeline_model import (
@@ -27,14 +26,14 @@ NODE = "node1 -- Conv -- forward_compute_time=1.0, backward_compute_time=2.0, ac
 
 
 @pytest.mark.parametrize(
-    ("module", "limit", "text", "refusal"),
+    ("module", "limit", "text"),
     [
-        (csv_format, "LARGEST_DATA", csv_format.to_csv(one_f_one_b(2, 4)), ScheduleTooLarge),
-        (profile_file, "LARGEST_PROFILE", NODE, profile_file.TooManyLayers),
+        (csv_format, "LARGEST_DATA", csv_format.to_csv(one_f_one_b(2, 4))),
+        (profile_file, "LARGEST_PROFILE", NODE),
     ],
 )
 def test_a_file_may_be_as_large_as_the_limit_and_no_larger(
-    module: ModuleType, limit: str, text: str, refusal: type, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, limit: str, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = tmp_path / "file"
     file.write_text(text)
@@ -42,9 +41,8 @@ def test_a_file_may_be_as_large_as_the_limit_and_no_larger(
     monkeypatch.setattr(module, limit, len(text))
     read(file)
     monkeypatch.setattr(module, limit, len(text) - 1)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="more than"):
         read(file)
-    assert isinstance(refused.value.diagnostics[0], refusal)
 
 
 @pytest.mark.parametrize("limit", ["MOST_CELLS", "MOST_SCHEDULE_RANKS"])
@@ -57,9 +55,8 @@ def test_a_schedule_may_have_as_many_rows_and_cells_as_the_limits_and_no_more(
     monkeypatch.setattr(csv_format, limit, size)
     assert csv_format.from_csv(text, "x.csv").micro_batches == 4
     monkeypatch.setattr(csv_format, limit, size - 1)
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match=f"more than {size - 1}"):
         csv_format.from_csv(text, "x.csv")
-    assert isinstance(refused.value.diagnostics[0], ScheduleTooLarge)
 
 
 # -- messages ----------------------------------------------------------------------------------------------------------

@@ -8,14 +8,14 @@ from itertools import product
 import pytest
 
 from arachnec.ir.diagnostic import Diagnostic, Span, UserError
-from arachnec.pipelining import errors
-from arachnec.pipelining.action import KINDS, Action, PipelineSchedule, parse_schedule
+from arachnec.pipelining.action import KINDS, Action, PipelineSchedule
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import StageTimes, evaluate, held, uniform_times
 from arachnec.pipelining.hybrid_plan import POLICIES, allocate
 from arachnec.pipelining.order_problem import OrderProblem, like_1f1b
 from arachnec.pipelining.order_search import list_schedule, plan_order
 from arachnec.pipelining.schedules import dapple_in_turns, interleaved_1f1b
+from tests.pipelining.torch_orders import parse_schedule
 
 
 def refused(text: str) -> Diagnostic:
@@ -65,8 +65,8 @@ def test_every_micro_batch_has_a_forward_and_a_backward_whole_or_in_both_halves(
             require_valid(parse_schedule(text))
             continue
         problem = refused(text)
-        assert isinstance(problem, errors.MissingAction)
-        assert (problem.action, problem.rank, problem.micro_batch) == (f"0{lacking}1", 0, 1)
+        assert problem.message.endswith(" of micro-batch 1")
+        assert problem.help == f"add `0{lacking}1` to the row of rank 0"
 
 
 def test_idle_time_is_a_share_of_all_ranks_time() -> None:
@@ -138,18 +138,14 @@ def test_times_are_for_others_where_one_row_is_shorter_or_longer(table: int, row
     schedule = parse_schedule("0F0 0F1 0B0 0B1\n1F0 1F1 1B0 1B1\n2F0 2F1 2B0 2B1")
     assert evaluate(schedule, StageTimes(*tables)).makespan == 12
     tables[table][row] = [1] * length
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"the schedule has {len(tables[table])} x 2"):
         evaluate(schedule, StageTimes(*tables))
-    (problem,) = caught.value.diagnostics
-    assert isinstance(problem, errors.TimesForOthers)
-    assert problem.expected == f"{len(tables[table])} x 2"
 
 
 @pytest.mark.parametrize(("replicas", "fewest"), [((0, 2), 0), ((2, 0), 0), ((), 0), ((3, -1), -1)])
 def test_every_stage_has_a_replica(replicas: tuple[int, ...], fewest: int) -> None:
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=f"^a pipeline schedule with the fewest replicas = {fewest}$"):
         dapple_in_turns(replicas, 4)
-    assert caught.value.diagnostics == (errors.NotPositive(None, "the fewest replicas", fewest),)
 
 
 def test_what_cannot_be_interleaved_is_told_the_next_number_of_micro_batches_that_can() -> None:
@@ -161,6 +157,6 @@ def test_what_cannot_be_interleaved_is_told_the_next_number_of_micro_batches_tha
         with pytest.raises(UserError) as caught:
             interleaved_1f1b(ranks, count, 2)
         (problem,) = caught.value.diagnostics
-        assert isinstance(problem, errors.UnevenRounds)
-        assert problem.fitting == next(m for m in range(count, 99) if m % ranks == 0)
-        interleaved_1f1b(ranks, problem.fitting, 2)
+        told = next(m for m in range(count, 99) if m % ranks == 0)
+        assert f"give {told} micro-batches" in problem.help
+        interleaved_1f1b(ranks, told, 2)

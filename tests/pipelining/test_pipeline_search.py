@@ -9,7 +9,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining import errors
 from arachnec.pipelining.csv_format import require_valid
 from arachnec.pipelining.evaluate import evaluate, held
 from arachnec.pipelining.pipeline_model import (
@@ -49,7 +48,7 @@ def test_a_plan_is_valid_and_no_rank_holds_more_than_its_memory(instance: Pipeli
     try:
         search = find_plan(instance, tries=8)
     except UserError as refused:
-        assert isinstance(refused.diagnostics[0], errors.FitsNowhere)
+        assert "fits into the memory" in str(refused)
         return
     plan = search.plan
     require_valid(plan.schedule, len(plan.sizes), instance.micro_batches)
@@ -150,13 +149,12 @@ def test_placements() -> None:
 
 
 def test_what_fits_nowhere_and_too_many_ranks_are_refused() -> None:
-    for instance, error in (
-        (PipelineInstance((layer(1),) * 4, 2, (1.0,) * 2, (0.5,) * 2), errors.FitsNowhere),
-        (PipelineInstance((layer(1),) * 4, 2, (1.0,) * 5, (9.0,) * 5), errors.MoreRanksThanLayers),
+    for instance, message in (
+        (PipelineInstance((layer(1),) * 4, 2, (1.0,) * 2, (0.5,) * 2), "fits into the memory of 2 ranks"),
+        (PipelineInstance((layer(1),) * 4, 2, (1.0,) * 5, (9.0,) * 5), "a pipeline of 5 ranks for 4 layers"),
     ):
-        with pytest.raises(UserError) as refused:
+        with pytest.raises(UserError, match=message):
             find_plan(instance)
-        assert isinstance(refused.value.diagnostics[0], error)
 
 
 @settings(max_examples=15)

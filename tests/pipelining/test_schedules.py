@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from arachnec.ir.diagnostic import UserError
-from arachnec.pipelining import errors
-from arachnec.pipelining.action import Action, PipelineSchedule, parse_schedule
+from arachnec.pipelining.action import Action, PipelineSchedule
 from arachnec.pipelining.csv_format import require_valid
-from arachnec.pipelining.evaluate import Evaluation, StageTimes, evaluate, held_micro_batches, uniform_times
+from arachnec.pipelining.evaluate import Evaluation, StageTimes, evaluate, uniform_times
 from arachnec.pipelining.schedules import (
     dapple,
     dapple_in_turns,
@@ -27,7 +26,7 @@ from arachnec.pipelining.schedules import (
     zb_h2,
     zb_v,
 )
-from tests.pipelining.torch_orders import executed, orders_of, planned
+from tests.pipelining.torch_orders import executed, held_micro_batches, orders_of, parse_schedule, planned
 
 SIZES = [(p, m) for p in (2, 4, 8) for m in (p, 2 * p, 4 * p)]
 ODD_SIZES = [*SIZES, (3, 7), (5, 20), (4, 5), (1, 3)]
@@ -246,27 +245,26 @@ def test_every_schedule_is_valid_for_every_size_and_its_words_are_read_back(name
 
 
 @pytest.mark.parametrize(
-    ("make", "error"),
+    ("make", "message"),
     [
-        (lambda: gpipe(0, 4), errors.NotPositive),
-        (lambda: kfkb(4, 4, 0), errors.NotPositive),
-        (lambda: zb_v(2, -1), errors.NotPositive),
-        (lambda: interleaved_1f1b(4, 9, 2), errors.UnevenRounds),
-        (lambda: dapple(4, 4, "C"), errors.UnknownWarmUpPolicy),
-        (lambda: dapple(4, 4, "A", (1, 1, 0, 2)), errors.MemoryHoldsNoMicroBatch),
-        (lambda: dapple(4, 4, "A", (1, 1)), errors.LimitsForOtherRanks),
+        (lambda: gpipe(0, 4), "stages = 0"),
+        (lambda: kfkb(4, 4, 0), "k = 0"),
+        (lambda: zb_v(2, -1), "micro batches = -1"),
+        (lambda: interleaved_1f1b(4, 9, 2), "cannot be interleaved"),
+        (lambda: dapple(4, 4, "C"), "warm-up policy `C`"),
+        (lambda: dapple(4, 4, "A", (1, 1, 0, 2)), "rank 2 holds no micro-batch"),
+        (lambda: dapple(4, 4, "A", (1, 1)), "limits for 2 ranks"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(make: object, error: type) -> None:
-    with pytest.raises(UserError) as refused:
+def test_what_cannot_be_is_refused_by_name(make: object, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
         make()
-    assert [type(diagnostic) for diagnostic in refused.value.diagnostics] == [error]
+    assert len(refused.value.diagnostics) == 1
 
 
 def test_times_for_another_schedule_are_refused() -> None:
-    with pytest.raises(UserError) as refused:
+    with pytest.raises(UserError, match="forward times are given for 2 x 5, but the schedule has 2 x 4"):
         evaluate(gpipe(2, 4), uniform_times(2, 5, 1, 1, 1))
-    assert isinstance(refused.value.diagnostics[0], errors.TimesForOthers)
 
 
 def test_messages_of_one_link_and_direction_follow_each_other() -> None:

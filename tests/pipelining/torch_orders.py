@@ -8,11 +8,22 @@ from typing import Any
 
 import torch
 
-from arachnec.pipelining.action import Action, PipelineSchedule
+from arachnec.pipelining.action import Action, PipelineSchedule, parse_action
+from arachnec.pipelining.evaluate import held
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torch.distributed.pipelining import schedules
+
+
+def parse_schedule(text: str) -> PipelineSchedule:
+    """The reverse of ``str(schedule)``."""
+    return PipelineSchedule(tuple(tuple(map(parse_action, line.split())) for line in text.splitlines()))
+
+
+def held_micro_batches(schedule: PipelineSchedule) -> tuple[int, ...]:
+    """The most pairs of stage and micro-batch that every rank holds at once, until their last gradient."""
+    return held(schedule, ((1,) * schedule.micro_batches,) * schedule.stages)
 
 
 class Stage(SimpleNamespace):

@@ -19,7 +19,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.rounds import LEAST, PLANNING
 from arachnec.planning.sampling.replan import replanned
 from arachnec.planning.sampling.requests import SwitchForecast
-from arachnec.planning.sampling.rounds import at_outcomes
+from benchmarks.sampling.replanning import at_outcomes
 from tests.planning.test_sampling_plan import SHAPES, request, requests, traced
 
 PIPELINE = "segment{{length=2}},annotate,schedule-sampling{{policy={},steps=20}},place,rounds{{most=5,least=1us}},lower"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.solver.block_packing import best_packing, options_of, pack, realize
+from arachnec.solver.block_packing import options_of, pack, packings, realize
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import OPERATIONS_PER_MS as MS
 from arachnec.solver.budget import Clock
@@ -65,7 +65,7 @@ def test_the_large_neighbourhood_search_keeps_every_job_once_and_is_never_longer
     if options is None:
         return
     bound = lower_bound(problem)
-    first = best_packing(problem, options, bound)
+    first = list(packings(problem, options, bound))[-1]
     search = LargeNeighbourhood(problem, options, first, bound, rng=random.Random(seed))
     clock = Clock(0.0, 0.0, steps=5)
     while search.run(clock):
@@ -81,7 +81,7 @@ def test_a_schedule_that_no_aligned_blocks_can_give_is_found_and_proved() -> Non
     problem = Problem(tuple(Job((choice,)) for choice in jobs), 4)
     options = options_of(problem)
     assert options is not None
-    assert max(best_packing(problem, options, 10).load) > 10
+    assert max(list(packings(problem, options, 10))[-1].load) > 10
     solution = solve(problem, Clock(0.0, 0.0, steps=20_000.0), seed=0)
     assert violations(problem, solution.schedule) == []
     assert (solution.schedule.makespan(problem), solution.proved) == (10, True)

@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import pytest
 
-from arachnec.solver.block_packing import best_packing, options_of, realize
+from arachnec.solver.block_packing import options_of, packings, realize
 from arachnec.solver.bound import lower_bound
 from arachnec.solver.budget import Clock
 from arachnec.solver.large_neighbourhood import LargeNeighbourhood
@@ -50,7 +50,7 @@ def test_heads_decide_the_widths_and_schedules_are_those_of_the_whole_problem() 
         for inside in (best, doubling):
             options = options_of(inside.problem)
             assert options is not None
-            packed = best_packing(inside.problem, options, bound)
+            packed = list(packings(inside.problem, options, bound))[-1]
             search = LargeNeighbourhood(inside.problem, options, packed, bound, rng=random.Random(seed))
             clock = Clock(0.0, 0.0, steps=400)
             while search.run(clock):

@@ -75,7 +75,7 @@ class Pass(ABC):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        cls.name = pass_name(cls.__name__)
+        cls.name = "-".join(re.findall(r"[A-Z][a-z0-9]*", cls.__name__)).lower()  # `ScheduleZ3` to `schedule-z3`
 
     @abstractmethod
     def run(self, module: Module) -> Module:
@@ -100,11 +100,6 @@ class Pass(ABC):
     def result(self, level: Level) -> Level:
         """The level of the module this pass gives for a module of ``level``."""
         return self.gives if self.gives > self.needs else level
-
-
-def pass_name(class_name: str) -> str:
-    """``ScheduleZ3`` to ``schedule-z3``."""
-    return "-".join(re.findall(r"[A-Z][a-z0-9]*", class_name)).lower()
 
 
 @dataclass(frozen=True)

@@ -68,7 +68,7 @@ def read(kind: Any, text: str) -> Any:
     if typing.get_origin(inner) is tuple:
         return _read_tuple(typing.get_args(inner)[0], text)
     if (least := _least(inner)) is not None:
-        return _read_count(least, text)
+        return _read_int(text, least)
     reader = _READERS.get(inner)
     if reader is None:
         raise TypeError(f"an option cannot be of type {kind}")
@@ -118,15 +118,9 @@ def _read_bool(text: str) -> bool:
     return text == "true"
 
 
-def _read_int(text: str) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text):
-        raise BadOption("an integer")
-    return int(text)
-
-
-def _read_count(least: int, text: str) -> int:
-    if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text) or int(text) < least:
-        raise BadOption(f"an integer, {least} at least")
+def _read_int(text: str, least: int | None = None) -> int:
+    if not re.fullmatch(r"[+-]?[0-9]{1,4000}", text) or (least is not None and int(text) < least):
+        raise BadOption("an integer" if least is None else f"an integer, {least} at least")
     return int(text)
 
 

@@ -16,78 +16,13 @@ from functools import cached_property
 from typing import Any
 
 from arachnec.cost.table import Rows
-from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, user_error
+from arachnec.ir.diagnostic import Mistake, Span, UserError, shown, user_error
 from arachnec.ir.nodes import Level, Module
 from arachnec.ir.verify import verify
 from arachnec.passes.infra import options
 from arachnec.passes.infra.base import Pass, Registry, Scope, builtin, installed
 from arachnec.passes.infra.instruments import Instrument, Moment
 from arachnec.passes.infra.named_pipelines import LAYOUT_SCHEDULERS, NAMED, OUR_SCHEDULER
-
-
-@dataclass(frozen=True)
-class UnknownPass(Diagnostic):
-    title = "there is no pass `{name}`"
-    label = "no such pass"
-    help = "{remedy}"
-    name: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class UnknownOption(Diagnostic):
-    title = "pass `{name}` has no option `{option}`"
-    label = "no such option"
-    help = "{remedy}"
-    name: str
-    option: str
-    remedy: str
-
-
-@dataclass(frozen=True)
-class WrongOption(Diagnostic):
-    title = "option `{option}` of `{name}` cannot be `{found}`"
-    label = "expected {expected}"
-    help = "`arachnec passes` lists every pass's options and their defaults"
-    name: str
-    option: str
-    found: str
-    expected: str
-
-
-@dataclass(frozen=True)
-class RefusedOptions(Diagnostic):
-    title = "pass `{name}` refuses its options: {reason}"
-    label = "in these options"
-    name: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class RepeatedOption(Diagnostic):
-    title = "option `{option}` of `{name}` is given twice"
-    label = "the second"
-    help = "remove one of the two"
-    name: str
-    option: str
-
-
-@dataclass(frozen=True)
-class MalformedPipeline(Diagnostic):
-    title = "this is not a pipeline: expected {expected}"
-    label = "here"
-    help = "a pipeline is written `partition{{policy=dual}},annotate,schedule-z3{{budget=500ms}}`"
-    expected: str
-
-
-@dataclass(frozen=True)
-class OptionsOfPipeline(Diagnostic):
-    title = "`{name}` is a pipeline and takes no options"
-    label = "options here"
-    help = "give them to its passes: {written}"
-    name: str
-    written: str
-
 
 SOURCE = "<passes>"
 
@@ -329,26 +264,29 @@ def _remedy(step: Pass, level: Level) -> str:
 def _parse(text: str, registry: Registry) -> Iterator[tuple[Pass, Span]]:
     """Every pass and where it is named."""
     if not text.strip():
-        raise UserError(MalformedPipeline(_span(text, 0, len(text)), expected="a pass"))
+        raise _malformed("a pass", _span(text, 0, len(text)))
     for start, end in options.elements(text):
         match = re.match(r"\s*([A-Za-z0-9_-]+)\s*", text[start:end])
         if match is None:
-            raise UserError(MalformedPipeline(_span(text, start, end), expected="the name of a pass"))
+            raise _malformed("the name of a pass", _span(text, start, end))
         name, name_at, after = match[1], start + match.start(1), start + match.end()
         body = text[after:end].rstrip()
         if body and not (body.startswith("{") and body.endswith("}")):
-            raise UserError(MalformedPipeline(_span(text, after, end), expected="`,` or `{` after a pass's name"))
+            raise _malformed("`,` or `{` after a pass's name", _span(text, after, end))
         if name in registry:
             yield _build(text, name, name_at, body, after, registry), _span(text, name_at, name_at + len(name))
         elif name in NAMED:
             if body:
-                span = _span(text, after, end)
-                raise UserError(OptionsOfPipeline(span, name=name, written=NAMED[name]))
+                raise user_error(
+                    f"`{name}` is a pipeline and takes no options",
+                    label="options here",
+                    help=f"give them to its passes: {shown(NAMED[name])}",
+                    span=_span(text, after, end),
+                )
             span = _span(text, name_at, name_at + len(name))
             yield from ((step, span) for step, _ in _parse(NAMED[name], registry))
         else:
-            remedy = did_you_mean(name, [*registry, *NAMED], "passes are")
-            raise UserError(UnknownPass(_span(text, name_at, name_at + len(name)), name=name, remedy=remedy))
+            raise unknown_pass(name, [*registry, *NAMED], _span(text, name_at, name_at + len(name)))
 
 
 def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Registry) -> Pass:
@@ -362,35 +300,60 @@ def _build(text: str, name: str, at: int, body: str, body_at: int, registry: Reg
         begin = body_at + 1 + start + lead
         key, equals, value = (part.strip() for part in item.partition("="))
         if not equals or not key:
-            span = _span(text, begin, body_at + 1 + end)
-            raise UserError(MalformedPipeline(span, expected="`option=value`"))
+            raise _malformed("`option=value`", _span(text, begin, body_at + 1 + end))
         span = _span(text, begin, begin + len(key))
         if key not in kinds:
             near = difflib.get_close_matches(key, list(kinds), 1)
             meant = f"did you mean `{near[0]}`? " if near else ""
             remedy = f"{meant}its options are {', '.join(kinds)}" if kinds else "it has no options"
-            raise UserError(UnknownOption(span, name=name, option=key, remedy=remedy))
+            raise user_error(
+                f"pass `{name}` has no option `{shown(key)}`",
+                label="no such option",
+                help=str(shown(remedy)),
+                span=span,
+            )
         if key in values:
-            raise UserError(RepeatedOption(span, name=name, option=key))
+            raise user_error(
+                f"option `{key}` of `{name}` is given twice",
+                label="the second",
+                help="remove one of the two",
+                span=span,
+            )
         try:
             values[key] = options.read(kinds[key], value)
         except options.BadOption as error:
             value_at = body_at + 1 + start + item.index("=") + 1
             value_at += len(text[value_at:]) - len(text[value_at:].lstrip())
-            span = _span(text, value_at, value_at + max(1, len(value)))
-            raise UserError(WrongOption(span, name=name, option=key, found=value, expected=str(error))) from None
+            raise user_error(
+                f"option `{key}` of `{name}` cannot be `{shown(value)}`",
+                label=f"expected {error}",
+                help="`arachnec passes` lists every pass's options and their defaults",
+                span=_span(text, value_at, value_at + max(1, len(value))),
+            ) from None
     try:
         return kind(**values)
     except (ValueError, UserError) as error:  # from the pass's own __post_init__
         span = _span(text, at, body_at + len(body) if body else at + len(name))
         if isinstance(error, UserError):
             raise UserError(*(dataclasses.replace(problem, span=span) for problem in error.diagnostics)) from None
-        raise UserError(RefusedOptions(span, name=name, reason=str(error))) from None
+        raise user_error(
+            f"pass `{name}` refuses its options: {shown(str(error))}", label="in these options", span=span
+        ) from None
 
 
-def did_you_mean(word: str, known: list[str], fallback: str) -> str:
-    close = difflib.get_close_matches(word, known, 1)
-    return f"did you mean `{close[0]}`?" if close else f"{fallback} {', '.join(known)}"
+def unknown_pass(name: str, known: list[str], span: Span | None = None) -> UserError:
+    close = difflib.get_close_matches(name, known, 1)
+    remedy = f"did you mean `{close[0]}`?" if close else f"passes are {', '.join(known)}"
+    return user_error(f"there is no pass `{shown(name)}`", label="no such pass", help=str(shown(remedy)), span=span)
+
+
+def _malformed(expected: str, span: Span) -> UserError:
+    return user_error(
+        f"this is not a pipeline: expected {expected}",
+        label="here",
+        help="a pipeline is written `partition{policy=dual},annotate,schedule-z3{budget=500ms}`",
+        span=span,
+    )
 
 
 def _span(text: str, start: int, end: int) -> Span:

@@ -16,7 +16,7 @@ from arachnec.ir.nodes import Cascade, Clip, Module, Phase, integers
 from arachnec.ir.sampling import arrival_of, arrivals, models_of, planned_steps, segment_of
 from arachnec.ir.stage_sizes import gib
 from arachnec.ir.values import Quantity
-from arachnec.planning.cascade_ranks import divided, on
+from arachnec.planning.cascade_ranks import divided, on, placed_in_turn
 from arachnec.planning.placement import in_order
 from arachnec.planning.sampling.requests import Segment, begun_before, chain
 from arachnec.solver.malleable import Chain, Piece, Rate, Run
@@ -184,17 +184,14 @@ def scheduled(cascade: Cascade, row: Entry, width: int, first: int, start: float
 def placed_segments(module: Module, cascades: Sequence[Cascade], cost: CostModel) -> list[Cascade]:
     """Cascades with ``assigned`` ranks on these, every rank in the order of the schedule."""
     arrived = arrivals(module.clips, cascades)
-    free = [0.0] * cost.cluster.world
-    done: dict[str, Cascade] = {}
-    for cascade in in_order(cascades):
+
+    def place(cascade: Cascade, inputs: Sequence[Cascade], free: Sequence[float]) -> Cascade:
         ranks = integers(cascade.attrs["assigned"])
-        inputs = [done[name] for name in cascade.inputs if name in done]
         placed = on(cascade.with_attrs(assigned=None), ranks, inputs, free, cost)
         late = arrived.get(cascade.name, 0.0) - placed.start
-        if late > 0:
-            start, end = placed.start + late, placed.end + late
-            placed = placed.with_attrs(start=Quantity(round(start, 6), "ms"), end=Quantity(round(end, 6), "ms"))
-        done[cascade.name] = placed
-        for rank in placed.ranks:
-            free[rank] = placed.end
-    return list(done.values())
+        if late <= 0:
+            return placed
+        start, end = placed.start + late, placed.end + late
+        return placed.with_attrs(start=Quantity(round(start, 6), "ms"), end=Quantity(round(end, 6), "ms"))
+
+    return placed_in_turn(in_order(cascades), cost, place)

@@ -49,30 +49,6 @@ def retimed(cascade: Cascade, cost: CostModel) -> Cascade:
     return cascade.with_attrs(end=Quantity(cascade.start + cost.placed_time(cascade), "ms"))
 
 
-def at_outcomes(module: Module, outcomes: Mapping[int, int]) -> Module:
-    """A lowered module whose instructions take the time that they do at these K, the lists as they stand."""
-    clips = {
-        clip.id: replace(clip, attrs=clip.attrs.updated(forecast=outcomes[clip.id])) if clip.id in outcomes else clip
-        for clip in module.clips
-    }
-    told = [with_forecast(cascade, clips, models_of(module)[1:]) for cascade in module.cascades]
-    module = replace(module, clips=tuple(clips.values()), cascades=tuple(told))
-    cost = CostModel(module)
-    cascades = {cascade.name: retimed(cascade, cost) for cascade in told}
-    ms = {cascade.name: Quantity(cascade.end - cascade.start, "ms") for cascade in cascades.values()}
-    programs = tuple(
-        replace(
-            program,
-            instructions=tuple(
-                replace(step, attrs=step.attrs.updated(time=ms[step.target])) if "start" in step.attrs else step
-                for step in program.instructions
-            ),
-        )
-        for program in module.programs
-    )
-    return replace(module, cascades=tuple(cascades.values()), programs=programs)
-
-
 TOLERANCE_MS = 1e-3
 
 
