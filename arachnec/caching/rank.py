@@ -27,7 +27,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.phases import GROUP_TIMEOUT, Enter, Timeouts, unwatched
 from arachnec.models.encoders import running_encoders
-from arachnec.runtime.agreement import agree, gather_text
+from arachnec.runtime.agreement import agree, gather_values
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.rank_resources import RankThreads, wanted_groups
 from arachnec.runtime.step_progress import Clock, StepProgress
@@ -93,12 +93,10 @@ def encode_batches(
 
 def _note(folder: Path, aside: Sequence[SetAside], rank: int) -> None:
     """Rank 0 writes down what all ranks set aside. Collective."""
-    everyone = gather_text(msgspec.json.encode(list(aside)).decode())
+    everyone = gather_values(list(aside), list[SetAside])
     if rank == 0:
         with (folder / SET_ASIDE).open("ab") as file:
-            for text in everyone:
-                for row in msgspec.json.decode(text, type=list[SetAside]):
-                    file.write(msgspec.json.encode(row) + b"\n")
+            file.writelines(msgspec.json.encode(row) + b"\n" for rows in everyone for row in rows)
 
 
 @dataclass

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,16 @@ from arachnec.backends.torch_distributed.plans.step_plans import planned_for_cpu
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.logs import StepLog, metrics_of
 from arachnec.backends.torch_distributed.reporting.run_files import write_measured
-from arachnec.backends.torch_distributed.run.training_run import (
-    Trainer,
-)
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import cluster_for
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
-from arachnec.executable.training_options import Schedule, Training, bad_value
+from arachnec.executable.training_options import Schedule, Training
 from arachnec.ir.diagnostic import UserError, counted, user_error
-from arachnec.ir.nodes import Cluster, Module
+from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import StopRequest, exit_code
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
@@ -49,6 +48,7 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
 from arachnec.optimizers.own_scripts import advance, demand_rates, own_schedule, step_schedule
 from arachnec.optimizers.recipe import UserOptimizer
+from arachnec.optimizers.schedules import unwanted_schedule_error
 from arachnec.runtime.agreement import agree
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.out_of_memory import explained_memory
@@ -125,9 +125,7 @@ class Engine:
         source = BatchSource(batches, batch, repeat=own.more is not None) if dist.get_rank() == 0 else None
         training = own.training(Training())
         if scheduler is not None and training.schedule != Schedule():
-            chosen = training.schedule.scheduler
-            key, value = ("warmup", training.schedule.warmup) if chosen is None else ("name", chosen.name)
-            raise UserError(bad_value(f"schedule.{key}", value, "Engine has a `scheduler`", "keep one of them"))
+            raise unwanted_schedule_error(training.schedule, "Engine has a `scheduler`", "keep one of them")
         given, machine = machine, cluster_for(machine, dist.get_world_size())
         position = None if resumed is None else resumed.position
         compiling = Compiling(file, machine, passes, training)
@@ -308,19 +306,20 @@ class Engine:
 
     def _step(self, *, last: bool) -> EngineStep | None:
         saving = self._options.save_gradients if last else None
-        self._demand_rates()
+        if self.scheduler is not None:
+            with self._saved_before(UserError):
+                demand_rates(self.optimizer, self.done)
         self._script.begins(self.done)
-        try:
+        with self._saved_before(CannotDraw):
             took = self._trainer.step(self.done, save_gradients=saving, last=last)
-        except CannotDraw:
-            self._save_last()
-            raise
         if took is None:
             return None
         self.done += 1
         self.steps.append(took)
         self._log.tell(took)
-        self._step_schedule()
+        if self.scheduler is not None:
+            with self._saved_before(UserError):
+                step_schedule(self.scheduler)
         every = self._options.every
         self.stopped_by = self._trainer.stopped_by
         due = last or bool(self.stopped_by) or bool(every and self.done % every == 0)
@@ -334,21 +333,12 @@ class Engine:
         metrics = {"loss": math.nan, "gradient_norm": math.nan, **metrics_of(took)}
         return EngineStep(took.step, loss, metrics, self._trainer.clips, took)
 
-    def _demand_rates(self) -> None:
-        if self.scheduler is None:
-            return
+    @contextmanager
+    def _saved_before(self, mistake: type[UserError]) -> Iterator[None]:
+        """What was trained before a mistake inside is kept."""
         try:
-            demand_rates(self.optimizer, self.done)
-        except UserError:
-            self._save_last()
-            raise
-
-    def _step_schedule(self) -> None:
-        if self.scheduler is None:
-            return
-        try:
-            step_schedule(self.scheduler)
-        except UserError:
+            yield
+        except mistake:
             self._save_last()
             raise
 
@@ -431,13 +421,6 @@ def _notes_of_device(executable: Executable, device: torch.device) -> list[str]:
     return ["planned for another device, run on the CPU: planned times do not apply"]
 
 
-def _notes_of_costs(program: Module, step: report.StepReport) -> list[str]:
-    """Where planned times come from, for a step that took another time by more than half."""
-    if not differs(step.planned_ms, step.step_ms):
-        return []
-    return [run_note(step.planned_ms, step.step_ms, cost_sources(program))]
-
-
 def train(
     executable: Executable,
     options: RunOptions,
@@ -472,7 +455,6 @@ def train(
         *notes,
         *([] if stages is None else [stages]),
         *trainer.notes(),
-        *trainer.init_notes(options.init),
         *([] if stops is None or options.checkpoint is None else [trainer.note_of_grace()]),
     ):
         events.emit(report.Note(note))
@@ -480,9 +462,9 @@ def train(
         events.emit(step.report)
         if len(engine.steps) == 1:
             events.emit(report.Note(engine.start_times.text()))
-        if len(engine.steps) == min(2, engine.end - engine.first):  # the first of several warms up
-            for note in _notes_of_costs(trainer.module, step.report):
-                events.emit(report.Note(note))
+        times = step.report.planned_ms, step.report.step_ms
+        if len(engine.steps) == min(2, engine.end - engine.first) and differs(*times):  # the first of several warms up
+            events.emit(report.Note(run_note(*times, cost_sources(trainer.module))))
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
     if not engine.steps:
         told = f"all {counted(engine.end, 'step')} were done before"
@@ -492,16 +474,13 @@ def train(
     peak = report.peak_memory_gib(DeviceRuntime.of(device))
     write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals, peak)
     if dist.get_rank() == 0:
-        attention = attention_by_grid(trainer.module, precision_of(trainer.model), device)
-        ranks, reused = dist.get_world_size(), engine.plans_reused
-        layers = trainer.sparse_layers
         summary = report.run_report(
-            ranks,
+            dist.get_world_size(),
             DeviceRuntime.of(device).name(),
             engine.steps,
-            attention,
-            plans_reused=reused,
-            sparse_layers=layers,
+            attention_by_grid(trainer.module, precision_of(trainer.model), device),
+            plans_reused=engine.plans_reused,
+            sparse_layers=trainer.sparse_layers,
             start=engine.start_times,
             costs=cost_sources(trainer.module),
         )

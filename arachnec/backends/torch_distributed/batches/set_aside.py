@@ -20,7 +20,7 @@ from arachnec.data.clip import VideoClip
 from arachnec.data.video import TooFewFrames, UnreadableVideo
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.encoders import UnreadableClip
-from arachnec.runtime.agreement import gather_text
+from arachnec.runtime.agreement import gather_values
 
 TOLERANCE = 1e-3  # of a sum of shares
 OF_A_FILE = (UnreadableVideo, TooFewFrames, UnreadableClip)
@@ -111,13 +111,15 @@ class LeftOut:
         return float(self._counts.numpy()[0])
 
 
+def notes_of_clips(own: Sequence[str | int]) -> list[ClipNote]:
+    """What each rank says of some clips, put together by clip. Collective."""
+    told = gather_values(list(own), list[str | int])
+    clips = dict.fromkeys(clip for row in told for clip in row)
+    return [ClipNote(clip, [rank for rank, row in enumerate(told) if clip in row]) for clip in clips]
+
+
 def notes_of_left_out(own: Sequence[str | int], reasons: Mapping[str | int, str]) -> list[ClipNote]:
     """The clips that were set aside, each with the ranks that should have trained it and the reason. Collective."""
-    rows = gather_text(msgspec.json.encode((list(own), list(reasons.items()))).decode())
-    told = [msgspec.json.decode(row, type=tuple[list[str | int], list[tuple[str | int, str]]]) for row in rows]
-    known = {clip: reason for _, pairs in told for clip, reason in pairs}
-    clips = dict.fromkeys(clip for row, _ in told for clip in row)
-    return [
-        ClipNote(clip, [rank for rank, (row, _) in enumerate(told) if clip in row], known.get(clip, NOT_A_NUMBER))
-        for clip in clips
-    ]
+    told = gather_values([*reasons.items()], list[tuple[str | int, str]])
+    known = dict(pair for pairs in told for pair in pairs)
+    return [msgspec.structs.replace(note, reason=known.get(note.clip, NOT_A_NUMBER)) for note in notes_of_clips(own)]

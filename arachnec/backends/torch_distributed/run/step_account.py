@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from arachnec.backends.torch_distributed.batches.set_aside import notes_of_left_out
+from arachnec.backends.torch_distributed.batches.set_aside import notes_of_clips, notes_of_left_out
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.executor.shared_clips import demand_equal_batches, difference
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
@@ -23,16 +23,9 @@ from arachnec.backends.torch_distributed.reporting.report import ClipNote
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import user_error
 from arachnec.optimizers.schedules import is_rate
-from arachnec.runtime.agreement import gather, gather_text
+from arachnec.runtime.agreement import gather
 from arachnec.runtime.replanning import SlowRanks
 from arachnec.runtime.step_progress import Interval
-
-
-def notes_of_clips(own: Sequence[str | int]) -> list[ClipNote]:
-    """What each rank says of some clips, put together by clip. Collective."""
-    told = [msgspec.json.decode(row, type=list[str | int]) for row in gather_text(msgspec.json.encode(own).decode())]
-    clips = dict.fromkeys(clip for row in told for clip in row)
-    return [ClipNote(clip, [rank for rank, row in enumerate(told) if clip in row]) for clip in clips]
 
 
 def cause_of_skip(notes: Sequence[ClipNote], norm: float) -> str:

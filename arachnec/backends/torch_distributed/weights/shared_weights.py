@@ -25,22 +25,10 @@ from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import beginning_weights
 from arachnec.models.precision import in_precision
-from arachnec.runtime.agreement import gather_text, share_text
+from arachnec.runtime.agreement import gather_text, gather_values, share_text
 
 Row = tuple[str, tuple[int, ...], str]
 """Name, shape and precision of a tensor."""
-
-
-def tensors_differ_error(rank: int, own: str, first: str) -> Mistake:
-    return Mistake(
-        None,
-        f"rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}",
-        help=(
-            "give every rank the same folder, options and versions of Python, torch and libraries; and have "
-            "the model file make the same tensors on the meta device, where all but rank 0 build, as on the "
-            "CPU"
-        ),
-    )
 
 
 def demand_equal_tensors(modules: Mapping[str, nn.Module]) -> None:
@@ -57,9 +45,22 @@ def demand_equal_tensors(modules: Mapping[str, nn.Module]) -> None:
     whole = share_text(text if dist.get_rank() == 0 else None)  # only now: models have thousands of tensors
     rank_0 = msgspec.json.decode(whole, type=list[Row])
     pairs = ((own, first) for own, first in zip_longest(rows, rank_0) if own != first)
-    told = gather_text(msgspec.json.encode([*map(_shown, next(pairs, (None, None)))]).decode())
-    others = [(rank, msgspec.json.decode(row, type=tuple[str, str])) for rank, row in enumerate(told)]
-    raise UserError(*(tensors_differ_error(rank, *pair) for rank, pair in others if digests[rank] != digests[0]))
+    told = gather_values([*map(_shown, next(pairs, (None, None)))], list[str])
+    raise UserError(
+        *(
+            Mistake(
+                None,
+                f"rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}",
+                help=(
+                    "give every rank the same folder, options and versions of Python, torch and libraries; and have "
+                    "the model file make the same tensors on the meta device, where all but rank 0 build, as on the "
+                    "CPU"
+                ),
+            )
+            for rank, (own, first) in enumerate(told)
+            if digests[rank] != digests[0]
+        )
+    )
 
 
 def _shown(row: Row | None) -> str:
