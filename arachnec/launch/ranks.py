@@ -28,7 +28,6 @@ import msgspec
 
 from arachnec.cluster.device_agreement import check_devices
 from arachnec.cluster.device_selection import (
-    DeviceQuery,
     DeviceRecord,
     TorchDevices,
     select_device,
@@ -39,7 +38,7 @@ from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import Ended
 from arachnec.launch.environment import AGENTS_STORE, CHECKED, compile_once, local_cache, prepare_environment
 from arachnec.launch.phases import GROUP_TIMEOUT, START_S
-from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
+from arachnec.launch.watchdog import STORE_S, Watchdog
 
 if TYPE_CHECKING:
     import torch
@@ -77,15 +76,12 @@ class JoinedRank:
         they have agreed on devices."""
         return self.store.add("restarts", 0) > 0
 
-    def agree_on_devices(
-        self, *, cpu: bool, planned: Cluster | None = None, query: DeviceQuery | None = None
-    ) -> tuple[torch.device, tuple[str, ...]]:
+    def agree_on_devices(self, *, cpu: bool, planned: Cluster | None = None) -> tuple[torch.device, tuple[str, ...]]:
         """The device of this rank, and what a person should know of all ranks' devices.
 
         Raises ``UserError``, the same on every rank, where they do not go together.
         """
-        query = query or TorchDevices()
-        record = select_device(cpu, os.environ, query)
+        record = select_device(cpu, os.environ, TorchDevices())
         records = self._exchange(record)
         notes = check_devices(records, planned)
         return use_device(record), notes
@@ -130,7 +126,7 @@ class JoinedRank:
 
 
 @contextmanager
-def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Iterator[JoinedRank]:
+def joined_rank(start_s: float = START_S) -> Iterator[JoinedRank]:
     """This process as a rank of the run that torchrun's environment describes.
 
     An exception inside ends all ranks of the run, and becomes ``Ended``.
@@ -145,7 +141,7 @@ def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Itera
         store, number = store_of_this_start(store, rank, world, start_s)
     own = store.clone()  # type: ignore[attr-defined]
     own.set_timeout(timedelta(seconds=STORE_S))
-    watchdog = Watchdog(PrefixStore("watchdog", own), rank, world, limits)
+    watchdog = Watchdog(PrefixStore("watchdog", own), rank, world)
     watchdog.enter("start", start_s, "--start-timeout")
     # The first host may have been lost, and its store with it; then the agents that are left know.
     store.add("restarts", number - 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
