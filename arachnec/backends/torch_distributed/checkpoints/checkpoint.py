@@ -108,14 +108,6 @@ class Checkpoints:
             )
 
 
-def save(folder: Path, state: State, position: Position, keep: int = KEPT) -> None:
-    """Write one checkpoint; returns when it is whole. Collective."""
-    checkpoints = Checkpoints(folder, keep)
-    checkpoints.save(state, position)
-    checkpoints.finish()
-    checkpoints.close()
-
-
 @dataclass(frozen=True)
 class Whole:
     """A checkpoint that is whole and undamaged."""
@@ -144,15 +136,6 @@ def newest(folder: Path) -> Whole | None:
     commit = read_commit(path)
     assert commit is not None
     return Whole(path, commit)
-
-
-def load(folder: Path, state: State, wanted: Position) -> Position | None:
-    """Read the newest checkpoint into ``state`` in place; None where there is none. Collective. Raises as ``newest``
-    and ``restore`` do."""
-    whole = newest(folder)
-    if whole is not None:
-        restore(whole, state, wanted)
-    return None if whole is None else whole.position
 
 
 def restore(whole: Whole, state: State, wanted: Position) -> None:
