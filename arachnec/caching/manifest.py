@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from arachnec.caching.files import Divided, EncodedFiles, identity_of, read_divided
-from arachnec.caching.options import CacheOptions, words_of
+from arachnec.caching.options import CacheOptions
 from arachnec.caching.rank import SET_ASIDE, SetAside
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
@@ -189,7 +189,8 @@ def on_this_machine(tell: Callable[[bytes], None], timeouts: Timeouts) -> Run:
 
     def run(encoding: Encoding, files: EncodedFiles, plan: Path) -> None:
         init = [] if encoding.init is None else ["--init", str(encoding.init)]
-        arguments = [str(plan), str(files.folder), "--identity", files.identity, *init, *words_of(timeouts)]
+        limits = msgspec.json.encode(timeouts).decode()
+        arguments = [str(plan), str(files.folder), "--identity", files.identity, "--timeouts", limits, *init]
         with crash_told():
             launch(encoding.cluster.world, arguments, tell, worker=WORKER)
 

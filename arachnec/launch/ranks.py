@@ -76,15 +76,17 @@ class JoinedRank:
         they have agreed on devices."""
         return self.store.add("restarts", 0) > 0
 
-    def agree_on_devices(self, *, cpu: bool, planned: Cluster | None = None) -> tuple[torch.device, tuple[str, ...]]:
-        """The device of this rank, and what a person should know of all ranks' devices.
+    def meet(self, *, cpu: bool, planned: Cluster | None = None) -> tuple[torch.device, tuple[str, ...]]:
+        """Make the default process group. The device of this rank, and what a person should know of all ranks' devices.
 
         Raises ``UserError``, the same on every rank, where they do not go together.
         """
         record = select_device(cpu, os.environ, TorchDevices())
         records = self._exchange(record)
         notes = check_devices(records, planned)
-        return use_device(record), notes
+        device = use_device(record)
+        self._make_process_group(device)
+        return device, notes
 
     def _exchange(self, own: DeviceRecord) -> list[DeviceRecord]:
         self.store.set(f"device/{self.rank}", msgspec.json.encode(own).decode())
@@ -107,8 +109,8 @@ class JoinedRank:
             while not self.store.check([CHECKED]):
                 time.sleep(CHECK_POLL_S)
 
-    def make_process_group(self, device: torch.device) -> None:
-        """The default process group. With a GPU its communicator is made now, not at its first use."""
+    def _make_process_group(self, device: torch.device) -> None:
+        """With a GPU its communicator is made now, not at its first use."""
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -126,11 +128,12 @@ class JoinedRank:
 
 
 @contextmanager
-def joined_rank(start_s: float = START_S) -> Iterator[JoinedRank]:
+def joined_rank(start_s: float | None = None) -> Iterator[JoinedRank]:
     """This process as a rank of the run that torchrun's environment describes.
 
     An exception inside ends all ranks of the run, and becomes ``Ended``.
     """
+    start_s = START_S if start_s is None else start_s
     prepare_environment(os.environ)
     with ends_with_its_agent():
         import torch.distributed as dist
@@ -159,8 +162,7 @@ def joined_rank(start_s: float = START_S) -> Iterator[JoinedRank]:
 def as_rank(work: Callable[[torch.device], None], *, cpu: bool) -> None:
     """Do ``work`` as a rank of the run that torchrun's environment describes; with ``cpu`` without GPUs."""
     with joined_rank() as joined:
-        device, _ = joined.agree_on_devices(cpu=cpu)
-        joined.make_process_group(device)
+        device, _ = joined.meet(cpu=cpu)
         joined.watchdog.enter("work")
         work(device)
 
