@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from arachnec.caching.files import Divided, EncodedFiles, identity_of, read_divided
+from arachnec.caching.files import DIVIDED, Divided, EncodedFiles, identity_of, read_rows, together
 from arachnec.caching.options import CacheOptions
 from arachnec.caching.rank import SET_ASIDE, SetAside
 from arachnec.data.clip import VideoClip
@@ -139,8 +139,10 @@ def cache(encoding: Encoding, manifest: Manifest, output: Path, *, batch: int | 
     if missing:
         plan = encoding_plan(encoding, missing, output / PLAN, batch or CLIPS_OF_A_RANK * encoding.cluster.world)
         run(encoding, files, plan)
-        aside = {tuple(files.of(missing[row.clip]).values()): row.reason for row in _set_aside(plan)}
-        divided = read_divided(plan)
+        aside = {
+            tuple(files.of(missing[row.clip]).values()): row.reason for row in read_rows(plan / SET_ASIDE, SetAside)
+        }
+        divided = together(read_rows(plan / DIVIDED, Divided))
         shutil.rmtree(plan)
     told = {clip.id: aside[key] for clip in clips if (key := tuple(files.of(clip).values())) in aside}
     if len(told) == len(clips):
@@ -195,11 +197,6 @@ def on_this_machine(tell: Callable[[bytes], None], timeouts: Timeouts) -> Run:
             launch(encoding.cluster.world, arguments, tell, worker=WORKER)
 
     return run
-
-
-def _set_aside(plan: Path) -> list[SetAside]:
-    lines = (plan / SET_ASIDE).read_bytes().splitlines() if (plan / SET_ASIDE).is_file() else []
-    return [msgspec.json.decode(line, type=SetAside) for line in lines]
 
 
 def _listed(manifest: Manifest, files: EncodedFiles, aside: Mapping[str | int, str], path: Path, videos: bool) -> Path:

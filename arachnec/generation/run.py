@@ -19,12 +19,7 @@ from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import parse_switch
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, PROGRAM
 from arachnec.executable.program_input import demand_own_requests
-from arachnec.executable.sampling_folder import (
-    SAMPLER,
-    SamplingExecutable,
-    read_sampling_executable,
-    sampler_digest,
-)
+from arachnec.executable.sampling_folder import SAMPLER, SamplingExecutable, read_sampling_executable, sampler_digest
 from arachnec.generation.plan import DEFAULT, CompiledRequests, asked, compile_requests, planned
 from arachnec.generation.results import EXECUTED, Outcome, Results, Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError

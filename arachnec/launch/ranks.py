@@ -27,12 +27,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from arachnec.cluster.device_agreement import check_devices
-from arachnec.cluster.device_selection import (
-    DeviceRecord,
-    TorchDevices,
-    select_device,
-    use_device,
-)
+from arachnec.cluster.device_selection import DeviceRecord, TorchDevices, select_device, use_device
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import Ended

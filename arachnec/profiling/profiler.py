@@ -21,13 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import (
-    batch_loss,
-    batch_of,
-    encode,
-    in_training_precision,
-    trained_parameters,
-)
+from arachnec.backends.cascade_step import batch_loss, batch_of, encode, in_training_precision, trained_parameters
 from arachnec.backends.torch_distributed.reporting.events import emit
 from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.backends.torch_distributed.weights.encoder_setup import DividedEncoders

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from arachnec.backends.cascade_step import encode_loaded
 from arachnec.caching import manifest as planning
 from arachnec.caching import rank as caching_rank
-from arachnec.caching.files import Divided, EncodedFiles, identity_of, read_divided, together
+from arachnec.caching.files import DIVIDED, Divided, EncodedFiles, identity_of, read_rows, together
 from arachnec.caching.manifest import CLIPS, Cached, Encoding, Run, cache, encoding_plan
 from arachnec.caching.rank import SET_ASIDE, encode_batches
 from arachnec.caching.worker import follow, lead
@@ -104,9 +104,9 @@ def test_ranks_that_divide_an_encoder_by_width_write_what_one_rank_writes(
     pipeline = planning.PIPELINE.replace("divide-encoders", "divide-encoders{ranks=2}")
     monkeypatch.setattr(planning, "PIPELINE", pipeline)
     plan = encoded_on_ranks(given, divided, CLIPS_OF_A_STEP)
-    assert sum(row.clips for row in read_divided(plan)) == len(CLIPS_OF_A_STEP)
-    assert {(row.encoder, row.ranks) for row in read_divided(plan)} == {("vae", 2)}
-    assert not read_divided(whole.folder / "plan")
+    assert sum(row.clips for row in read_rows(plan / DIVIDED, Divided)) == len(CLIPS_OF_A_STEP)
+    assert {(row.encoder, row.ranks) for row in read_rows(plan / DIVIDED, Divided)} == {("vae", 2)}
+    assert not read_rows(whole.folder / "plan" / DIVIDED, Divided)
     assert all(cascade.ranks == (0, 1) for cascade in read_executable(plan).program.cascades)
     for one in CLIPS_OF_A_STEP:
         torch.testing.assert_close(load_file(divided.path("vae", one)), load_file(whole.path("vae", one)))

@@ -144,8 +144,8 @@ class Engine:
             clock=clock,
         )
         if training.schedule == Schedule():
-            self._trainer.leave_rates()  # to the scheduler, or to the loop that this is in
-        agree({"the model and its functions": file.digest, "the optimizer": self._trainer.told_optimizer})
+            self.trainer.leave_rates()  # to the scheduler, or to the loop that this is in
+        agree({"the model and its functions": file.digest, "the optimizer": self.trainer.told_optimizer})
         of_ranks, of_device = _notes_of_ranks(given, machine), _notes_of_device(executable, self._script.device)
         for note in (*self._script.notes, *of_ranks, *of_device):
             events.emit(report.Note(note))
@@ -189,10 +189,10 @@ class Engine:
         self._executable, self._options, self._enter = executable, options, enter
         program = executable.program
         with explained_memory(DeviceRuntime.of(device), program, program_of(program, dist.get_rank())):
-            self._trainer = Trainer(executable, options, device, enter, batches, resumed, model_file, clock)
-        self.done = self.first = self._trainer.done  # optimizer steps
+            self.trainer = Trainer(executable, options, device, enter, batches, resumed, model_file, clock)
+        self.done = self.first = self.trainer.done  # optimizer steps
         self.steps: list[report.StepReport] = []  # of this run
-        one_pass = self._trainer.end_of(1) if batches is None else None
+        one_pass = self.trainer.end_of(1) if batches is None else None
         self.end = end_of_job(options.checkpoint, self.first, self._asked(), one_pass, restarted=self._script.restarted)
         self.stopped_by = 0  # the signal that has ended the loop after a step
         self._saved = self.first
@@ -201,7 +201,7 @@ class Engine:
         self.scheduler = None if scheduler is None else own_schedule(scheduler, self.optimizer)
         if self.scheduler is not None:
             advance(self.scheduler, self.first)
-            self._trainer.leave_rates()
+            self.trainer.leave_rates()
         self._enter("your own code")
 
     def _asked(self) -> int | None:
@@ -209,7 +209,7 @@ class Engine:
         options = self._options
         if options.more is not None:
             return self.first + options.more
-        return options.steps if options.epochs is None else self._trainer.end_of(options.epochs)
+        return options.steps if options.epochs is None else self.trainer.end_of(options.epochs)
 
     @property
     def model(self) -> nn.Module:
@@ -218,32 +218,28 @@ class Engine:
         A rank of a pipeline has the parameters of its stages only, one of a cell none but while a layer runs:
         ``model_is_whole`` says so, and a checkpoint has them all.
         """
-        self._trainer.finish_gathers()
-        return self._trainer.model
+        self.trainer.finish_gathers()
+        return self.trainer.model
 
     @property
     def model_is_whole(self) -> bool:
         """Whether `model` has every parameter on this rank between steps: no stages, cells or layers in host memory."""
-        return self._trainer.model_is_whole
+        return self.trainer.model_is_whole
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer, over this rank's parts of the parameters or their fp32 copies."""
-        return self._trainer.optimizer
-
-    @property
-    def trainer(self) -> Trainer:
-        return self._trainer
+        return self.trainer.optimizer
 
     @property
     def start_times(self) -> StartTimes:
         """What this rank's start took, part by part; known behind the first step."""
-        return self._trainer.clock.times()
+        return self.trainer.clock.times()
 
     @property
     def plans_reused(self) -> int:
         """Batches that needed no plan of their own, because one of the same shapes had been planned."""
-        return self._trainer.plans_reused
+        return self.trainer.plans_reused
 
     def __iter__(self) -> Iterator[EngineStep]:
         """Take steps until the batches end, or ``steps`` are done. Then the last checkpoint is written; so it is where
@@ -259,9 +255,9 @@ class Engine:
         if self._closed:
             return
         try:
-            self._log = self._trainer.step_log(self.end)
+            self._log = self.trainer.step_log(self.end)
             if self._options.checkpoint is not None:
-                self._trainer.stop = self._stops() or self._trainer.stop
+                self.trainer.stop = self._stops() or self.trainer.stop
             while self.end is None or self.done < self.end:
                 step = self._step(last=self.end is not None and self.done + 1 == self.end)
                 if step is None:
@@ -270,7 +266,7 @@ class Engine:
                 if self.stopped_by:
                     break
             self._save_last()
-            self._trainer.finish_gathers()
+            self.trainer.finish_gathers()
             if self.stopped_by:
                 self._end_stopped()
             elif self.end is not None and self.done < self.end:
@@ -302,7 +298,7 @@ class Engine:
         if dist.is_initialized():  # at the end of a script a generator may outlive its process group
             self._script.leaves()
             self._save_last()
-            self._trainer.finish_gathers()
+            self.trainer.finish_gathers()
 
     def _step(self, *, last: bool) -> EngineStep | None:
         saving = self._options.save_gradients if last else None
@@ -311,7 +307,7 @@ class Engine:
                 demand_rates(self.optimizer, self.done)
         self._script.begins(self.done)
         with self._saved_before(CannotDraw):
-            took = self._trainer.step(self.done, save_gradients=saving, last=last)
+            took = self.trainer.step(self.done, save_gradients=saving, last=last)
         if took is None:
             return None
         self.done += 1
@@ -321,17 +317,17 @@ class Engine:
             with self._saved_before(UserError):
                 step_schedule(self.scheduler)
         every = self._options.every
-        self.stopped_by = self._trainer.stopped_by
+        self.stopped_by = self.trainer.stopped_by
         due = last or bool(self.stopped_by) or bool(every and self.done % every == 0)
-        self._trainer.saves(self.done, due)
+        self.trainer.saves(self.done, due)
         if due:
             self._saved = self.done
         if self._looked_at:
-            self._trainer.start_gathers()
+            self.trainer.start_gathers()
         self._enter("your own code")
         loss = math.nan if took.loss is None else took.loss
         metrics = {"loss": math.nan, "gradient_norm": math.nan, **metrics_of(took)}
-        return EngineStep(took.step, loss, metrics, self._trainer.clips, took)
+        return EngineStep(took.step, loss, metrics, self.trainer.clips, took)
 
     @contextmanager
     def _saved_before(self, mistake: type[UserError]) -> Iterator[None]:
@@ -345,16 +341,16 @@ class Engine:
     def _save_last(self) -> None:
         """A checkpoint of the last step, where there is none, and wait until it is whole."""
         if self.done > self._saved:
-            self._trainer.saves(self.done, True)
+            self.trainer.saves(self.done, True)
             self._saved = self.done
-        self._trainer.finish_saving()
+        self.trainer.finish_saving()
 
     def close(self) -> None:
         """End what runs beside the steps. The loop does so at its end."""
         if not self._closed:
             self._closed = True
             self._log.close()
-            self._trainer.close()
+            self.trainer.close()
             self._script.remove_folder()
             if self._looked_at:
                 self._script.stops_at_once(acted=bool(self.stopped_by))

@@ -80,7 +80,7 @@ class ShardGradients:
         told = None if stage.hosts is None else dist.all_reduce(used, group=stage.hosts, async_op=True)
         for flat in flats:
             if flat.gradient is None and flat.host is not None:
-                flat.gradient = flat.host.no_gradient(flat.layout.shard_size, flat.gradient_dtype)
+                flat.gradient = flat.host.make_gradient(flat.layout.shard_size, flat.gradient_dtype).zero_()
             elif flat.gradient is None:
                 flat.gradient = torch.zeros(flat.layout.shard_size, dtype=flat.gradient_dtype, device=flat.shard.device)
         group = self.groups.get(reduce.peers)

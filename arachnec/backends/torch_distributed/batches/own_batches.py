@@ -11,12 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from arachnec.backends.training_trace import (
-    demand_optimizer_fits,
-    training_trace,
-    validation_manifest,
-    validation_of,
-)
+from arachnec.backends.training_trace import demand_optimizer_fits, training_trace, validation_manifest, validation_of
 from arachnec.checkpoint.folder import Position
 from arachnec.cluster.topology import has_gpus
 from arachnec.data.batch_source import BatchSource

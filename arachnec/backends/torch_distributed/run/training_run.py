@@ -50,11 +50,7 @@ from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.logs import STEPS_OF_A_FILE, AuditLog, StepLog
 from arachnec.backends.torch_distributed.reporting.run_files import gradient_saver
-from arachnec.backends.torch_distributed.run.learned_sparsity import (
-    FollowedDensities,
-    note_of_left,
-    with_predictors,
-)
+from arachnec.backends.torch_distributed.run.learned_sparsity import FollowedDensities, note_of_left, with_predictors
 from arachnec.backends.torch_distributed.run.samples import Samples
 from arachnec.backends.torch_distributed.run.step_account import Measured, StepAccount
 from arachnec.backends.torch_distributed.run.validation import MEASURES, Validation, ValidationLoss, undisturbed

@@ -106,7 +106,10 @@ def shared_encoders(model_file: ModelFile, training: Training, device: torch.dev
 
 def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
     """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values."""
-    modules = build(CPU) if dist.get_rank() == 0 else _received(build, device)
+    modules = build(CPU) if dist.get_rank() == 0 else without_memory(build)
+    for tensor in tensors_of(modules):
+        if tensor.is_meta:
+            put_in_place(tensor, torch.empty_like(tensor, device=device))
     demand_equal_tensors(modules)
     for tensor in tensors_of(modules):
         home = tensor if tensor.device == device else tensor.detach().to(device)
@@ -133,29 +136,16 @@ def tensors_of(modules: Modules) -> Iterator[Tensor]:
         yield from module.buffers()
 
 
-def _received(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
-    """The modules with memory on ``device`` and no values yet, or with values of their own."""
-    modules = without_memory(build)
-    for tensor in tensors_of(modules):
-        if tensor.device.type == "meta":
-            put_in_place(tensor, torch.empty_like(tensor, device=device))
-    return modules
-
-
 def without_memory(build: Callable[[torch.device], Modules]) -> Modules:
     """The modules on the meta device; on the CPU, with values of their own, where they cannot be built so."""
     try:
-        modules = _built_on_meta(build)
+        with META:
+            modules = build(META)
         if not any(has_strays(module) for module in modules.values()):
             return modules
     except (NotImplementedError, RuntimeError, TypeError, UserError):
         pass  # it looks at values, or cannot be without them; a mistake shows again below
     return build(CPU)
-
-
-def _built_on_meta(build: Callable[[torch.device], Modules]) -> Modules:
-    with META:
-        return build(META)
 
 
 def has_strays(module: nn.Module) -> bool:
