@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import TypeVar
@@ -15,7 +16,6 @@ from arachnec.cost.sparse_profile import AttentionTime
 from arachnec.kernels.sparse.predictor import RANK, initial_projections, kept_blocks
 from arachnec.kernels.sparse.token_cubes import Grid, token_cubes
 from arachnec.kernels.sparse.video_attention import predicted_lists, video_attention
-from arachnec.profiling.links import now
 
 DENSITIES = (0.05, 0.1, 0.3)
 LEAST, MOST = 1024, {"cpu": 4096}  # tokens: shorter clips are never sparse, longer ones take too long on a CPU
@@ -74,6 +74,10 @@ def _keep(
 
 
 def _timed(work: Callable[[], Result], device: torch.device) -> tuple[float, Result]:
-    started = now(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
     result = work()
-    return (now(device) - started) * 1e3, result
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return (time.perf_counter() - started) * 1e3, result
