@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -29,9 +29,10 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.head_density import ByLength, LayerDensity, density_rows
 from arachnec.ir.nodes import Module
 from arachnec.ir.values import Formula, Quantity, Term, Value
+from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.kernels.sparse.predictor import Projections
 from arachnec.model_state import sparse_predictors
-from arachnec.model_state.key_list_files import read_lists, share_that_differs
+from arachnec.model_state.key_list_files import Key, entries_that_differ, read_lists
 from arachnec.model_state.measured_layers import HISTORY, STEPS_KEPT
 from arachnec.model_state.sparse_predictors import SparsePredictors
 from arachnec.models.file import load_model_file
@@ -60,6 +61,12 @@ ON_THREE = (
     Work((1,), (1, 2), 1.0, attrs=SPARSE),
     Work((2,), (0,), 1.0),
 )
+
+
+def share_that_differs(one: Mapping[Key, KeyLists | None], other: Mapping[Key, KeyLists | None]) -> float:
+    """Of the list entries of two runs, those that are not in both."""
+    differing, total = entries_that_differ(one, other)
+    return differing / max(1, total)
 
 
 def planned(
