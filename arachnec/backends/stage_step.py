@@ -11,7 +11,7 @@ parameters, of norms, convolutions and tables, have their gradients in the backw
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from threading import get_ident
@@ -94,12 +94,8 @@ def backward_of(run: StageRun, objective: Tensor | None, gradients: Mapping[Outp
             roots.append(run.outputs[output])
             with_respect.append(gradient)
     if roots:
-        _run_backward(roots, with_respect)
+        torch.autograd.backward(roots, with_respect)
     return {output: value.grad for output, value in run.given.items() if value.grad is not None}
-
-
-def _run_backward(roots: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-    torch.autograd.backward(list(roots), list(gradients))
 
 
 def _places(forms: Mapping[Output, Form]) -> dict[Output, int]:

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from torch import Tensor
@@ -28,6 +29,7 @@ from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import encoder_folder
 from arachnec.models.weight_files import weight_files
 
+Row = TypeVar("Row")
 PART = ".part"  # extension of a file that is being written
 
 
@@ -136,14 +138,13 @@ def together(rows: Iterable[Divided]) -> list[Divided]:
     return [msgspec.structs.replace(row, clips=count) for row, count in counts.items()]
 
 
-def write_divided(folder: Path, rows: Iterable[Divided]) -> None:
-    """Add what a batch divided to what is known beside the plan."""
-    with (folder / DIVIDED).open("ab") as file:
-        for row in rows:
-            file.write(msgspec.json.encode(row) + b"\n")
+def add_rows(file: Path, rows: Iterable[msgspec.Struct]) -> None:
+    """Add what a batch told to what is known beside the plan."""
+    with file.open("ab") as stream:
+        stream.writelines(msgspec.json.encode(row) + b"\n" for row in rows)
 
 
-def read_divided(folder: Path) -> list[Divided]:
-    """What all batches divided."""
-    lines = (folder / DIVIDED).read_bytes().splitlines() if (folder / DIVIDED).is_file() else []
-    return together(msgspec.json.decode(line, type=Divided) for line in lines)
+def read_rows(file: Path, kind: type[Row]) -> list[Row]:
+    """What all batches told."""
+    lines = file.read_bytes().splitlines() if file.is_file() else []
+    return [msgspec.json.decode(line, type=kind) for line in lines]

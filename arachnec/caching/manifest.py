@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,17 +15,17 @@ from typing import Any
 
 import msgspec
 
-from arachnec.caching.files import Divided, EncodedFiles, identity_of, read_divided
-from arachnec.caching.options import CacheOptions, words_of
+from arachnec.caching.files import DIVIDED, Divided, EncodedFiles, identity_of, read_rows, together
+from arachnec.caching.options import CacheOptions
 from arachnec.caching.rank import SET_ASIDE, SetAside
 from arachnec.data.clip import VideoClip
 from arachnec.data.encoded_file import encoded_beforehand
 from arachnec.data.manifest import Manifest
 from arachnec.executable.folder import demand_folder, iteration_of, row_of, write_executable
 from arachnec.executable.training_options import Training
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted, user_error
+from arachnec.ir.diagnostic import UserError, counted, user_error
 from arachnec.ir.nodes import Cluster
-from arachnec.launch.local_ranks import RankCrashed, launch
+from arachnec.launch.local_ranks import crash_told, launch
 from arachnec.launch.phases import Timeouts
 from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.initial_weights import encoder_folder
@@ -43,14 +42,6 @@ CLIPS_OF_A_RANK = 16  # in a batch
 
 def nothing_to_encode_error(path: str, reason: str, remedy: str) -> UserError:
     return user_error(f"{path} has nothing to encode with: {reason}", help=remedy)
-
-
-@dataclass(frozen=True)
-class NoneEncoded(Diagnostic):
-    title = "none of the clips could be encoded: clip {clip}: {reason}"
-    help = "check the paths of the manifest, and that this host can read them"
-    clip: str | int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -148,13 +139,18 @@ def cache(encoding: Encoding, manifest: Manifest, output: Path, *, batch: int | 
     if missing:
         plan = encoding_plan(encoding, missing, output / PLAN, batch or CLIPS_OF_A_RANK * encoding.cluster.world)
         run(encoding, files, plan)
-        aside = {tuple(files.of(missing[row.clip]).values()): row.reason for row in _set_aside(plan)}
-        divided = read_divided(plan)
+        aside = {
+            tuple(files.of(missing[row.clip]).values()): row.reason for row in read_rows(plan / SET_ASIDE, SetAside)
+        }
+        divided = together(read_rows(plan / DIVIDED, Divided))
         shutil.rmtree(plan)
     told = {clip.id: aside[key] for clip in clips if (key := tuple(files.of(clip).values())) in aside}
     if len(told) == len(clips):
         clip, reason = next(iter(told.items()))
-        raise UserError(NoneEncoded(None, clip, reason))
+        raise user_error(
+            f"none of the clips could be encoded: clip {clip}: {reason}",
+            help="check the paths of the manifest, and that this host can read them",
+        )
     written = _listed(manifest, files, told, output / CLIPS, _left(encoding))
     new = {tuple(files.of(clip).values()) for clip in missing}
     encoded = sum(tuple(files.of(clip).values()) in new for clip in clips) - len(told)
@@ -195,19 +191,12 @@ def on_this_machine(tell: Callable[[bytes], None], timeouts: Timeouts) -> Run:
 
     def run(encoding: Encoding, files: EncodedFiles, plan: Path) -> None:
         init = [] if encoding.init is None else ["--init", str(encoding.init)]
-        arguments = [str(plan), str(files.folder), "--identity", files.identity, *init, *words_of(timeouts)]
-        try:
+        limits = msgspec.json.encode(timeouts).decode()
+        arguments = [str(plan), str(files.folder), "--identity", files.identity, "--timeouts", limits, *init]
+        with crash_told():
             launch(encoding.cluster.world, arguments, tell, worker=WORKER)
-        except RankCrashed as crash:
-            print(crash, file=sys.stderr)  # the launcher's own traceback would only hide the rank's
-            sys.exit(1)
 
     return run
-
-
-def _set_aside(plan: Path) -> list[SetAside]:
-    lines = (plan / SET_ASIDE).read_bytes().splitlines() if (plan / SET_ASIDE).is_file() else []
-    return [msgspec.json.decode(line, type=SetAside) for line in lines]
 
 
 def _listed(manifest: Manifest, files: EncodedFiles, aside: Mapping[str | int, str], path: Path, videos: bool) -> Path:

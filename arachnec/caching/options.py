@@ -34,29 +34,7 @@ class CacheOptions:
 
     @property
     def timeouts(self) -> Timeouts:
-        return timeouts_of(self.start_timeout, self.plan_timeout, self.stall_timeout)
-
-
-def timeouts_of(start_timeout: float | None, plan_timeout: float | None, stall_timeout: float | None) -> Timeouts:
-    """The options of ``LIMITS`` as click names them."""
-    return Timeouts(start_timeout, plan_timeout, stall=stall_timeout)
-
-
-def words_of(timeouts: Timeouts) -> list[str]:
-    """The same as words of a command line, those that were given."""
-    given = ((phase, getattr(timeouts, phase)) for phase, _ in PHASES)
-    return [word for phase, seconds in given if seconds is not None for word in (f"--{phase}-timeout", str(seconds))]
-
-
-PHASES = (
-    ("start", "that reading the encoders' weights may take; default: 600"),
-    ("plan", "that a batch may wait for its plan; default: 600"),
-    ("stall", "beyond its planned time that an instruction may take which waits for no other; default: 60"),
-)
-LIMITS = tuple(
-    click.option(f"--{phase}-timeout", type=click.FloatRange(min=0, min_open=True), help=f"Seconds {what}.")
-    for phase, what in PHASES
-)
+        return Timeouts(self.start_timeout, self.plan_timeout, stall=self.stall_timeout)
 
 
 OPTIONS = (
@@ -75,13 +53,15 @@ OPTIONS = (
     click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of weights without --init."),
     click.option("--batch", type=click.IntRange(min=1), help="Clips planned together; default: 16 a rank."),
     click.option("--json", "as_json", is_flag=True, help="Print what was done as JSON."),
-    *LIMITS,
+    *(
+        click.option(f"--{phase}-timeout", type=click.FloatRange(min=0, min_open=True), help=f"Seconds {what}.")
+        for phase, what in (
+            ("start", "that reading the encoders' weights may take; default: 600"),
+            ("plan", "that a batch may wait for its plan; default: 600"),
+            ("stall", "beyond its planned time that an instruction may take which waits for no other; default: 60"),
+        )
+    ),
 )
-
-
-def limit_options(command: Command) -> Command:
-    """Give a click command the options of ``LIMITS``, as ``start_timeout`` and so on."""
-    return functools.reduce(lambda wrapped, option: option(wrapped), reversed(LIMITS), command)
 
 
 def cache_options(command: Command) -> Command:

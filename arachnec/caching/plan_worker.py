@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import click
+import msgspec
 
-from arachnec.caching.options import limit_options, timeouts_of
 from arachnec.launch.ending import exit_with
-from arachnec.launch.phases import START_S
+from arachnec.launch.phases import Timeouts
 from arachnec.launch.ranks import joined_rank
 
 FOLDER = click.Path(path_type=Path)
@@ -19,21 +19,19 @@ FOLDER = click.Path(path_type=Path)
 @click.argument("output", type=FOLDER)
 @click.option("--identity", required=True)
 @click.option("--init", type=FOLDER)
-@limit_options
-def command(plan: Path, output: Path, identity: str, init: Path | None, **limits: float | None) -> None:
+@click.option("--timeouts", "given", required=True, help="As JSON.")
+def command(plan: Path, output: Path, identity: str, init: Path | None, given: str) -> None:
     """Run this rank's part of PLAN, and write into OUTPUT."""
-    with joined_rank(limits["start_timeout"] or START_S) as joined:
+    timeouts = msgspec.json.decode(given, type=Timeouts)
+    with joined_rank(timeouts.start) as joined:
         from arachnec.backends.torch_distributed.plans.step_plans import planned_for_cpu
         from arachnec.caching.files import EncodedFiles
         from arachnec.caching.rank import encode_batches
         from arachnec.executable.folder import read_executable
 
         executable = read_executable(plan)
-        device, _ = joined.agree_on_devices(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
-        joined.make_process_group(device)
-        encoders = tuple(stage.name for stage in executable.traced.stages)
-        files = EncodedFiles(output, identity, encoders)
-        timeouts = timeouts_of(**limits)
+        device, _ = joined.meet(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
+        files = EncodedFiles(output, identity, tuple(stage.name for stage in executable.traced.stages))
         encode_batches(executable, files, init, device, joined.watchdog.enter, timeouts)
 
 

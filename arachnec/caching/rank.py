@@ -18,7 +18,7 @@ from arachnec.backends.torch_distributed.executor.iteration import program_of
 from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans, StepLimits
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.weights.encoder_setup import DividedEncoders, rank_encoders
-from arachnec.caching.files import EncodedFiles, divided_in, write_divided
+from arachnec.caching.files import DIVIDED, EncodedFiles, add_rows, divided_in
 from arachnec.cost.compute import is_divided
 from arachnec.data.clip import VideoClip
 from arachnec.executable.folder import Executable
@@ -27,7 +27,7 @@ from arachnec.ir.nodes import Cascade, Instruction, Module
 from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.launch.phases import GROUP_TIMEOUT, Enter, Timeouts, unwatched
 from arachnec.models.encoders import running_encoders
-from arachnec.runtime.agreement import agree, gather_text
+from arachnec.runtime.agreement import agree, gather_values
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.rank_resources import RankThreads, wanted_groups
 from arachnec.runtime.step_progress import Clock, StepProgress
@@ -83,7 +83,7 @@ def encode_batches(
             done += len(planned.clips)
             _note(executable.folder, aside, rank)
             if rank == 0:
-                write_divided(executable.folder, divided_in(planned.module, planned.clips))
+                add_rows(executable.folder / DIVIDED, divided_in(planned.module, planned.clips))
             events.emit(report.Note(f"{done} of {counted(len(executable.clips), 'clip')}"))
         enter("the manifest")
     finally:
@@ -93,12 +93,9 @@ def encode_batches(
 
 def _note(folder: Path, aside: Sequence[SetAside], rank: int) -> None:
     """Rank 0 writes down what all ranks set aside. Collective."""
-    everyone = gather_text(msgspec.json.encode(list(aside)).decode())
+    everyone = gather_values(list(aside), list[SetAside])
     if rank == 0:
-        with (folder / SET_ASIDE).open("ab") as file:
-            for text in everyone:
-                for row in msgspec.json.decode(text, type=list[SetAside]):
-                    file.write(msgspec.json.encode(row) + b"\n")
+        add_rows(folder / SET_ASIDE, (row for rows in everyone for row in rows))
 
 
 @dataclass

@@ -19,7 +19,6 @@ import click
 from arachnec.caching.options import CacheOptions, cache_options
 from arachnec.ir.diagnostic import user_error
 from arachnec.launch.ending import exit_with
-from arachnec.launch.phases import START_S
 from arachnec.launch.ranks import joined_rank
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
 @click.option("--cluster", required=True, help="A TOML file, or a short form such as 2x8:h100-80g.")
 def command(options: CacheOptions, cluster: str) -> None:
     """Run the encoders of MODEL for every clip, on the ranks of torchrun. Run again, it encodes what is missing."""
-    with joined_rank(START_S if options.start_timeout is None else options.start_timeout) as joined:
+    with joined_rank(options.start_timeout) as joined:
         from arachnec.caching.manifest import Encoding
         from arachnec.caching.rank import encode_batches
         from arachnec.cluster.file import parse_cluster
@@ -45,8 +44,7 @@ def command(options: CacheOptions, cluster: str) -> None:
         from arachnec.models.caption_tokens import CaptionCounter
 
         machine = cluster_for(parse_cluster(cluster), joined.world)
-        device, _ = joined.agree_on_devices(cpu=machine.attrs.get("device") == "cpu", planned=machine)
-        joined.make_process_group(device)
+        device, _ = joined.meet(cpu=machine.attrs.get("device") == "cpu", planned=machine)
 
         def encode(plan: Path, files: EncodedFiles) -> None:
             encode_batches(read_executable(plan), files, options.init, device, joined.watchdog.enter, options.timeouts)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -109,6 +109,14 @@ def is_intact(path: Path, record: FileRecord) -> bool:
         return file.is_file() and file.stat().st_size == record.bytes and sha256(file) == record.sha256
     except OSError:
         return False
+
+
+def intact(folder: Path) -> Iterator[tuple[Path, Commit]]:
+    """The whole and undamaged checkpoints in ``folder``, newest first, or ``folder`` itself where it is one."""
+    for path in [folder] if read_commit(folder) else committed(folder):
+        commit = read_commit(path)
+        if commit is not None and all(is_intact(path, record) for record in commit.files):
+            yield path, commit
 
 
 def earlier_format(folder: Path) -> list[Path]:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from arachnec.checkpoint.class_states import CLASSES, class_numbers, classes_of
 from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs, write_file
-from arachnec.checkpoint.folder import committed, is_intact, read_commit
+from arachnec.checkpoint.folder import intact
 from arachnec.checkpoint.parts import Part
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.head_density import ByLength, Heads
@@ -131,10 +131,8 @@ def _files(place: Path) -> tuple[Path, list[str]]:
         return place.parent, [place.name]
     if (place / FILE).is_file():
         return place, [FILE]
-    for path in [place] if read_commit(place) else committed(place):
-        commit = read_commit(path)
-        if commit is not None and all(is_intact(path, record) for record in commit.files):
-            return path, [record.name for record in commit.files]
+    for path, commit in intact(place):
+        return path, [record.name for record in commit.files]
     raise no_predictors_error(str(place), "there is no whole checkpoint, and no " + FILE)
 
 

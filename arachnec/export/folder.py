@@ -132,17 +132,15 @@ def _adapter(values: ModelValues) -> tuple[dict[str, Tensor], dict[str, Any]]:
     own = {name: values.value(name) for name, plain in originals.items() if plain is None}
     tensors = get_peft_model_state_dict(model, state_dict=own, adapter_name=active)
     named = {name.removeprefix(WRAPPER): value for name, value in tensors.items()}
-    return named, {key: _plain(value) for key, value in configs[active].to_dict().items()}
+    return named, {
+        key: sorted(value) if isinstance(value, set) else value for key, value in configs[active].to_dict().items()
+    }
 
 
 def _used(model: nn.Module, names: Sequence[str]) -> list[str]:
     """The adapters of these names that the model's outputs follow from: in their order, those active in a layer."""
     active = {name for layer in adapted_layers(model).values() for name in getattr(layer, "active_adapters", names)}
     return [name for name in names if name in active]
-
-
-def _plain(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set) else value
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -190,7 +188,7 @@ def export(
         tensors, size, loading = write(values, Path(draft), dtype, shard_bytes)
         wrapped = plain_model(values.model) is not values.model
         write_predictors(trained.path, trained.stored, Path(draft) / PREDICTORS, WRAPPER if wrapped else "")
-        written = [_moved(path, output) for path in sorted(Path(draft).iterdir())]
+        written = [path.replace(output / path.name) for path in sorted(Path(draft).iterdir())]
     if not lora:
         _drop_stale(output, {path.name for path in written})
     return Exported(tuple(written), tensors, size, trained.position.steps, loading.format(folder=output))
@@ -291,10 +289,6 @@ def _demand_names(model: nn.Module, names: set[str]) -> None:
 
 def _is_diffusers(model: nn.Module) -> bool:
     return isinstance(getattr(model, "config", None), Mapping) and callable(getattr(model, "save_config", None))
-
-
-def _moved(path: Path, folder: Path) -> Path:
-    return path.replace(folder / path.name)
 
 
 def _drop_stale(folder: Path, written: set[str]) -> None:

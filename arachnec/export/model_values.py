@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import build_model
 from arachnec.checkpoint.files import StoredRuns, fill_from, stored_runs
-from arachnec.checkpoint.folder import Position, committed, is_intact, read_commit
+from arachnec.checkpoint.folder import Position, intact
 from arachnec.checkpoint.parts import AVERAGE, IN_USE, MASTER, Part
 from arachnec.executable.folder import MODEL, Executable
 from arachnec.executable.training_options import Training
@@ -46,9 +46,6 @@ class TrainedValues:
         """A buffer, as the run left it."""
         return self._read(f"{BUFFER}/{name}", like.shape, like.dtype)
 
-    def has_buffer(self, name: str) -> bool:
-        return f"{BUFFER}/{name}" in self.stored
-
     def _read(self, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
         values = torch.empty(shape.numel(), dtype=dtype)
         fill_from(self.path, self.stored, {key: Part(values, 0, shape.numel())})
@@ -60,10 +57,7 @@ def trained_values(folder: Path, digest: str, executable: Path, *, averages: boo
 
     ``digest`` is that of the model file of ``executable``. Raises ``UserError`` where there is none, or another's.
     """
-    for path in [folder] if read_commit(folder) else committed(folder):
-        commit = read_commit(path)
-        if commit is None or not all(is_intact(path, record) for record in commit.files):
-            continue
+    for path, commit in intact(folder):
         if commit.position.model != digest:
             raise user_error(
                 f"the checkpoint {path} was not made with the model file of {executable}",
@@ -123,7 +117,7 @@ class ModelValues:
         key = self._trained_names.get(id(like))
         if key is not None:
             return self.trained.parameter(key, like.shape)
-        if not isinstance(like, nn.Parameter) and self.trained.has_buffer(name):
+        if not isinstance(like, nn.Parameter) and f"{BUFFER}/{name}" in self.trained.stored:
             return self.trained.buffer(name, like)
         read = None if self.initial is None else self.initial.value(name, like.dtype)
         return self._drawn[name].detach() if read is None else read

@@ -14,7 +14,7 @@ import torch
 
 from arachnec.data.clip import VideoClip
 from arachnec.data.requests import Request
-from arachnec.data.switch import ONE_MODEL, Switch, parse_switch
+from arachnec.data.switch import ONE_MODEL, parse_switch
 from arachnec.executable.folder import REPORT
 from arachnec.executable.sampling_folder import Settings, write_sampling_executable
 from arachnec.generation.encoded import Encoders
@@ -140,21 +140,14 @@ def text_of_all(sampling: Sampling, clips: Sequence[VideoClip]) -> int | None:
 
 def decoder_stage(sampling: Sampling, clips: Sequence[VideoClip], tokens: Callable[[VideoClip], int]) -> Stage | None:
     """The sampler file's decoder, measured on the meta device; None without one."""
-    decoder = traced_decoder(sampling.sampler, clips)
-    if decoder is None:
-        return None
-    taken = {*sampling.names, *(meta_encoders(sampling.sampler.model_file(sampling.names[0])))}
-    name = next(name for name in (DECODER, "video_decoder", "to_pixels") if name not in taken)
-    return encoder_stage(name, decoder, clips, tokens)
-
-
-def traced_decoder(sampler: SamplerFile, clips: Sequence[VideoClip]) -> FromLatents | None:
-    """The decoder on the meta device, with latents of these clips' shapes."""
+    sampler = sampling.sampler
     if sampler.decoder is None:
         return None
     with torch.device("meta"):
         decoder = sampler.decoder()
-    return FromLatents(sampler, decoder, latents_of(sampler, clips))
+    taken = {*sampling.names, *(meta_encoders(sampling.sampler.model_file(sampling.names[0])))}
+    name = next(name for name in (DECODER, "video_decoder", "to_pixels") if name not in taken)
+    return encoder_stage(name, FromLatents(sampler, decoder, latents_of(sampler, clips)), clips, tokens)
 
 
 def forecast(sampling: Sampling, request: Request, seen: Sequence[Seen] = ()) -> SwitchForecast:
@@ -308,17 +301,13 @@ def asked(
         )
     alone = pipeline is not None and any(getattr(step, "models", 2) == 1 for step in pipeline.passes)
     names = ordered(file, first)[: 1 if alone else None]
-    rule = switch_of(file, names, rule)
+    if len(names) == 1:
+        rule = ONE_MODEL  # which takes all steps
+    elif rule is None:
+        rule = parse_switch(file.switch() if file.switch is not None else SWITCH)
     sparse = [str(step) for step in pipeline.passes if isinstance(step, Sparsify)] if pipeline else []
     settings = Settings(str(Path(sampler).absolute()), names, str(rule), history, " ".join(sparse))
     return Sampling(file, names, rule, settings.restart), settings
-
-
-def switch_of(file: SamplerFile, names: tuple[str, ...], asked: Switch | None) -> Switch:
-    """The switch that is asked for, else the file's, else a boundary; a lone model takes all steps."""
-    if len(names) == 1:
-        return ONE_MODEL
-    return asked or parse_switch(file.switch() if file.switch is not None else SWITCH)
 
 
 def compile_requests(

@@ -69,7 +69,6 @@ class GenerationRank:
     rounds: Rounds | None = None  # where the rest may be planned again
     enter: Callable[[RequestProgress], None] = unwatched  # who watches over how long they take
     timeouts: Timeouts = field(default_factory=Timeouts)
-    _decoder: nn.Module | None = None
 
     def __post_init__(self) -> None:
         sampler = self.sampling.sampler
@@ -101,7 +100,7 @@ class GenerationRank:
         self.models.prepare(self.module, self.program, self.requests)
         self.encoders.build({self.cascades[s.target].stage for s in self.program.instructions if s.op == "encode"})
         if any(step.op == "decode" for step in self.program.instructions):
-            self._build_decoder()
+            _ = self._decoder
         self._warm_scheduler()
         if len(self.module.programs) > 1:
             dist.barrier()
@@ -160,13 +159,16 @@ class GenerationRank:
         elif step.op == "denoise":
             loops = self._denoise(step)
             if step.target in self._at_hand.sent:
-                self.values[step.target] = runtime.to_host(torch.cat([packed(loop) for loop in loops]))
+                self.values[step.target] = _packed(loops, runtime)
         elif step.op == "decode":
-            self._decode(step)
+            ranks = step.peers or (self.rank,)
+            for place, loop in enumerate(self._loops(self.cascades[step.target])):
+                if ranks[place % len(ranks)] == self.rank:
+                    self._deliver(loop)
         elif step.op == "send":
             if step.target not in self.values:  # planned again, it goes where it was not to go
                 loops = [self.loops[number][1] for number in self.cascades[step.target].clips]
-                self.values[step.target] = runtime.to_host(torch.cat([packed(loop) for loop in loops]))
+                self.values[step.target] = _packed(loops, runtime)
             handoffs.send(step.target, self.values[step.target], step.peers[0])
         elif step.op == "free":
             handoffs.let_go(step.target)
@@ -178,7 +180,10 @@ class GenerationRank:
         if step.op not in ("encode", "denoise", "decode"):
             return
         cascade = self.cascades[step.target]
-        self._await(self._requests(cascade))
+        wait = self.started + max(request.arrival for request in self._requests(cascade)) - time.monotonic()
+        if wait > 0:
+            with self.progress.arriving():
+                time.sleep(wait)
         coming = [self.values[name] for name in cascade.inputs if name in self.values]
         if coming:
             with clock.measure("receive", step.target):
@@ -201,13 +206,6 @@ class GenerationRank:
             return TensorSpec((self.encoders.size(cascade.stage, requests),), torch.uint8)
         size = sum(state_bytes(begin(self.sampling, request)) for request in requests)
         return TensorSpec((size,), torch.uint8)
-
-    def _await(self, requests: Sequence[Request]) -> None:
-        """Nothing of a request runs before it arrives."""
-        wait = self.started + max(request.arrival for request in requests) - time.monotonic()
-        if wait > 0:
-            with self.progress.arriving():
-                time.sleep(wait)
 
     def _loops(self, cascade: Cascade) -> list[Loop]:
         """The requests of a segment or of a decoder as its input has them, or before their first step."""
@@ -300,17 +298,10 @@ class GenerationRank:
 
         return agreed
 
-    def _decode(self, step: Instruction) -> None:
-        cascade = self.cascades[step.target]
-        ranks = step.peers or (self.rank,)
-        for place, loop in enumerate(self._loops(cascade)):
-            if ranks[place % len(ranks)] == self.rank:
-                self._deliver(loop)
-
-    def _build_decoder(self) -> None:
-        sampler = self.sampling.sampler
-        if self._decoder is None and sampler.decoder is not None:
-            self._decoder = sampler.decoder().to(self.device).eval().requires_grad_(False)
+    @cached_property
+    def _decoder(self) -> nn.Module | None:
+        build = self.sampling.sampler.decoder
+        return None if build is None else build().to(self.device).eval().requires_grad_(False)
 
     def _deliver(self, loop: Loop) -> None:
         """Write the files of a request, or why there are none."""
@@ -336,8 +327,11 @@ class GenerationRank:
     @torch.no_grad()
     def _pixels(self, latents: Tensor) -> Tensor | None:
         """What the decoder makes of them; None without one."""
-        self._build_decoder()
         return None if self._decoder is None else decoded(self.sampling.sampler, self._decoder, latents)
+
+
+def _packed(loops: Sequence[Loop], runtime: DeviceRuntime) -> OnHost:
+    return runtime.to_host(torch.cat([packed(loop) for loop in loops]))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -54,35 +54,26 @@ def planned_in_rounds(store: Any, rank: int, program: Path, module: Module) -> I
     if rank:
         yield rounds
         return
-    plans = RoundPlans.of(program)
-    planner = RoundPlanner(prefixed(store), plans.plan, open_windows(module), seconds, PATIENCE * seconds)
+    process = PlannerProcess.of(PLANNER, str(program.absolute()))
+    plan = partial(planned_by, process)
+    planner = RoundPlanner(prefixed(store), plan, open_windows(module), seconds, PATIENCE * seconds)
     planner.start()
     try:
         yield rounds
     finally:
-        planner.close(plans.process.close)
+        planner.close(process.close)
 
 
-@dataclass(frozen=True)
-class RoundPlans:
-    """Rank 0's side: one question at a time."""
-
-    process: PlannerProcess
-
-    @classmethod
-    def of(cls, program: Path) -> RoundPlans:
-        return cls(PlannerProcess.of(PLANNER, str(program.absolute())))
-
-    def plan(self, round: int, windows: dict[int, tuple[int, int]]) -> tuple[str, float | None]:
-        """Raises ``UserError`` where there is no plan, or the process has ended."""
-        self.process.ask(Question(round, windows))
-        line = next(self.process.answers(), b"")
-        if not line:
-            raise user_error("the process that plans rounds has ended")
-        answer = msgspec.json.decode(line, type=Answer)
-        if answer.text is None:
-            raise user_error(answer.error or "no plan")
-        return answer.text, answer.seconds
+def planned_by(process: PlannerProcess, round: int, windows: dict[int, tuple[int, int]]) -> tuple[str, float | None]:
+    """Rank 0's side, one question at a time. Raises ``UserError`` where there is no plan, or the process has ended."""
+    process.ask(Question(round, windows))
+    line = next(process.answers(), b"")
+    if not line:
+        raise user_error("the process that plans rounds has ended")
+    answer = msgspec.json.decode(line, type=Answer)
+    if answer.text is None:
+        raise user_error(answer.error or "no plan")
+    return answer.text, answer.seconds
 
 
 def main(program: str) -> None:

@@ -19,12 +19,7 @@ from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import parse_switch
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, PROGRAM
 from arachnec.executable.program_input import demand_own_requests
-from arachnec.executable.sampling_folder import (
-    SAMPLER,
-    SamplingExecutable,
-    read_sampling_executable,
-    sampler_digest,
-)
+from arachnec.executable.sampling_folder import SAMPLER, SamplingExecutable, read_sampling_executable, sampler_digest
 from arachnec.generation.plan import DEFAULT, CompiledRequests, asked, compile_requests, planned
 from arachnec.generation.results import EXECUTED, Outcome, Results, Seen, read_seen, record_seen
 from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
@@ -78,19 +73,11 @@ def prepare(
     results = Results.of(out, settings, sampling.sampler, sampler_digest(sampling.sampler))
     left = results.unfinished(requests)
     finished = tuple(request for request in requests if request not in left)
+    generation = Generation(out / PLAN, sampling.sampler.path, results, left, finished, None)
     if not left:
-        return Generation(out / PLAN, sampling.sampler.path, results, left, finished, None)
+        return generation
     compiled = compile_requests(sampling, settings, left, machine, pipeline, instruments, read_seen(out))
-    return Generation(
-        out / PLAN,
-        sampling.sampler.path,
-        results,
-        left,
-        finished,
-        compiled.module,
-        compiled.planning_ms,
-        compiled,
-    )
+    return replace(generation, program=compiled.module, planning_ms=compiled.planning_ms, compiled=compiled)
 
 
 def prepare_executable(folder: Path, out: Path, ranks: int | None = None) -> Generation:
@@ -165,19 +152,11 @@ def run_here(generation: Generation, stall_timeout: float | None = None) -> dict
         (out / REPORT).write_bytes(msgspec.json.format(msgspec.json.encode(report)))
     failed = [row for row in report["requests"] if row["failed"]]
     if failed:
-        raise UserError(
-            *(
-                Mistake(
-                    None,
-                    f"request `{row['id']}` has no result: {row['failed']}",
-                    help=(
-                        "all other requests are finished; check its guidance, and the weights and their precision, "
-                        "and run again"
-                    ),
-                )
-                for row in failed
-            )
+        remedy = (
+            "all other requests are finished; check its guidance, and the weights and their precision, and run again"
         )
+        told = (f"request `{row['id']}` has no result: {row['failed']}" for row in failed)
+        raise UserError(*(Mistake(None, title, help=remedy) for title in told))
     return report
 
 
@@ -187,11 +166,8 @@ def _seen(generation: Generation, report: Mapping[str, Any]) -> list[Seen]:
     if not parse_switch(settings.switch).adaptive:
         return []
     ended = [row for row in report["requests"] if not row["earlier"] and not row["failed"]]
-    return [
-        Seen(settings.models, settings.switch, row["steps"], row["switched"])
-        for row in ended
-        if row["switched"] is not None
-    ]
+    switched = [row for row in ended if row["switched"] is not None]
+    return [Seen(settings.models, settings.switch, row["steps"], row["switched"]) for row in switched]
 
 
 def _keep_measured(generation: Generation, world: int) -> None:

@@ -39,9 +39,7 @@ def command(folder: Path, sampler: Path, program: Path, out: Path, digest: str, 
         executable, module = read_sampling_executable(folder), parse_file(program)
         settings = executable.header.settings
         assert module.cluster is not None
-        cpu = module.cluster.attrs.get("device") == "cpu"
-        device, _ = joined.agree_on_devices(cpu=cpu, planned=module.cluster)
-        joined.make_process_group(device)
+        device, _ = joined.meet(cpu=module.cluster.attrs.get("device") == "cpu", planned=module.cluster)
         joined.watchdog.enter("set-up")
         file = load_sampler_file(sampler, origin=settings.sampler)
         sampling = Sampling(file, settings.models, parse_switch(settings.switch), settings.restart)

@@ -60,25 +60,18 @@ class RankDied(Diagnostic):
     remedy: str
 
 
-@dataclass(frozen=True)
-class RankStayed(Diagnostic):
-    title = "rank {rank} of {world} has done its work and does not end, {seconds:.0f} s after the others"
-    help = "it was stopped; what the run was to write is whole, and nothing needs to be done again"
-    rank: int
-    world: int
-    seconds: float
-
-
-@dataclass(frozen=True)
-class RanksStopped(Diagnostic):
-    title = "all {world} ranks were stopped for {seconds:.0f} s"
-    help = "only a signal such as SIGSTOP does that; they were ended, run again with `--resume`"
-    world: int
-    seconds: float
-
-
 class RankCrashed(Exception):
     """A rank raised something that is not a user's mistake; the text is that rank's traceback."""
+
+
+@contextmanager
+def crash_told() -> Iterator[None]:
+    """A rank that crashes inside ends this process with the rank's own traceback: the launcher's would only hide it."""
+    try:
+        yield
+    except RankCrashed as crash:
+        print(crash, file=sys.stderr)
+        sys.exit(1)
 
 
 @dataclass
@@ -230,13 +223,20 @@ def _watch(
             if not all(is_stopped(rank.process.pid) for rank in ranks):
                 moved = time.monotonic()
             elif (seconds := time.monotonic() - moved) > stopped_s:
-                raise UserError(RanksStopped(None, len(ranks), seconds))
+                raise user_error(
+                    f"all {len(ranks)} ranks were stopped for {seconds:.0f} s",
+                    help="only a signal such as SIGSTOP does that; they were ended, run again with `--resume`",
+                )
             if any(ended):
                 first_ended = first_ended or time.monotonic()
                 if (seconds := time.monotonic() - first_ended) > leave_s:
                     if all(ended):
                         return None  # a process that a rank has left holds the pipe
-                    raise UserError(RankStayed(None, codes.index(None), len(ranks), seconds))
+                    raise user_error(
+                        f"rank {codes.index(None)} of {len(ranks)} has done its work and does not end, {seconds:.0f} s "
+                        "after the others",
+                        help="it was stopped; what the run was to write is whole, and nothing needs to be done again",
+                    )
 
 
 def is_stopped(process: int) -> bool:

@@ -26,7 +26,7 @@ from arachnec.cluster.device_selection import TorchDevices, select_device, use_d
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import Ended, StopRequest, end_process, failure_of
-from arachnec.launch.phases import START_S, Progress
+from arachnec.launch.phases import Progress
 from arachnec.launch.ranks import joined_rank
 from arachnec.launch.watchdog import Watchdog
 
@@ -93,9 +93,8 @@ class OwnScript:
             if "RANK" not in os.environ:
                 os.environ.update({**ALONE, "MASTER_PORT": os.environ.get("MASTER_PORT", "0")})
             stack = ExitStack()
-            joined = stack.enter_context(joined_rank(START_S if start_s is None else start_s))
-            device, notes = joined.agree_on_devices(cpu=cpu, planned=cluster)
-            joined.make_process_group(device)
+            joined = stack.enter_context(joined_rank(start_s))
+            device, notes = joined.meet(cpu=cpu, planned=cluster)
             script = cls(device, notes, joined.watchdog, joined.restarted, _joined=stack)
         script._watch_exceptions()
         return script

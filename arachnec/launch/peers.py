@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Mistake
 from arachnec.launch.phases import Place, open_memory, read_place
 
 if TYPE_CHECKING:
@@ -51,15 +51,12 @@ class Member(msgspec.Struct, frozen=True):
         return True
 
 
-@dataclass(frozen=True)
-class RankGone(Diagnostic):
-    title = "rank {rank} of {world} on host {host} {what}; the others were stopped{last}"
-    help = "the output of that host says more; if the system was out of memory, use fewer ranks or smaller clips"
-    rank: int
-    world: int
-    host: str
-    what: str
-    last: str
+def rank_gone(member: Member, world: int, what: str, last: str) -> Mistake:
+    return Mistake(
+        None,
+        f"rank {member.rank} of {world} on host {member.host} {what}; the others were stopped{last}",
+        help="the output of that host says more; if the system was out of memory, use fewer ranks or smaller clips",
+    )
 
 
 @dataclass

@@ -27,19 +27,13 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from arachnec.cluster.device_agreement import check_devices
-from arachnec.cluster.device_selection import (
-    DeviceQuery,
-    DeviceRecord,
-    TorchDevices,
-    select_device,
-    use_device,
-)
+from arachnec.cluster.device_selection import DeviceRecord, TorchDevices, select_device, use_device
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import Ended
 from arachnec.launch.environment import AGENTS_STORE, CHECKED, compile_once, local_cache, prepare_environment
 from arachnec.launch.phases import GROUP_TIMEOUT, START_S
-from arachnec.launch.watchdog import STORE_S, Limits, Watchdog
+from arachnec.launch.watchdog import STORE_S, Watchdog
 
 if TYPE_CHECKING:
     import torch
@@ -77,18 +71,17 @@ class JoinedRank:
         they have agreed on devices."""
         return self.store.add("restarts", 0) > 0
 
-    def agree_on_devices(
-        self, *, cpu: bool, planned: Cluster | None = None, query: DeviceQuery | None = None
-    ) -> tuple[torch.device, tuple[str, ...]]:
-        """The device of this rank, and what a person should know of all ranks' devices.
+    def meet(self, *, cpu: bool, planned: Cluster | None = None) -> tuple[torch.device, tuple[str, ...]]:
+        """Make the default process group. The device of this rank, and what a person should know of all ranks' devices.
 
         Raises ``UserError``, the same on every rank, where they do not go together.
         """
-        query = query or TorchDevices()
-        record = select_device(cpu, os.environ, query)
+        record = select_device(cpu, os.environ, TorchDevices())
         records = self._exchange(record)
         notes = check_devices(records, planned)
-        return use_device(record), notes
+        device = use_device(record)
+        self._make_process_group(device)
+        return device, notes
 
     def _exchange(self, own: DeviceRecord) -> list[DeviceRecord]:
         self.store.set(f"device/{self.rank}", msgspec.json.encode(own).decode())
@@ -111,8 +104,8 @@ class JoinedRank:
             while not self.store.check([CHECKED]):
                 time.sleep(CHECK_POLL_S)
 
-    def make_process_group(self, device: torch.device) -> None:
-        """The default process group. With a GPU its communicator is made now, not at its first use."""
+    def _make_process_group(self, device: torch.device) -> None:
+        """With a GPU its communicator is made now, not at its first use."""
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
@@ -130,11 +123,12 @@ class JoinedRank:
 
 
 @contextmanager
-def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Iterator[JoinedRank]:
+def joined_rank(start_s: float | None = None) -> Iterator[JoinedRank]:
     """This process as a rank of the run that torchrun's environment describes.
 
     An exception inside ends all ranks of the run, and becomes ``Ended``.
     """
+    start_s = START_S if start_s is None else start_s
     prepare_environment(os.environ)
     with ends_with_its_agent():
         import torch.distributed as dist
@@ -145,7 +139,7 @@ def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Itera
         store, number = store_of_this_start(store, rank, world, start_s)
     own = store.clone()  # type: ignore[attr-defined]
     own.set_timeout(timedelta(seconds=STORE_S))
-    watchdog = Watchdog(PrefixStore("watchdog", own), rank, world, limits)
+    watchdog = Watchdog(PrefixStore("watchdog", own), rank, world)
     watchdog.enter("start", start_s, "--start-timeout")
     # The first host may have been lost, and its store with it; then the agents that are left know.
     store.add("restarts", number - 1 + int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")))
@@ -163,8 +157,7 @@ def joined_rank(start_s: float = START_S, limits: Limits | None = None) -> Itera
 def as_rank(work: Callable[[torch.device], None], *, cpu: bool) -> None:
     """Do ``work`` as a rank of the run that torchrun's environment describes; with ``cpu`` without GPUs."""
     with joined_rank() as joined:
-        device, _ = joined.agree_on_devices(cpu=cpu)
-        joined.make_process_group(device)
+        device, _ = joined.meet(cpu=cpu)
         joined.watchdog.enter("work")
         work(device)
 

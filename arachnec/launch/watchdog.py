@@ -51,7 +51,7 @@ from arachnec.launch.ending import (
     record_failure,
 )
 from arachnec.launch.environment import ERROR_FD
-from arachnec.launch.peers import Member, Peers, RankGone
+from arachnec.launch.peers import Member, Peers, rank_gone
 from arachnec.launch.phases import LastPlace, Place, Progress, behind, held_up_by
 
 if TYPE_CHECKING:
@@ -250,17 +250,15 @@ class Watchdog:
         """Why there may be no store any more: a rank of this agent may have kept it."""
         me = self._me
         gone = [member for member in self._peers.known_siblings() if not member.alive()]
-        return (
-            RankGone(None, gone[0].rank, self._world, me.host, GONE, self._peers.last_of(gone[0].rank))
-            if gone
-            else Mistake(
-                None,
-                f"rank {me.rank} on host {me.host} cannot reach the rendezvous store any more ({reason})",
-                help=(
-                    f"the first node keeps it: it has ended or the network between it and {me.host} is cut; its own "
-                    "output says more"
-                ),
-            )
+        if gone:
+            return rank_gone(gone[0], self._world, GONE, self._peers.last_of(gone[0].rank))
+        return Mistake(
+            None,
+            f"rank {me.rank} on host {me.host} cannot reach the rendezvous store any more ({reason})",
+            help=(
+                f"the first node keeps it: it has ended or the network between it and {me.host} is cut; its own "
+                "output says more"
+            ),
         )
 
     def _beat(self) -> bool:
@@ -362,11 +360,11 @@ class Watchdog:
                 return gone
         return None
 
-    def _rank_gone(self, member: Member, what: str) -> RankGone:
+    def _rank_gone(self, member: Member, what: str) -> Mistake:
         last = self._peers.last_of(member.rank)
         if not last and (place := self._peers.places([member.rank]).get(member.rank)) is not None:
             last = f"; it was last seen in {place.text()}{self._since(member.rank, place)}"
-        return RankGone(None, member.rank, self._world, member.host, what, last)
+        return rank_gone(member, self._world, what, last)
 
     def _since(self, rank: int, seen: Place) -> str:
         """What is known of a rank that went on for some steps after it was last seen: what they do in this one."""

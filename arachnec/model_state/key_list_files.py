@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.kernels.sparse.cube_sides import VERSION
 from arachnec.kernels.sparse.key_lists import KeyLists, checked_lists, chosen_blocks
 from arachnec.spmd.sparse_layers import Layer, SparseCascade
@@ -29,16 +29,14 @@ DENSE = "dense"
 RULE = "cubes"  # of the file's metadata
 
 
-@dataclass(frozen=True)
-class ListsUnreadable(Diagnostic):
-    title = "the lists of step {step} in `{folder}` cannot be replayed: {reason}"
-    help = (
-        "save lists by `arachnec run --save-lists DIR` of the same model, clips, seed and steps, compiled with the "
-        "same `sparsify`"
+def unreadable_error(folder: Path, step: int, reason: str) -> UserError:
+    return user_error(
+        f"the lists of step {step} in `{folder}` cannot be replayed: {reason}",
+        help=(
+            "save lists by `arachnec run --save-lists DIR` of the same model, clips, seed and steps, compiled with the "
+            "same `sparsify`"
+        ),
     )
-    folder: str
-    step: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,7 @@ def read_lists(folder: Path, step: int) -> dict[Key, KeyLists | None]:
     is there twice or not at all, and for a layer that has lists and is dense."""
     files = sorted((folder / f"step-{step}").glob("rank-*.safetensors"))
     if not files:
-        raise UserError(ListsUnreadable(None, str(folder), step, "there are none"))
+        raise unreadable_error(folder, step, "there are none")
     pieces: dict[Key, dict[tuple[int, int], tuple[int, Tensor, Tensor]]] = {}
     dense: set[Key] = set()
     for file in files:
@@ -106,27 +104,26 @@ def read_lists(folder: Path, step: int) -> dict[Key, KeyLists | None]:
                 rule = (opened.metadata() or {}).get(RULE, "1")
             tensors = load_file(file)
         except (SafetensorError, OSError) as error:
-            raise UserError(ListsUnreadable(None, str(folder), step, f"{file.name}: {error}")) from None
+            raise unreadable_error(folder, step, f"{file.name}: {error}") from None
         if rule != str(VERSION):
-            told = f"{file.name} is of another version, whose blocks have other tokens"
-            raise UserError(ListsUnreadable(None, str(folder), step, told))
+            raise unreadable_error(folder, step, f"{file.name} is of another version, whose blocks have other tokens")
         dense |= {_key(name, DENSE) for name in tensors if name.endswith(f"|{DENSE}")}
         for name in [name for name in tensors if name.endswith("|shares")]:
             of_layer = name.removesuffix("|shares")
             clip, layer = _key(name, "shares")
             indices, counts, shares = (tensors.get(f"{of_layer}|{part}", torch.empty(0)) for part in PARTS)
             if not _are_lists(indices, counts, shares):
-                raise UserError(ListsUnreadable(None, str(folder), step, f"{file.name} has no lists for {clip}"))
+                raise unreadable_error(folder, step, f"{file.name} has no lists for {clip}")
             own = pieces.setdefault((clip, layer), {})
             of_heads = indices.split(counts.long().sum(1).tolist())
             for (head, first, end), row, listed in zip(shares.tolist(), counts, of_heads, strict=True):
                 if (head, first) in own:
                     told = f"two ranks have groups from {first} on of head {head} of {clip}"
-                    raise UserError(ListsUnreadable(None, str(folder), step, told))
+                    raise unreadable_error(folder, step, told)
                 own[head, first] = (end, row, listed)
     for clip, layer in sorted(dense & pieces.keys()):
-        raise UserError(ListsUnreadable(None, str(folder), step, f"{clip} is dense and has lists in layer {layer}"))
-    whole: dict[Key, KeyLists | None] = {key: _whole(own, str(folder), step) for key, own in pieces.items()}
+        raise unreadable_error(folder, step, f"{clip} is dense and has lists in layer {layer}")
+    whole: dict[Key, KeyLists | None] = {key: _whole(own, folder, step) for key, own in pieces.items()}
     return whole | dict.fromkeys(dense)
 
 
@@ -149,7 +146,7 @@ def _are_lists(indices: Tensor, counts: Tensor, shares: Tensor) -> bool:
     return not bool(counts[~inside].any())
 
 
-def _whole(pieces: Mapping[tuple[int, int], tuple[int, Tensor, Tensor]], folder: str, step: int) -> KeyLists:
+def _whole(pieces: Mapping[tuple[int, int], tuple[int, Tensor, Tensor]], folder: Path, step: int) -> KeyLists:
     rows, listed = [], []
     groups = len(next(iter(pieces.values()))[1])
     heads = max(head for head, _ in pieces) + 1
@@ -162,7 +159,7 @@ def _whole(pieces: Mapping[tuple[int, int], tuple[int, Tensor, Tensor]], folder:
             listed.append(indices)
             done = end
         if done != groups:
-            raise UserError(ListsUnreadable(None, folder, step, f"head {head} has no list for group {done}"))
+            raise unreadable_error(folder, step, f"head {head} has no list for group {done}")
         rows.append(row)
     return KeyLists(torch.cat(listed), torch.stack(rows)[None])
 
@@ -222,17 +219,12 @@ class ListFiles:
         return self._step[1]
 
     def _unreadable(self, step: int, reason: str) -> UserError:
-        return UserError(ListsUnreadable(None, str(self.replay), step, reason))
-
-
-def share_that_differs(one: Mapping[Key, KeyLists | None], other: Mapping[Key, KeyLists | None]) -> float:
-    """Of the list entries of two runs, those that are not in both. Lists that one of them lacks count whole."""
-    differing, total = entries_that_differ(one, other)
-    return differing / max(1, total)
+        assert self.replay is not None
+        return unreadable_error(self.replay, step, reason)
 
 
 def entries_that_differ(one: Mapping[Key, KeyLists | None], other: Mapping[Key, KeyLists | None]) -> tuple[int, int]:
-    """List entries of two runs that are not in both, and all of both."""
+    """List entries of two runs that are not in both, and all of both. Lists that one of them lacks count whole."""
     differing, total = 0, 0
     for key in one.keys() | other.keys():
         lists = [known for known in (one.get(key), other.get(key)) if known is not None]

@@ -59,18 +59,18 @@ class Optimizer:
         self._training = training
         self._host, self._on_host = host, on_host or host is not None
         self._parts = Parts.of(group) if sharded else None
-        self._recipe = recipe or recipe_of(self._parameters, training)
-        assert self._recipe.elementwise or not sharded, "parts of parameters are updated element by element"
+        self.recipe = recipe or recipe_of(self._parameters, training)
+        assert self.recipe.elementwise or not sharded, "parts of parameters are updated element by element"
         owned = own_parts(self._parts, self._parameters) if self._parts else self._parameters
         self._masters = {name: host.master(value) if host else _master(value) for name, value in owned.items()}
-        groups = tuple(self._fused(group) for group in self._recipe.groups)
+        groups = tuple(self._fused(group) for group in self.recipe.groups)
         runs = [(run, number) for number, group in enumerate(groups) for run in self._runs(group)]
-        self.torch = self._recipe.make([(run, groups[number]) for run, number in runs])
-        numbers = range(len(groups)) if self._recipe.kind is None else (number for _, number in runs)
+        self.torch = self.recipe.make([(run, groups[number]) for run, number in runs])
+        numbers = range(len(groups)) if self.recipe.kind is None else (number for _, number in runs)
         self._group_of = tuple(numbers) or (0,)  # of each of torch's groups
-        self._kept = KeptState(self._recipe, groups, self.torch)
+        self._kept = KeptState(self.recipe, groups, self.torch)
         self._kept.expect(self._masters)
-        self._entries = KeptEntries(self.torch) if self._recipe.kind is None else None
+        self._entries = KeptEntries(self.torch) if self.recipe.kind is None else None
         self._rates = Rates(training.schedule, [group.arguments for group in groups])
         self.sets_rates = True  # unless somebody else's schedule does
         self.done = 0  # updates, those before a resumed run included
@@ -142,7 +142,7 @@ class Optimizer:
         return norm
 
     def _update(self) -> None:
-        with told_update(self._recipe, type(self.torch).__name__, self.done), ExitStack() as stack:
+        with told_update(self.recipe, type(self.torch).__name__, self.done), ExitStack() as stack:
             if self._entries is not None:
                 stack.enter_context(self._entries.watched())
             self.torch.step()
@@ -174,7 +174,7 @@ class Optimizer:
     @property
     def has_modes(self) -> bool:
         """Whether the weights to use are others than those that train."""
-        return self._recipe.kind is None and has_modes(self.torch)
+        return self.recipe.kind is None and has_modes(self.torch)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
@@ -237,11 +237,6 @@ class Optimizer:
         return own
 
     @property
-    def recipe(self) -> Recipe:
-        """What updates which parameters of the whole model."""
-        return self._recipe
-
-    @property
     def first_group(self) -> int:
         """The number of the group, among those of the whole model, that `rate` is of; -1 where nothing lies here."""
         return self._group_of[0] if self._masters else -1
@@ -253,7 +248,7 @@ class Optimizer:
 
     def demand_lasting(self, steps: int) -> None:
         """Raises ``UserError`` for a schedule that ends before so many updates."""
-        demand_schedule(self._training.schedule, [group.arguments for group in self._recipe.groups], steps)
+        demand_schedule(self._training.schedule, [group.arguments for group in self.recipe.groups], steps)
 
     def _set_rates(self) -> None:
         rates = self._rates.at(self.done)
@@ -272,7 +267,7 @@ class Optimizer:
         """In one pass over memory, and on its device it sees whether the norm is finite."""
         arguments = group.arguments
         asked = any(arguments.get(key) is not None for key in ("foreach", "fused"))
-        if self._recipe.kind not in (torch.optim.Adam, torch.optim.AdamW) or asked or arguments.get("differentiable"):
+        if self.recipe.kind not in (torch.optim.Adam, torch.optim.AdamW) or asked or arguments.get("differentiable"):
             return group
         return replace(group, arguments={**arguments, "fused": True})
 

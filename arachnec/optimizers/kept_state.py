@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from arachnec.executable.training_options import OWN_OPTIMIZER, Training
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Module, Stage
 from arachnec.ir.state_placement import with_kept
 from arachnec.models.file import ModelFile
@@ -32,21 +32,6 @@ PROBE = (3,)  # the shape of a tensor that stands for all: an update element by 
 WATCHED = 2  # updates after which all of its state is held to what was expected; later what is new in it
 UPDATES = ""  # key of a count of a parameter's updates, where its state has none
 STEP = "step"  # scalars have this kind, or one that begins so: ``CellParameters.parts`` knows them by it
-
-
-@dataclass(frozen=True)
-class UnexpectedState(Diagnostic):
-    title = "{optimizer} keeps `{key}` of {parameter}, {found}, where {expected} was counted before"
-    help = (
-        "memory was proved for what one update leaves behind: keep the same tensors from the first update on, or take "
-        "another optimizer; a schedule that sets momentum wants an optimizer that has it; checkpoints written before "
-        "are whole"
-    )
-    optimizer: str
-    key: str
-    parameter: str
-    found: str
-    expected: str
 
 
 @dataclass
@@ -151,13 +136,20 @@ class KeptState:
         like, held = self._expected(name, master), self.optimizer.state[master]
         for key, value in held.items():
             expected = like.get(key)
-            if expected is not None and _stands_for(
-                value, expected
-            ):  # a single number, as of a parameter of zeros, for all of a tensor
+            # a single number, as of a parameter of zeros, for all of a tensor
+            if expected is not None and _stands_for(value, expected):
                 value = held[key] = value.to(master.device).expand(expected.shape).contiguous()
             if value is None or (key in like and self._fits(value, expected, master)):
                 continue
-            raise UserError(UnexpectedState(None, self.recipe.name, key, name, _shown(value), _shown(expected)))
+            raise user_error(
+                f"{self.recipe.name} keeps `{key}` of {name}, {_shown(value)}, where {_shown(expected)} was counted "
+                "before",
+                help=(
+                    "memory was proved for what one update leaves behind: keep the same tensors from the first update "
+                    "on, or take another optimizer; a schedule that sets momentum wants an optimizer that has it; "
+                    "checkpoints written before are whole"
+                ),
+            )
 
     def _fits(self, value: Any, like: Any, master: Tensor) -> bool:
         if not isinstance(value, Tensor) or not isinstance(like, Tensor):

@@ -5,14 +5,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from arachnec.ir.diagnostic import Diagnostic, Span, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.users_code import users_frames
 from arachnec.models.file import line_span, ran_out_of_memory
 from arachnec.models.given_module import guarded
@@ -20,12 +19,8 @@ from arachnec.optimizers.recipe import Recipe
 from arachnec.optimizers.schedules import is_rate
 
 
-@dataclass(frozen=True)
-class WrongSchedule(Diagnostic):
-    title = "`scheduler` {reason}"
-    help = "{remedy}"
-    reason: str
-    remedy: str
+def wrong_schedule_error(reason: str, remedy: str) -> UserError:
+    return user_error(f"`scheduler` {reason}", help=remedy)
 
 
 def own_schedule(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> Any:
@@ -36,23 +31,23 @@ def own_schedule(function: Callable[[Optimizer], Any], optimizer: Optimizer) -> 
     if not callable(function):
         remedy = "give one: scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 100)"
         reason = f"is of type {type(function).__name__}, not a function of the optimizer"
-        raise UserError(WrongSchedule(None, reason, remedy))
+        raise wrong_schedule_error(reason, remedy)
     try:
         schedule = guarded(function, "scheduler")(optimizer)
     except UserError:
         raise
     except Exception as error:
-        raise UserError(_refusal(error, "look at its arguments: it is called with the engine's optimizer")) from error
+        raise _refusal(error, "look at its arguments: it is called with the engine's optimizer") from error
     if not callable(getattr(schedule, "step", None)):
         reason = f"returned a {type(schedule).__name__}, which has no `step()`"
-        raise UserError(WrongSchedule(None, reason, "return a schedule of torch.optim.lr_scheduler"))
+        raise wrong_schedule_error(reason, "return a schedule of torch.optim.lr_scheduler")
     if isinstance(schedule, ReduceLROnPlateau):
         reason = "returned a ReduceLROnPlateau: it follows losses that a resumed run cannot see again"
-        raise UserError(WrongSchedule(None, reason, "return a schedule that follows from the number of steps"))
+        raise wrong_schedule_error(reason, "return a schedule that follows from the number of steps")
     held = getattr(schedule, "optimizer", None)
     if isinstance(held, Optimizer) and held is not optimizer:
         reason = f"returned a {type(schedule).__name__} of another optimizer, whose rates nothing reads"
-        raise UserError(WrongSchedule(None, reason, "make it over the optimizer that it is given"))
+        raise wrong_schedule_error(reason, "make it over the optimizer that it is given")
     return schedule
 
 
@@ -62,7 +57,7 @@ def demand_rates(optimizer: Optimizer, step: int) -> None:
         rate = float(group["lr"])
         if not is_rate(rate):
             remedy = "rates are numbers of at least 0; what was trained before is in the checkpoint, if any"
-            raise UserError(WrongSchedule(None, f"gives step {step} the learning rate {rate:g}", remedy))
+            raise wrong_schedule_error(f"gives step {step} the learning rate {rate:g}", remedy)
 
 
 def advance(schedule: Any, steps: int) -> None:
@@ -79,23 +74,11 @@ def step_schedule(schedule: Any) -> None:
         schedule.step()
     except Exception as error:
         remedy = "a schedule needs as many steps as the whole job; what was trained before is in the checkpoint, if any"
-        raise UserError(_refusal(error, remedy)) from error
+        raise _refusal(error, remedy) from error
 
 
-def _refusal(error: Exception, remedy: str) -> WrongSchedule:
-    return WrongSchedule(None, f"raised {type(error).__name__}: {' '.join(str(error).split())}", remedy)
-
-
-def failed_update_error(span: Span | None, kind: str, error: str, step: int, place: str) -> UserError:
-    return user_error(
-        f"`optimizer`, a {kind}, raised {error} in its update of step {step}",
-        label=place,
-        help=(
-            "correct it, and resume from the last whole checkpoint: this step may have updated some "
-            "parameters and is kept nowhere"
-        ),
-        span=span,
-    )
+def _refusal(error: Exception, remedy: str) -> UserError:
+    return wrong_schedule_error(f"raised {type(error).__name__}: {' '.join(str(error).split())}", remedy)
 
 
 @contextmanager
@@ -115,7 +98,14 @@ def told_update(recipe: Recipe, kind: str, step: int) -> Iterator[None]:
             raise
         message = " ".join(str(error).split())
         told = f"{type(error).__name__}{': ' if message else ''}{message}"
-        if not frames:  # a class of an installed package
-            raise failed_update_error(recipe.span, kind, told, step, "the optimizer comes from here") from error
-        span = line_span(Path(frames[-1].filename), frames[-1].lineno or 1)
-        raise failed_update_error(span, kind, told, step, "raised here") from error
+        # without frames, a class of an installed package
+        span = line_span(Path(frames[-1].filename), frames[-1].lineno or 1) if frames else recipe.span
+        raise user_error(
+            f"`optimizer`, a {kind}, raised {told} in its update of step {step}",
+            label="raised here" if frames else "the optimizer comes from here",
+            help=(
+                "correct it, and resume from the last whole checkpoint: this step may have updated some "
+                "parameters and is kept nowhere"
+            ),
+            span=span,
+        ) from error

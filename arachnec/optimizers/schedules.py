@@ -40,10 +40,8 @@ class Rates:
     def __init__(self, schedule: Schedule, groups: Sequence[Mapping[str, Any]]) -> None:
         self._schedule, self._groups = schedule, groups
         if self._has_own and schedule != Schedule():
-            chosen = schedule.scheduler
-            key, value = ("warmup", schedule.warmup) if chosen is None else ("name", chosen.name)
             reason = "the optimizer has no `lr` and finds its rate itself"
-            raise UserError(bad_value(f"schedule.{key}", value, reason, "leave [schedule] out, or give it an `lr`"))
+            raise unwanted_schedule_error(schedule, reason, "leave [schedule] out, or give it an `lr`")
         self._begin()
 
     def at(self, step: int) -> list[dict[str, Any]]:
@@ -82,7 +80,8 @@ class Rates:
             self._scheduler = constructed(scheduler_class(chosen.name), self._held, "schedule", chosen.arguments)
 
     def _advance(self, count: int) -> None:
-        if self._scheduler is None:
+        given = self._schedule.scheduler
+        if self._scheduler is None or given is None:
             return
         if count < self._count:
             self._begin()
@@ -91,17 +90,19 @@ class Rates:
             try:
                 self._scheduler.step()
             except ValueError as error:
-                assert self._schedule.scheduler is not None
-                name, warmup = self._schedule.scheduler.name, self._schedule.warmup
-                reason = f"it ends before step {self._count + 1 + warmup}: {error}"
+                reason = f"it ends before step {self._count + 1 + self._schedule.warmup}: {error}"
                 remedy = "give it as many steps as the run takes, without those of `warmup`; --resume goes on"
-                raise UserError(bad_value("schedule.name", name, reason, remedy)) from None
+                raise UserError(bad_value("schedule.name", given.name, reason, remedy)) from None
             except (ArithmeticError, TypeError) as error:
-                assert self._schedule.scheduler is not None
-                given = self._schedule.scheduler
                 reason = f"{given.name} cannot take a step with these arguments: {error}"
                 raise UserError(bad_value("schedule", given.arguments, reason, "correct its arguments")) from None
             self._count += 1
+
+
+def unwanted_schedule_error(schedule: Schedule, reason: str, remedy: str) -> UserError:
+    chosen = schedule.scheduler
+    key, value = ("warmup", schedule.warmup) if chosen is None else ("name", chosen.name)
+    return UserError(bad_value(f"schedule.{key}", value, reason, remedy))
 
 
 def is_rate(rate: float) -> bool:

@@ -223,10 +223,16 @@ def most_kept(parameters: Mapping[str, Tensor], recipe: Recipe) -> tuple[int, in
     most = 0, 0
     for group in recipe.groups:
         for dtype in {master_dtype(parameters[name].dtype) for name in group.names}:
-            few, more = (nbytes(kept_state(recipe, group, (size,), dtype)) for size in (3, 5))
-            of_element = (more - few) // 2
-            most = max(most[0], of_element), max(most[1], few - 3 * of_element)
+            of_element, once = _kept_of(recipe, group, dtype)
+            most = max(most[0], of_element), max(most[1], once)
     return most
+
+
+def _kept_of(recipe: Recipe, group: ParameterGroup, dtype: torch.dtype) -> tuple[int, int]:
+    """Bytes that an update element by element keeps for an element, and for a tensor."""
+    few, more = (nbytes(kept_state(recipe, group, (size,), dtype)) for size in (3, 5))
+    of_element = (more - few) // 2
+    return of_element, few - 3 * of_element
 
 
 def _drawn(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Tensor:
@@ -243,9 +249,8 @@ def state_bytes(parameters: Mapping[str, Tensor], recipe: Recipe) -> int:
         if recipe.elementwise:
             for dtype, count in Counter(dtypes.values()).items():
                 elements = sum(parameters[name].numel() for name in group.names if dtypes[name] == dtype)
-                few, more = (nbytes(kept_state(recipe, group, (size,), dtype)) for size in (3, 5))
-                per_element = (more - few) // 2
-                total += per_element * elements + (few - 3 * per_element) * count
+                of_element, once = _kept_of(recipe, group, dtype)
+                total += of_element * elements + once * count
             continue
         shapes = Counter((tuple(parameters[name].shape), dtypes[name]) for name in group.names)
         total += sum(count * nbytes(kept_state(recipe, group, *like)) for like, count in shapes.items())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -31,7 +30,7 @@ from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Cluster
 from arachnec.ir.stage_sizes import crowding
 from arachnec.launch.environment import shown_gpus
-from arachnec.launch.local_ranks import RankCrashed, launch
+from arachnec.launch.local_ranks import crash_told, launch
 from arachnec.models.file import MODEL_FILE, demand_python_file, load_model_file
 
 WORKER = "arachnec.profiling.profiler"
@@ -81,7 +80,7 @@ def profile_here(
         read_manifest(data, columns=columns)
         load_model_file(model)
     _demand_devices(machine)
-    with tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
+    with crash_told(), tempfile.TemporaryDirectory(prefix="arachnec-") as scratch:
         results = Path(scratch) / "measured.json"
         arguments = [str(model), str(data), str(machine.attrs["device"]), str(measuring_at_once(machine)), str(results)]
         arguments += [str(seconds)] if samples else [str(seconds), dtype, columns]
@@ -94,10 +93,6 @@ def profile_here(
                 write_profile(fitted(_read(results), machine), output)
                 reporter(f"interrupted: wrote what was measured so far to {output}")
             raise
-        except RankCrashed as crash:
-            # The launcher's own traceback would only hide the rank's.
-            print(crash, file=sys.stderr)
-            sys.exit(1)
         profile = fitted(_read(results), machine)
     write_profile(profile, output)
     return profile

@@ -21,13 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.cascade_step import (
-    batch_loss,
-    batch_of,
-    encode,
-    in_training_precision,
-    trained_parameters,
-)
+from arachnec.backends.cascade_step import batch_loss, batch_of, encode, in_training_precision, trained_parameters
 from arachnec.backends.torch_distributed.reporting.events import emit
 from arachnec.backends.torch_distributed.reporting.report import Note
 from arachnec.backends.torch_distributed.weights.encoder_setup import DividedEncoders
@@ -157,7 +151,8 @@ class Profiler:
         self.model = shared_model(self.model_file, TRAINING, self.device)
         self.parameters = trained_parameters(self.model)
         self._beside = self._beside_blocks()
-        self.sequence = self._sequence() if self.at_once > 1 else None
+        alone = self.at_once < 2
+        self.sequence = None if alone else shared_blocks(self.model, self.model_file, self.clips)
         self.jobs += [self._encoder_job(name, point) for name in self.encoders for point in points]
         further = [
             self._encoder_job(name, point)
@@ -228,13 +223,10 @@ class Profiler:
 
     def measured(self, *, links: bool = True) -> Measured:
         """The median over the rounds so far of each job's mean over its ranks; nothing of a job that was not run."""
-        run = [(job, torch.tensor(times)) for job, times in zip(self.jobs, self._times, strict=True) if times]
-        flat = torch.cat([times.flatten() for _, times in run]).double()
-        everyone = torch.split(torch.stack(gather(flat)), [times.numel() for _, times in run], dim=1)
         measurements: dict[tuple[str, str], list[Measurement]] = {}
         ends: dict[str, float] = {}
-        for (job, times), all_times in zip(run, everyone, strict=True):
-            means = torch.unflatten(all_times, 1, times.shape)[: job.ranks].mean(0)  # rounds, phases
+        for job, times in of_all_ranks(self.jobs, self._times):
+            means = times.mean(0)  # rounds, phases
             for phase, ms in zip(job.phases, means.quantile(0.5, dim=0).tolist(), strict=True):
                 if job.point is None:
                     ends[phase] = ms
@@ -270,7 +262,7 @@ class Profiler:
         return facts.tokens
 
     def _encoder_job(self, name: str, point: Point) -> Job:
-        run = partial(_timed_encode, self.encoders[name], point, self.device)
+        run = partial(self._timed, partial(encode, self.encoders[name], point.clips, self.device))
         return Job(name, ("forward",), self.at_once, run, point)
 
     def _whole_jobs(self, point: Point) -> Iterator[Job]:
@@ -288,47 +280,24 @@ class Profiler:
         self._groups.ensure([ranks])
         for name in self._divided:
             for point in spread([point for point in points if len(point.clips) == 1], DIVIDED_SHAPES):
-                yield Job(
-                    name,
-                    ("forward",),
-                    len(ranks),
-                    partial(self._encode_together, name, point, ranks),
-                    point,
-                    len(ranks),
-                )
+                run = partial(self._timed, partial(self._encode_together, name, point, ranks))
+                yield Job(name, ("forward",), len(ranks), run, point, len(ranks))
 
-    def _encode_together(self, name: str, point: Point, ranks: tuple[int, ...]) -> tuple[float, ...]:
-        started, encoder = now(self.device), self.encoders[name]
+    def _encode_together(self, name: str, point: Point, ranks: tuple[int, ...]) -> None:
+        encoder = self.encoders[name]
         load = encoder.load
         assert callable(load)
         peers = Group(ranks, dist.get_rank(), self._groups.get(ranks))
         self._together.encode(self.model_file, name, encoder, load(point.clips[0], self.device), peers)
-        return ((now(self.device) - started) * 1e3,)
 
     def _shared_jobs(self, points: Sequence[Point], sequence: SequenceModel) -> Iterator[Job]:
         """Cascades on 2, 4, ... ranks, side by side."""
-        degrees = [2**i for i in range(1, self.at_once.bit_length()) if 2**i <= self.at_once]
-        for degree in degrees:
-            count = self.at_once // degree * degree
-            groups = [tuple(range(first, first + degree)) for first in range(0, count, degree)]
+        for degree, count, groups, mine in side_by_side(self.at_once):
             self._groups.ensure(group for ranks in groups for group in subgroups(ranks, degree, 1))
-            rank = dist.get_rank()
-            mine = groups[rank // degree] if rank < count else None
             for point in spread([point for point in points if len(point.clips) == 1], SHARED_SHAPES):
                 shard = self._groups.shard(mine, even_split(point.tokens, degree), degree, 1) if mine else None
                 run = partial(self._train, point, shard, sequence)
                 yield Job(TRAINED, ("forward", "backward"), count, run, point, degree)
-
-    def _sequence(self) -> SequenceModel | None:
-        """None where the model's blocks cannot be shared."""
-        from arachnec.tracing.blocks import capture_blocks
-        from arachnec.tracing.sample import example_calls
-
-        try:
-            calls = example_calls(self.model, self.model_file, self.clips)
-            return install(self.model, capture_blocks(self.model, calls, verify=False))
-        except UserError:
-            return None
 
     def _last_jobs(self) -> Iterator[Job]:
         """The all-reduce of the gradients over all ranks, and the step; gradients are there from the jobs before."""
@@ -336,11 +305,11 @@ class Profiler:
         if world > 1:
             self._groups.ensure([tuple(range(world))])
             everyone = tuple(range(world))
-            yield Job(TRAINED, ("reduce",), world, partial(self._reduce, everyone))
+            yield Job(TRAINED, ("reduce",), world, partial(self._timed, partial(self._reduce, everyone)))
             for moving in self._beside:
                 yield Job(TRAINED, moving.phases, world, moving.run)
         self.optimizer = Optimizer(self.parameters, TRAINING)
-        yield Job(TRAINED, ("step",), self.at_once, self._step)
+        yield Job(TRAINED, ("step",), self.at_once, partial(self._timed, self.optimizer.step))
 
     def _beside_blocks(self) -> list[LayerCollectives | HandoffTimes]:
         """What moves beside blocks. Their copies are of blocks that nothing was put into yet."""
@@ -389,17 +358,16 @@ class Profiler:
             self._encodings[first.id] = {n: encode(e, [first], self.device) for n, e in self.encoders.items()}
         return {name: torch.cat([value] * len(point.clips)) for name, value in self._encodings[first.id].items()}
 
-    def _reduce(self, everyone: tuple[int, ...]) -> tuple[float, ...]:
+    def _timed(self, work: Callable[[], object]) -> tuple[float, ...]:
+        """ms of this work."""
         started = now(self.device)
+        work()
+        return ((now(self.device) - started) * 1e3,)
+
+    def _reduce(self, everyone: tuple[int, ...]) -> None:
         reducer = GradientSynchronisation(self.parameters, {}, self._groups)
         reducer.start(Instruction("reduce", TRAINED, everyone))
         reducer.wait()
-        return ((now(self.device) - started) * 1e3,)
-
-    def _step(self) -> tuple[float, ...]:
-        started = now(self.device)
-        self.optimizer.step()
-        return ((now(self.device) - started) * 1e3,)
 
     def _measurement(self, job: Job, phase: str, ms: float) -> Measurement:
         assert job.point is not None
@@ -412,6 +380,34 @@ class Profiler:
             sent = encoder_volumes(clip, self._stages[job.stage], Attention(job.degree, 1))
             return Measurement(batch, tokens, text, job.degree, ms, sent.messages, sent.moved, sizes)
         return shared_measurement(self._stages.get(job.stage), phase, batch, tokens, text, job.degree, ms)
+
+
+def shared_blocks(model: nn.Module, source: ModelFile, clips: Sequence[VideoClip]) -> SequenceModel | None:
+    """The model with blocks that ranks can share; None where they cannot."""
+    from arachnec.tracing.blocks import capture_blocks
+    from arachnec.tracing.sample import example_calls
+
+    try:
+        return install(model, capture_blocks(model, example_calls(model, source, clips), verify=False))
+    except UserError:
+        return None
+
+
+def side_by_side(ranks: int) -> Iterator[tuple[int, int, list[tuple[int, ...]], tuple[int, ...] | None]]:
+    """Degrees of 2, 4, ... up to so many ranks: each with how many ranks take part, their groups, and this rank's."""
+    for degree in (2**i for i in range(1, ranks.bit_length())):
+        count, rank = ranks // degree * degree, dist.get_rank()
+        groups = [tuple(range(first, first + degree)) for first in range(0, count, degree)]
+        yield degree, count, groups, groups[rank // degree] if rank < count else None
+
+
+def of_all_ranks(jobs: Sequence[Job], times: Sequence[Sequence[tuple[float, ...]]]) -> list[tuple[Job, Tensor]]:
+    """What the ranks of each job that was run measured: [ranks, rounds, numbers of a round]. Collective."""
+    run = [(job, torch.tensor(rows, dtype=torch.float64)) for job, rows in zip(jobs, times, strict=True) if rows]
+    flat = torch.cat([rows.flatten() for _, rows in run])
+    everyone = torch.split(torch.stack(gather(flat)), [rows.numel() for _, rows in run], dim=1)
+    pairs = zip(run, everyone, strict=True)
+    return [(job, torch.unflatten(told, 1, rows.shape)[: job.ranks]) for (job, rows), told in pairs]
 
 
 def shared_measurement(
@@ -461,12 +457,6 @@ def write_measured(output: Path, measured: Measured) -> None:
         written = output.with_suffix(".part")
         written.write_bytes(msgspec.json.encode(measured))
         written.replace(output)
-
-
-def _timed_encode(encoder: nn.Module, point: Point, device: torch.device) -> tuple[float, ...]:
-    started = now(device)
-    encode(encoder, point.clips, device)
-    return ((now(device) - started) * 1e3,)
 
 
 def main(

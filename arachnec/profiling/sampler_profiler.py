@@ -25,7 +25,6 @@ from arachnec.cost.profile import Measurement
 from arachnec.cost.strategy import widest_ulysses
 from arachnec.data.requests import Request, read_requests
 from arachnec.data.switch import ONE_MODEL
-from arachnec.ir.diagnostic import UserError
 from arachnec.ir.long_computations import Reporter, unreported
 from arachnec.ir.nodes import Stage
 from arachnec.ir.stage_sizes import count_in
@@ -42,14 +41,17 @@ from arachnec.profiling.profiler import (
     SHARED_SHAPES,
     TRAINED,
     Job,
+    of_all_ranks,
     report,
+    shared_blocks,
     shared_measurement,
+    side_by_side,
     write_measured,
 )
 from arachnec.runtime.agreement import gather, share_text
 from arachnec.sampling.forward import all_branches, branches_of
 from arachnec.sampling.loop import Loop, Sampling, begin, run
-from arachnec.spmd.sharded_model import SequenceModel, install
+from arachnec.spmd.sharded_model import SequenceModel
 
 
 class _Traced(msgspec.Struct, frozen=True):
@@ -139,17 +141,10 @@ class SamplerProfiler:
 
     def _measured(self, times: Sequence[Sequence[tuple[float, float, int]]], *, links: bool) -> Measured:
         """Of start and end, ms, and steps of every job on this rank; nothing of a job that was not run."""
-        run = [
-            (job, torch.tensor(runs, dtype=torch.float64)) for job, runs in zip(self.jobs, times, strict=True) if runs
-        ]
-        flat = torch.cat([runs.flatten() for _, runs in run])
-        everyone = torch.split(torch.stack(gather(flat)), [runs.numel() for _, runs in run], dim=1)
         rows: dict[tuple[str, str], list[Measurement]] = {}
-        for (job, runs), all_runs in zip(run, everyone, strict=True):
+        for job, runs in of_all_ranks(self.jobs, times):
             crowding = max(1.0, job.ranks / self.at_once)  # how many ranks share a core
-            ms = (
-                (_ms(torch.unflatten(all_runs, 1, runs.shape)[: job.ranks], crowding) / runs[:, 2]).quantile(0.5).item()
-            )
+            ms = (_ms(runs, crowding) / runs[0, :, 2]).quantile(0.5).item()
             rows.setdefault((job.stage, "forward"), []).append(self._measurement(job, ms))
         name = torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
         measured_links = measure_links(self.device) if links and dist.get_world_size() > 1 else None
@@ -199,16 +194,13 @@ class SamplerProfiler:
         self, name: str, points: Sequence[Point], asked: Mapping[tuple[int, int, int, int], Request]
     ) -> Iterator[Job]:
         """Steps on 2, 4, ... ranks, side by side; none of a model whose blocks cannot be shared."""
-        sequence = self._sequence(name)
+        clips = [request.clip() for request in self.requests]
+        sequence = shared_blocks(self._models[name], self.sampler.model_file(name), clips)
         if sequence is None:
             return
-        for degree in [2**i for i in range(1, self.ranks.bit_length()) if 2**i <= self.ranks]:
-            count = self.ranks // degree * degree
-            groups = [tuple(range(first, first + degree)) for first in range(0, count, degree)]
+        for degree, count, groups, mine in side_by_side(self.ranks):
             grid = widest_ulysses(degree, self._heads[name])
             self._groups.ensure(group for ranks in groups for group in subgroups(ranks, grid.ulysses, grid.ring))
-            rank = dist.get_rank()
-            mine = groups[rank // degree] if rank < count else None
             for point in points:
                 shares = even_split(point.tokens, degree)
                 shard = self._groups.shard(mine, shares, grid.ulysses, grid.ring) if mine else None
@@ -217,17 +209,6 @@ class SamplerProfiler:
                     several = Point((point.clips[0],) * predictions, point.tokens)
                     run = partial(self._step, name, request, 1, sequence, shard)
                     yield Job(name, ("forward",), count, run, several, degree)
-
-    def _sequence(self, name: str) -> SequenceModel | None:
-        from arachnec.tracing.blocks import capture_blocks
-        from arachnec.tracing.sample import example_calls
-
-        model, source = self._models[name], self.sampler.model_file(name)
-        try:
-            calls = example_calls(model, source, [request.clip() for request in self.requests])
-            return install(model, capture_blocks(model, calls, verify=False))
-        except UserError:
-            return None
 
     def _step(
         self, name: str, request: Request, count: int, sequence: SequenceModel | None, shard: SequenceShard | None

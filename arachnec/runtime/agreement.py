@@ -6,6 +6,7 @@ What ranks tell each other outside a program goes from host to host, never over 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import msgspec
 import torch
@@ -15,11 +16,12 @@ from torch import Tensor
 from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.ir.limits import LARGEST_PART
 
+Own = TypeVar("Own")
+
 
 def agree(digests: Mapping[str, str]) -> None:
     """Compare digests, by part, over all ranks. Raises ``UserError`` if any differ."""
-    rows = gather_text(msgspec.json.encode(digests).decode())
-    first, *others = [msgspec.json.decode(row, type=dict[str, str]) for row in rows]
+    first, *others = gather_values(dict(digests), dict[str, str])
     differing = [
         Mistake(
             None,
@@ -65,3 +67,8 @@ def gather_text(text: str) -> list[str]:
     padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else 0
     rows = gather(padded)
     return [bytes(row[:size].numpy()).decode() for row, size in zip(rows, sizes, strict=True)]
+
+
+def gather_values(own: Own, kind: Any) -> list[Own]:
+    """This value of every rank, by rank; it travels as JSON, and is of this ``kind``."""
+    return [msgspec.json.decode(row, type=kind) for row in gather_text(msgspec.json.encode(own).decode())]

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -23,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from arachnec.ir.diagnostic import UserError, user_error
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Program
 from arachnec.runtime.device_runtime import OnHost
 
@@ -137,11 +138,16 @@ def most_peers_of(pairs: Iterable[Pair]) -> int:
 SMALL = 16 * 2**20  # bytes of a value that may be there beyond its `free`
 
 
-def handoff_failed_error(cascade: str, source: int, target: int, reason: str) -> UserError:
-    return user_error(
-        f"the output of %{cascade} did not get from rank {source} to rank {target}: {reason}",
-        help="one of the two has ended or hangs; its own output says more",
-    )
+@contextmanager
+def told_by_ranks(cascade: str, source: int, target: int) -> Iterator[None]:
+    """What fails inside is a mistake that names both ranks."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise user_error(
+            f"the output of %{cascade} did not get from rank {source} to rank {target}: {error}",
+            help="one of the two has ended or hangs; its own output says more",
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -177,11 +183,8 @@ class Received:
             self.before.wait()
         with self._lock:
             if not self._arrived:
-                try:
+                with told_by_ranks(self.cascade, self.source, dist.get_rank()):
                     self.work.wait()
-                except RuntimeError as error:
-                    reason = str(error)
-                    raise handoff_failed_error(self.cascade, self.source, dist.get_rank(), reason) from error
                 self._arrived = True
         return self.buffer if self.value is None else self.value
 
@@ -217,10 +220,8 @@ class HandoffThreads:
         What is there already, with none before it on the way, is sent from here: two threads less to wake.
         """
         if value.ready and (self._latest is None or self._latest.done()):
-            try:
+            with told_by_ranks(cascade, dist.get_rank(), to):
                 return _Started(*_start_send(value, to, group, tag, cascade, notes, part), to, cascade)
-            except RuntimeError as error:
-                raise handoff_failed_error(cascade, dist.get_rank(), to, str(error)) from error
         self._latest = self._start.submit(_start_send, value, to, group, tag, cascade, notes, part)
         return self._end.submit(_end_send, self._latest, to, cascade)
 
@@ -249,10 +250,8 @@ def _start_send(
 
 
 def _end_send(started: Future[tuple[dist.Work, Tensor]], to: int, cascade: str) -> None:
-    try:
+    with told_by_ranks(cascade, dist.get_rank(), to):
         work, value = started.result()
-    except RuntimeError as error:
-        raise handoff_failed_error(cascade, dist.get_rank(), to, str(error)) from error
     _Started(work, value, to, cascade).result()
 
 
@@ -274,10 +273,8 @@ class _Started:
     cascade: str
 
     def result(self) -> None:
-        try:
+        with told_by_ranks(self.cascade, dist.get_rank(), self.to):
             self.work.wait()
-        except RuntimeError as error:
-            raise handoff_failed_error(self.cascade, dist.get_rank(), self.to, str(error)) from error
 
 
 class Handoffs:

@@ -5,36 +5,16 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 from arachnec.analysis.memory import Usage, high_water, usages
 from arachnec.analysis.uses import Values
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.nodes import Module, Program
 from arachnec.models.file import ran_out_of_memory
 from arachnec.runtime.device_runtime import DeviceMemory, DeviceRuntime
 
 FRAGMENTS = 0.1  # of the device's memory that is reserved and not allocated: too much
 FOREIGN = 3.0  # GiB that nobody of this process' allocator holds: more than communicators take
-
-
-@dataclass(frozen=True)
-class OutOfMemory(Diagnostic):
-    title = (
-        "rank {rank} ran out of memory in {where} (host {host}, {device})\n"
-        "  by the plan: {planned}\n"
-        "  on the device: {held}\n"
-        "  {asked}"
-    )
-    help = "{remedy}"
-    rank: int
-    host: str
-    device: str
-    where: str
-    planned: str
-    held: str
-    asked: str
-    remedy: str
 
 
 @contextmanager
@@ -54,30 +34,21 @@ def raise_explained(
 ) -> None:
     """Raises ``UserError`` for an error that says that memory ran out."""
     if ran_out_of_memory(error):
-        raise UserError(_explain(str(error), runtime, module, program, index, where)) from error
+        raise _explain(str(error), runtime, module, program, index, where) from error
 
 
-def _explain(
-    said: str, runtime: DeviceRuntime, module: Module, program: Program, index: int, where: str
-) -> OutOfMemory:
+def _explain(said: str, runtime: DeviceRuntime, module: Module, program: Program, index: int, where: str) -> UserError:
     values = Values(module)
     here = next(usage for usage in usages(values, program) if usage.index == index)
     highest, memory = high_water(values, program), runtime.memory()
-    planned = f"{_parts(here)}; at most {highest.total:.2f} GiB, {_place(program, highest.index)}"
-    held = (
-        f"{memory.total:.2f} GiB, of which {memory.allocated:.2f} allocated, {memory.reserved:.2f} reserved, "
-        f"{memory.free:.2f} free"
-    )
-    return OutOfMemory(
-        None,
-        program.rank,
-        socket.gethostname(),
-        runtime.name(),
-        where if index < 0 else f"`{_name(program, index)}` of {where}",
-        planned,
-        held,
-        said.partition("\n")[0][:300],
-        _remedy(memory, highest),
+    told = where if index < 0 else f"`{_name(program, index)}` of {where}"
+    return user_error(
+        f"rank {program.rank} ran out of memory in {told} (host {socket.gethostname()}, {runtime.name()})\n"
+        f"  by the plan: {_parts(here)}; at most {highest.total:.2f} GiB, {_place(program, highest.index)}\n"
+        f"  on the device: {memory.total:.2f} GiB, of which {memory.allocated:.2f} allocated, "
+        f"{memory.reserved:.2f} reserved, {memory.free:.2f} free\n"
+        f"  {said.partition(chr(10))[0][:300]}",
+        help=_remedy(memory, highest),
     )
 
 

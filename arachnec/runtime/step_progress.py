@@ -44,9 +44,12 @@ class Clock:
         self._marks: list[tuple[str, str, Timer, Timer]] = []
         self._passed = 0
 
-    def measure(self, op: str, target: str) -> _Measured:
+    @contextmanager
+    def measure(self, op: str, target: str) -> Iterator[None]:
         """Run inside what is measured; of what raises nothing is noted."""
-        return _Measured(self, op, target)
+        started = self.now()
+        yield
+        self.note(op, target, started)
 
     def now(self) -> Timer:
         return self._runtime.timer()
@@ -68,18 +71,6 @@ class Clock:
         self._runtime.synchronize()
         zero = self._zero
         return [Interval(self._rank, op, target, a.since(zero), b.since(zero)) for op, target, a, b in self._marks]
-
-
-class _Measured:
-    def __init__(self, clock: Clock, op: str, target: str) -> None:
-        self._clock, self._op, self._target = clock, op, target
-
-    def __enter__(self) -> None:
-        self._started = self._clock.now()
-
-    def __exit__(self, kind: type[BaseException] | None, *raised: object) -> None:
-        if kind is None:
-            self._clock.note(self._op, self._target, self._started)
 
 
 TOGETHER = ("encode", "forward", "backward", "weight", "norm", "learn", "denoise")  # all of the group are in it at once
@@ -215,7 +206,6 @@ class StepProgress:
                 if receive.op == "receive" and receive.target in inputs:
                     sender = receive.peers[0]
                     waits.append((sender, self._place(sender, "send", receive.target, rank) + 1))
-        if own.op in COMPUTES:
             waits += [wait for gather in before if gather.op == "gather" for wait in self._of_group(rank, gather, 1)]
         if own.op in READS_GRADIENTS:
             waits += [wait for reduce in before if reduce.op == "reduce" for wait in self._of_group(rank, reduce, 1)]

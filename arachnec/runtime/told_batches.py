@@ -25,6 +25,7 @@ from arachnec.ir.values import Attributes
 from arachnec.runtime.agreement import share_text
 
 META = torch.device("meta")
+NOWHERE = Mark(0, "")
 READING = ("encode", "forward")  # instructions that read a clip
 
 
@@ -43,7 +44,7 @@ class _Message(msgspec.Struct, frozen=True):
 
     number: int = 0
     rows: list[_Row] | None = None
-    mark: tuple[int, str, str] = (0, "", "")
+    mark: Mark = NOWHERE
     error: str | None = None
 
 
@@ -99,7 +100,7 @@ def _said(drawn: Drawn | None) -> _Message:
     if drawn is None:
         return _Message()
     rows = [_Row(row_of(drawn.clips[c.id]), c.tokens, _specs(drawn.clips[c.id])) for c in drawn.planned]
-    return _Message(drawn.number, rows, (drawn.mark.clips, drawn.mark.data, drawn.mark.source))
+    return _Message(drawn.number, rows, drawn.mark)
 
 
 def _specs(clip: VideoClip) -> list[tuple[str, str, list[int]]]:
@@ -124,7 +125,7 @@ def _heard(message: _Message) -> Drawn | None:
     planned = tuple(
         ir_clip(number, clips[number], row.tokens, message.number) for number, row in enumerate(message.rows)
     )
-    return Drawn(message.number, planned, clips, Mark(*message.mark))
+    return Drawn(message.number, planned, clips, message.mark)
 
 
 def delivered(clips: Mapping[int, VideoClip], module: Module, group: dist.ProcessGroup | None) -> dict[int, VideoClip]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from arachnec.backends.torch_distributed.plans.step_plans import checked_program
-from arachnec.backends.torch_distributed.plans.supported import SeveralTrainedStages, demand_supported
+from arachnec.backends.torch_distributed.plans.supported import demand_supported
 from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.parser import parse_file
 
@@ -37,7 +37,7 @@ def test_a_pipeline_is_refused_with_the_cascades_that_cannot_run(name: str, expe
     for line in expected:
         assert f"`{line}" in said
     assert "takes `encode` of encode, `forward` of train" in said
-    assert len([d for d in error.diagnostics if isinstance(d, SeveralTrainedStages)]) == 1
+    assert said.count("this back end trains a model as one stage") == 1
 
 
 def test_two_trained_stages_whose_steps_would_reach_all_parameters_are_refused() -> None:

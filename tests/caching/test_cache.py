@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from arachnec.backends.cascade_step import encode_loaded
 from arachnec.caching import manifest as planning
 from arachnec.caching import rank as caching_rank
-from arachnec.caching.files import Divided, EncodedFiles, identity_of, read_divided, together
-from arachnec.caching.manifest import CLIPS, Cached, Encoding, NoneEncoded, Run, cache, encoding_plan
+from arachnec.caching.files import DIVIDED, Divided, EncodedFiles, identity_of, read_rows, together
+from arachnec.caching.manifest import CLIPS, Cached, Encoding, Run, cache, encoding_plan
 from arachnec.caching.rank import SET_ASIDE, encode_batches
 from arachnec.caching.worker import follow, lead
 from arachnec.cluster.file import parse_cluster
@@ -104,9 +104,9 @@ def test_ranks_that_divide_an_encoder_by_width_write_what_one_rank_writes(
     pipeline = planning.PIPELINE.replace("divide-encoders", "divide-encoders{ranks=2}")
     monkeypatch.setattr(planning, "PIPELINE", pipeline)
     plan = encoded_on_ranks(given, divided, CLIPS_OF_A_STEP)
-    assert sum(row.clips for row in read_divided(plan)) == len(CLIPS_OF_A_STEP)
-    assert {(row.encoder, row.ranks) for row in read_divided(plan)} == {("vae", 2)}
-    assert not read_divided(whole.folder / "plan")
+    assert sum(row.clips for row in read_rows(plan / DIVIDED, Divided)) == len(CLIPS_OF_A_STEP)
+    assert {(row.encoder, row.ranks) for row in read_rows(plan / DIVIDED, Divided)} == {("vae", 2)}
+    assert not read_rows(whole.folder / "plan" / DIVIDED, Divided)
     assert all(cascade.ranks == (0, 1) for cascade in read_executable(plan).program.cascades)
     for one in CLIPS_OF_A_STEP:
         torch.testing.assert_close(load_file(divided.path("vae", one)), load_file(whole.path("vae", one)))
@@ -257,8 +257,7 @@ def test_where_no_clip_can_be_encoded_that_is_one_message(tmp_path: Path) -> Non
 
     with captured_once(), pytest.raises(UserError) as raised:
         listed(given, CLIPS_OF_A_STEP, tmp_path / "latents", fails)
-    assert isinstance(raised.value.diagnostics[0], NoneEncoded)
-    assert "clip a: it is damaged" in render(raised.value.diagnostics[0])
+    assert "none of the clips could be encoded: clip a: it is damaged" in render(raised.value.diagnostics[0])
     assert not (tmp_path / "latents" / CLIPS).exists()
 
 

@@ -319,7 +319,7 @@ def shard_gradient(flat: FlatLayer) -> Tensor:
     """As a backward leaves it, each piece's a view of it."""
     if flat.host is not None:
         flat.make_host_gradient()
-        flat.gradient = flat.host.no_gradient(flat.layout.shard_size, flat.gradient_dtype)
+        flat.gradient = flat.host.make_gradient(flat.layout.shard_size, flat.gradient_dtype).zero_()
     else:
         flat.gradient = torch.zeros(flat.layout.shard_size, dtype=flat.gradient_dtype)
     for piece in flat.layout.pieces(flat.member):

@@ -9,17 +9,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, render
 from arachnec.kernels.sparse.cube_sides import VERSION
 from arachnec.kernels.sparse.key_lists import KeyLists
 from arachnec.model_state.key_list_files import (
     RULE,
     ListFiles,
     ListSizes,
-    ListsUnreadable,
     entries_that_differ,
     read_lists,
-    share_that_differs,
 )
 
 METADATA = {RULE: str(VERSION)}
@@ -108,7 +106,7 @@ def test_lists_that_do_not_fit_the_run_are_one_message(case: str, tmp_path: Path
     with pytest.raises(UserError, match=f"cannot be replayed: `blocks.0` and a: .*{said}") as error:
         replayed(written(tmp_path, RIGHT | changed, "a|blocks.0.0"), "a", sizes=sizes)
     (problem,) = error.value.diagnostics
-    assert isinstance(problem, ListsUnreadable) and "--save-lists" in problem.help
+    assert "--save-lists" in render(problem)
 
 
 def test_what_ran_dense_is_dense_and_what_is_lost_is_one_message(tmp_path: Path) -> None:
@@ -139,7 +137,7 @@ def test_entries_of_lists_that_are_not_in_both_runs_are_counted() -> None:
     here = KeyLists(RIGHT["indices"], RIGHT["counts"][None])
     there = KeyLists(torch.tensor([0, 1, 1], dtype=torch.int32), RIGHT["counts"][None])
     key, other, dense = ("a", "0"), ("b", "0"), ("c", "0")
-    assert share_that_differs({key: here, dense: None}, {key: here, dense: None}) == 0
+    assert entries_that_differ({key: here, dense: None}, {key: here, dense: None}) == (0, 6)
     assert entries_that_differ({key: here}, {key: there}) == (2, 6)
     assert entries_that_differ({key: here, other: here}, {key: here, other: None}) == (3, 9)
     assert entries_that_differ({key: here, other: here}, {key: here}) == (3, 9)

@@ -10,6 +10,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -29,18 +30,16 @@ from arachnec.backends.torch_distributed.plans.step_plans import planned_for_cpu
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.logs import StepLog, metrics_of
 from arachnec.backends.torch_distributed.reporting.run_files import write_measured
-from arachnec.backends.torch_distributed.run.training_run import (
-    Trainer,
-)
+from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.cluster.file import parse_cluster
 from arachnec.cluster.topology import cluster_for
 from arachnec.data.batch_source import BatchSource
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import Batches
 from arachnec.executable.folder import Executable
-from arachnec.executable.training_options import Schedule, Training, bad_value
+from arachnec.executable.training_options import Schedule, Training
 from arachnec.ir.diagnostic import UserError, counted, user_error
-from arachnec.ir.nodes import Cluster, Module
+from arachnec.ir.nodes import Cluster
 from arachnec.launch.ending import StopRequest, exit_code
 from arachnec.launch.own_script import OwnScript, before_joining
 from arachnec.launch.phases import Enter, unwatched
@@ -49,6 +48,7 @@ from arachnec.models.file import ModelFile, load_model_file
 from arachnec.models.given_module import given_module, with_own_optimizer
 from arachnec.optimizers.own_scripts import advance, demand_rates, own_schedule, step_schedule
 from arachnec.optimizers.recipe import UserOptimizer
+from arachnec.optimizers.schedules import unwanted_schedule_error
 from arachnec.runtime.agreement import agree
 from arachnec.runtime.device_runtime import DeviceRuntime
 from arachnec.runtime.out_of_memory import explained_memory
@@ -125,9 +125,7 @@ class Engine:
         source = BatchSource(batches, batch, repeat=own.more is not None) if dist.get_rank() == 0 else None
         training = own.training(Training())
         if scheduler is not None and training.schedule != Schedule():
-            chosen = training.schedule.scheduler
-            key, value = ("warmup", training.schedule.warmup) if chosen is None else ("name", chosen.name)
-            raise UserError(bad_value(f"schedule.{key}", value, "Engine has a `scheduler`", "keep one of them"))
+            raise unwanted_schedule_error(training.schedule, "Engine has a `scheduler`", "keep one of them")
         given, machine = machine, cluster_for(machine, dist.get_world_size())
         position = None if resumed is None else resumed.position
         compiling = Compiling(file, machine, passes, training)
@@ -146,8 +144,8 @@ class Engine:
             clock=clock,
         )
         if training.schedule == Schedule():
-            self._trainer.leave_rates()  # to the scheduler, or to the loop that this is in
-        agree({"the model and its functions": file.digest, "the optimizer": self._trainer.told_optimizer})
+            self.trainer.leave_rates()  # to the scheduler, or to the loop that this is in
+        agree({"the model and its functions": file.digest, "the optimizer": self.trainer.told_optimizer})
         of_ranks, of_device = _notes_of_ranks(given, machine), _notes_of_device(executable, self._script.device)
         for note in (*self._script.notes, *of_ranks, *of_device):
             events.emit(report.Note(note))
@@ -191,10 +189,10 @@ class Engine:
         self._executable, self._options, self._enter = executable, options, enter
         program = executable.program
         with explained_memory(DeviceRuntime.of(device), program, program_of(program, dist.get_rank())):
-            self._trainer = Trainer(executable, options, device, enter, batches, resumed, model_file, clock)
-        self.done = self.first = self._trainer.done  # optimizer steps
+            self.trainer = Trainer(executable, options, device, enter, batches, resumed, model_file, clock)
+        self.done = self.first = self.trainer.done  # optimizer steps
         self.steps: list[report.StepReport] = []  # of this run
-        one_pass = self._trainer.end_of(1) if batches is None else None
+        one_pass = self.trainer.end_of(1) if batches is None else None
         self.end = end_of_job(options.checkpoint, self.first, self._asked(), one_pass, restarted=self._script.restarted)
         self.stopped_by = 0  # the signal that has ended the loop after a step
         self._saved = self.first
@@ -203,7 +201,7 @@ class Engine:
         self.scheduler = None if scheduler is None else own_schedule(scheduler, self.optimizer)
         if self.scheduler is not None:
             advance(self.scheduler, self.first)
-            self._trainer.leave_rates()
+            self.trainer.leave_rates()
         self._enter("your own code")
 
     def _asked(self) -> int | None:
@@ -211,7 +209,7 @@ class Engine:
         options = self._options
         if options.more is not None:
             return self.first + options.more
-        return options.steps if options.epochs is None else self._trainer.end_of(options.epochs)
+        return options.steps if options.epochs is None else self.trainer.end_of(options.epochs)
 
     @property
     def model(self) -> nn.Module:
@@ -220,32 +218,28 @@ class Engine:
         A rank of a pipeline has the parameters of its stages only, one of a cell none but while a layer runs:
         ``model_is_whole`` says so, and a checkpoint has them all.
         """
-        self._trainer.finish_gathers()
-        return self._trainer.model
+        self.trainer.finish_gathers()
+        return self.trainer.model
 
     @property
     def model_is_whole(self) -> bool:
         """Whether `model` has every parameter on this rank between steps: no stages, cells or layers in host memory."""
-        return self._trainer.model_is_whole
+        return self.trainer.model_is_whole
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The torch optimizer, over this rank's parts of the parameters or their fp32 copies."""
-        return self._trainer.optimizer
-
-    @property
-    def trainer(self) -> Trainer:
-        return self._trainer
+        return self.trainer.optimizer
 
     @property
     def start_times(self) -> StartTimes:
         """What this rank's start took, part by part; known behind the first step."""
-        return self._trainer.clock.times()
+        return self.trainer.clock.times()
 
     @property
     def plans_reused(self) -> int:
         """Batches that needed no plan of their own, because one of the same shapes had been planned."""
-        return self._trainer.plans_reused
+        return self.trainer.plans_reused
 
     def __iter__(self) -> Iterator[EngineStep]:
         """Take steps until the batches end, or ``steps`` are done. Then the last checkpoint is written; so it is where
@@ -261,9 +255,9 @@ class Engine:
         if self._closed:
             return
         try:
-            self._log = self._trainer.step_log(self.end)
+            self._log = self.trainer.step_log(self.end)
             if self._options.checkpoint is not None:
-                self._trainer.stop = self._stops() or self._trainer.stop
+                self.trainer.stop = self._stops() or self.trainer.stop
             while self.end is None or self.done < self.end:
                 step = self._step(last=self.end is not None and self.done + 1 == self.end)
                 if step is None:
@@ -272,7 +266,7 @@ class Engine:
                 if self.stopped_by:
                     break
             self._save_last()
-            self._trainer.finish_gathers()
+            self.trainer.finish_gathers()
             if self.stopped_by:
                 self._end_stopped()
             elif self.end is not None and self.done < self.end:
@@ -304,67 +298,59 @@ class Engine:
         if dist.is_initialized():  # at the end of a script a generator may outlive its process group
             self._script.leaves()
             self._save_last()
-            self._trainer.finish_gathers()
+            self.trainer.finish_gathers()
 
     def _step(self, *, last: bool) -> EngineStep | None:
         saving = self._options.save_gradients if last else None
-        self._demand_rates()
+        if self.scheduler is not None:
+            with self._saved_before(UserError):
+                demand_rates(self.optimizer, self.done)
         self._script.begins(self.done)
-        try:
-            took = self._trainer.step(self.done, save_gradients=saving, last=last)
-        except CannotDraw:
-            self._save_last()
-            raise
+        with self._saved_before(CannotDraw):
+            took = self.trainer.step(self.done, save_gradients=saving, last=last)
         if took is None:
             return None
         self.done += 1
         self.steps.append(took)
         self._log.tell(took)
-        self._step_schedule()
+        if self.scheduler is not None:
+            with self._saved_before(UserError):
+                step_schedule(self.scheduler)
         every = self._options.every
-        self.stopped_by = self._trainer.stopped_by
+        self.stopped_by = self.trainer.stopped_by
         due = last or bool(self.stopped_by) or bool(every and self.done % every == 0)
-        self._trainer.saves(self.done, due)
+        self.trainer.saves(self.done, due)
         if due:
             self._saved = self.done
         if self._looked_at:
-            self._trainer.start_gathers()
+            self.trainer.start_gathers()
         self._enter("your own code")
         loss = math.nan if took.loss is None else took.loss
         metrics = {"loss": math.nan, "gradient_norm": math.nan, **metrics_of(took)}
-        return EngineStep(took.step, loss, metrics, self._trainer.clips, took)
+        return EngineStep(took.step, loss, metrics, self.trainer.clips, took)
 
-    def _demand_rates(self) -> None:
-        if self.scheduler is None:
-            return
+    @contextmanager
+    def _saved_before(self, mistake: type[UserError]) -> Iterator[None]:
+        """What was trained before a mistake inside is kept."""
         try:
-            demand_rates(self.optimizer, self.done)
-        except UserError:
-            self._save_last()
-            raise
-
-    def _step_schedule(self) -> None:
-        if self.scheduler is None:
-            return
-        try:
-            step_schedule(self.scheduler)
-        except UserError:
+            yield
+        except mistake:
             self._save_last()
             raise
 
     def _save_last(self) -> None:
         """A checkpoint of the last step, where there is none, and wait until it is whole."""
         if self.done > self._saved:
-            self._trainer.saves(self.done, True)
+            self.trainer.saves(self.done, True)
             self._saved = self.done
-        self._trainer.finish_saving()
+        self.trainer.finish_saving()
 
     def close(self) -> None:
         """End what runs beside the steps. The loop does so at its end."""
         if not self._closed:
             self._closed = True
             self._log.close()
-            self._trainer.close()
+            self.trainer.close()
             self._script.remove_folder()
             if self._looked_at:
                 self._script.stops_at_once(acted=bool(self.stopped_by))
@@ -431,13 +417,6 @@ def _notes_of_device(executable: Executable, device: torch.device) -> list[str]:
     return ["planned for another device, run on the CPU: planned times do not apply"]
 
 
-def _notes_of_costs(program: Module, step: report.StepReport) -> list[str]:
-    """Where planned times come from, for a step that took another time by more than half."""
-    if not differs(step.planned_ms, step.step_ms):
-        return []
-    return [run_note(step.planned_ms, step.step_ms, cost_sources(program))]
-
-
 def train(
     executable: Executable,
     options: RunOptions,
@@ -472,7 +451,6 @@ def train(
         *notes,
         *([] if stages is None else [stages]),
         *trainer.notes(),
-        *trainer.init_notes(options.init),
         *([] if stops is None or options.checkpoint is None else [trainer.note_of_grace()]),
     ):
         events.emit(report.Note(note))
@@ -480,9 +458,9 @@ def train(
         events.emit(step.report)
         if len(engine.steps) == 1:
             events.emit(report.Note(engine.start_times.text()))
-        if len(engine.steps) == min(2, engine.end - engine.first):  # the first of several warms up
-            for note in _notes_of_costs(trainer.module, step.report):
-                events.emit(report.Note(note))
+        times = step.report.planned_ms, step.report.step_ms
+        if len(engine.steps) == min(2, engine.end - engine.first) and differs(*times):  # the first of several warms up
+            events.emit(report.Note(run_note(*times, cost_sources(trainer.module))))
     enter("report", trainer.timeouts.of_start(trainer.module), "--start-timeout")
     if not engine.steps:
         told = f"all {counted(engine.end, 'step')} were done before"
@@ -492,16 +470,13 @@ def train(
     peak = report.peak_memory_gib(DeviceRuntime.of(device))
     write_measured(executable, trainer.module, engine.steps[-1], trainer.intervals, peak)
     if dist.get_rank() == 0:
-        attention = attention_by_grid(trainer.module, precision_of(trainer.model), device)
-        ranks, reused = dist.get_world_size(), engine.plans_reused
-        layers = trainer.sparse_layers
         summary = report.run_report(
-            ranks,
+            dist.get_world_size(),
             DeviceRuntime.of(device).name(),
             engine.steps,
-            attention,
-            plans_reused=reused,
-            sparse_layers=layers,
+            attention_by_grid(trainer.module, precision_of(trainer.model), device),
+            plans_reused=engine.plans_reused,
+            sparse_layers=trainer.sparse_layers,
             start=engine.start_times,
             costs=cost_sources(trainer.module),
         )

@@ -5,7 +5,6 @@ What takes torch or draws is imported when it is needed: the ranks start without
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -27,7 +26,7 @@ from arachnec.executable.train_file import located
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError, counted
 from arachnec.ir.nodes import Module
-from arachnec.launch.local_ranks import RankCrashed, launch
+from arachnec.launch.local_ranks import crash_told, launch
 from arachnec.views.format import terminal
 
 ROWS = 8
@@ -119,9 +118,8 @@ def run_here(
         demand_same_manifests(executable, training)
     except UserError as error:
         raise located(error, options.train) from None
-    for place in (folder, *(path.parent for path in (options.report, options.save_gradients) if path)):
-        demand_folder(place)
-    for place in filter(None, (options.checkpoint, options.save_lists)):
+    files = (path.parent for path in (options.report, options.save_gradients) if path)
+    for place in filter(None, (folder, *files, options.checkpoint, options.save_lists)):
         demand_folder(place)
     cluster = executable.program.cluster
     assert cluster is not None
@@ -131,25 +129,21 @@ def run_here(
     for name in executable.changed_since():
         told = f"note: {name} has changed since it was compiled; its copy in {folder} runs; compile again"
         console.print(told, highlight=False, soft_wrap=True)
-    tells = partial(_tell_before, before, executable.program, console) if before and world == cluster.world else None
-    crashed = None
-    with Display(console) as display:
-        try:
-            beside = partial(_while_ranks_start, options, training, executable.digests[MODEL], tells)
-            launch(
-                world,
-                [str(folder), *options.arguments()],
-                display.show,
-                stopped_s=options.stall_timeout,
-                beside=beside,
-                on_stop=None if options.checkpoint is None else partial(_tell_stop, display),
-            )
-        except RankCrashed as crash:
-            crashed = str(crash)
-    if crashed is not None:
-        # The launcher's own traceback would only hide the rank's.
-        print(crashed, file=sys.stderr)
-        sys.exit(1)
+
+    def beside() -> None:
+        _look_while_ranks_start(options, training, executable.digests[MODEL])
+        if before is not None and world == cluster.world:
+            console.print(before(executable.program), highlight=False, soft_wrap=True)
+
+    with crash_told(), Display(console) as display:
+        launch(
+            world,
+            [str(folder), *options.arguments()],
+            display.show,
+            stopped_s=options.stall_timeout,
+            beside=beside,
+            on_stop=None if options.checkpoint is None else partial(_tell_stop, display),
+        )
     for text in written(folder, options, training.accumulate):
         console.print(text, highlight=False, soft_wrap=True)
 
@@ -159,7 +153,7 @@ def _tell_stop(display: Display) -> None:
     display.show(msgspec.json.encode(Note(told)))
 
 
-def _while_ranks_start(options: RunOptions, training: Training, model: str, tells: Callable[[], None] | None) -> None:
+def _look_while_ranks_start(options: RunOptions, training: Training, model: str) -> None:
     """Look at what takes torch to be looked at, what is quick first. ``model`` is the model file's digest. Raises
     ``UserError``."""
     from arachnec.backends.torch_distributed.checkpoints import checkpoint
@@ -177,12 +171,6 @@ def _while_ranks_start(options: RunOptions, training: Training, model: str, tell
         raise located(error, options.train) from None
     if options.init is not None:
         weight_files(model_folder(options.init))
-    if tells is not None:
-        tells()
-
-
-def _tell_before(before: Callable[[Module], str], program: Module, console: Console) -> None:
-    console.print(before(program), highlight=False, soft_wrap=True)
 
 
 def written(folder: Path, options: RunOptions, batches: int) -> list[str]:

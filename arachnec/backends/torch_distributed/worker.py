@@ -13,7 +13,6 @@ import click
 from arachnec.backends.torch_distributed.options import RunOptions, run_options
 from arachnec.ir.long_computations import without_garbage_collector
 from arachnec.launch.ending import exit_code, exit_with
-from arachnec.launch.phases import START_S
 from arachnec.launch.ranks import joined_rank
 from arachnec.launch.start_times import StartClock
 
@@ -24,7 +23,7 @@ from arachnec.launch.start_times import StartClock
 def command(folder: Path, options: RunOptions) -> None:
     """Run this rank's part of the executable FOLDER. Rank and world size come from torchrun's environment."""
     clock = StartClock.of_process()
-    with joined_rank(START_S if options.start_timeout is None else options.start_timeout) as joined:
+    with joined_rank(options.start_timeout) as joined:
         with without_garbage_collector():
             from arachnec.backends.torch_distributed.engine import train
             from arachnec.backends.torch_distributed.plans.step_plans import planned_for_cpu
@@ -33,8 +32,7 @@ def command(folder: Path, options: RunOptions) -> None:
         clock.done("imports")
         executable = read_executable(folder)
         clock.done("reading")
-        device, notes = joined.agree_on_devices(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
-        joined.make_process_group(device)
+        device, notes = joined.meet(cpu=planned_for_cpu(executable), planned=executable.program.cluster)
         clock.done("group")
         joined.wait_for_launcher()
         clock.done("check")

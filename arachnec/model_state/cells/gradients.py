@@ -19,7 +19,7 @@ from arachnec.kernels.attention.process_groups import ProcessGroups
 from arachnec.model_state.cells.flat_layer import FlatLayer
 from arachnec.model_state.cells.gathering import Gathering
 from arachnec.model_state.gradients import SMALLEST_PIECE, GradientSynchronisation, Piece, pieces_of
-from arachnec.model_state.kept_gradients import set_gradient
+from arachnec.model_state.kept_gradients import drop_gradients, set_gradient
 from arachnec.runtime.collectives import gathered_on_first
 
 
@@ -54,11 +54,9 @@ class ShardGradients:
     def __post_init__(self) -> None:
         if self.goes_on:
             return
+        self._drop_shards()
         for flat in self._trained:
-            flat.gradient = None
             flat.used.clear()
-            for piece in flat.pieces.values():
-                set_gradient(piece, None)
 
     @property
     def parts(self) -> dict[str, Tensor]:
@@ -82,14 +80,15 @@ class ShardGradients:
         told = None if stage.hosts is None else dist.all_reduce(used, group=stage.hosts, async_op=True)
         for flat in flats:
             if flat.gradient is None and flat.host is not None:
-                flat.gradient = flat.host.no_gradient(flat.layout.shard_size, flat.gradient_dtype)
+                flat.gradient = flat.host.make_gradient(flat.layout.shard_size, flat.gradient_dtype).zero_()
             elif flat.gradient is None:
                 flat.gradient = torch.zeros(flat.layout.shard_size, dtype=flat.gradient_dtype, device=flat.shard.device)
         group = self.groups.get(reduce.peers)
         for flat in flats:
             if flat.host is not None and group is not None:
                 _all_reduce_from_host(flat, group)
-        shards = [] if group is None else [_with_gradient(flat) for flat in flats if flat.host is None]
+        here = [(flat.shard, flat.gradient) for flat in flats if flat.host is None and group is not None]
+        shards = [_with_gradient(shard, gradient) for shard, gradient in here if gradient is not None]
         sent = [] if group is None else [Piece.sent(run, group) for run in pieces_of(shards, self.piece_bytes)]
         self._pending.append(_Started(flats, shards, sent, used, told))
 
@@ -155,10 +154,12 @@ class ShardGradients:
     def drop(self) -> None:
         """Give the gradients' memory back."""
         self.whole.drop()
+        self._drop_shards()
+
+    def _drop_shards(self) -> None:
         for flat in self._trained:
             flat.gradient = None
-            for piece in flat.pieces.values():
-                set_gradient(piece, None)
+            drop_gradients(flat.pieces)
 
 
 @dataclass(frozen=True)
@@ -201,21 +202,18 @@ def _names(flats: Sequence[FlatLayer]) -> list[tuple[FlatLayer, str]]:
 def _all_reduce_from_host(flat: FlatLayer, group: dist.ProcessGroup) -> None:
     """Sum a gradient that lies in the hosts: through the device, one flat tensor after another."""
     assert flat.host is not None and flat.gradient is not None
-    value = nn.Parameter(torch.empty(flat.layout.shard_size, dtype=flat.layout.dtype, device=flat.whole.device))
-    if hasattr(value, "grad_dtype"):
-        value.grad_dtype = flat.gradient_dtype
     gradient = torch.empty(flat.layout.shard_size, dtype=flat.gradient_dtype, device=flat.whole.device)
     flat.host.bring_gradient(gradient, flat.gradient)
-    value.grad = gradient
+    value = _with_gradient(torch.empty(gradient.numel(), dtype=flat.layout.dtype, device=gradient.device), gradient)
     Piece.sent([value], group).finish()
     assert value.grad is not None
     flat.gradient = flat.host.take_gradient(value.grad)
 
 
-def _with_gradient(flat: FlatLayer) -> nn.Parameter:
-    """The shard with its gradient, as code that all-reduces gradients of parameters takes it."""
-    shard = nn.Parameter(flat.shard)
-    if hasattr(shard, "grad_dtype"):
-        shard.grad_dtype = flat.gradient_dtype
-    shard.grad = flat.gradient
-    return shard
+def _with_gradient(values: Tensor, gradient: Tensor) -> nn.Parameter:
+    """These with their gradient, as code that all-reduces gradients of parameters takes them."""
+    parameter = nn.Parameter(values)
+    if hasattr(parameter, "grad_dtype"):
+        parameter.grad_dtype = gradient.dtype
+    parameter.grad = gradient
+    return parameter

@@ -42,10 +42,6 @@ class HostShard:
         self._taken = self.copies.take(gradient, reduced, self._taken)
         return gradient
 
-    def no_gradient(self, size: int, dtype: torch.dtype) -> Tensor:
-        """A gradient of zeros, in the host."""
-        return self.make_gradient(size, dtype).zero_()
-
     def make_gradient(self, size: int, dtype: torch.dtype) -> Tensor:
         """The buffer of the gradient. It is made before the steps: to lock it waits for the device."""
         if self._gradient is None or self._gradient.dtype != dtype:

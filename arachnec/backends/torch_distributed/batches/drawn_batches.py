@@ -59,8 +59,7 @@ def _ordered(executable: Executable, training: Training) -> Batches:
 def _from_long(executable: Executable, training: Training, resumed: Position | None) -> ToldBatches:
     """Rank 0 opens the manifest, at the row where a checkpoint stood, and draws; the others are told each batch."""
     if dist.get_rank() != 0:
-        clips, data, source = msgspec.json.decode(share_text(None), type=tuple[int, str, str])
-        return ToldBatches(Mark(clips, data, source))
+        return ToldBatches(msgspec.json.decode(share_text(None), type=Mark))
     long = executable.header.long
     assert long is not None
     seed = training.seed if training.shuffle or training.stratified else None
@@ -71,7 +70,7 @@ def _from_long(executable: Executable, training: Training, resumed: Position | N
     if resumed is not None:
         drawing.restore(resumed.steps * training.accumulate, resumed.clips, resumed.data, resumed.source)
     start = mark_of(drawing)
-    share_text(msgspec.json.encode((start.clips, start.data, start.source)).decode())
+    share_text(msgspec.json.encode(start).decode())
     return ToldBatches(start, drawing, long.tokens)
 
 

@@ -11,12 +11,7 @@ from pathlib import Path
 
 import msgspec
 
-from arachnec.backends.training_trace import (
-    demand_optimizer_fits,
-    training_trace,
-    validation_manifest,
-    validation_of,
-)
+from arachnec.backends.training_trace import demand_optimizer_fits, training_trace, validation_manifest, validation_of
 from arachnec.checkpoint.folder import Position
 from arachnec.cluster.topology import has_gpus
 from arachnec.data.batch_source import BatchSource
@@ -32,14 +27,14 @@ from arachnec.optimizers.recipe import demand_torch_takes
 from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.passes.trace import traced_module
 from arachnec.runtime.agreement import share_text
-from arachnec.runtime.told_batches import ToldBatches, mark_of
+from arachnec.runtime.told_batches import NOWHERE, ToldBatches, mark_of
 
 
 class _Told(msgspec.Struct, frozen=True):
     """The executable's files by name, and where the source stands; or what is wrong."""
 
     files: dict[str, str] = {}
-    mark: tuple[int, str, str] = (0, "", "")
+    mark: Mark = NOWHERE
     error: str | None = None
 
 
@@ -67,7 +62,7 @@ def own_executable(
         for name, text in told.files.items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
-        return read_executable(folder), ToldBatches(Mark(*told.mark))
+        return read_executable(folder), ToldBatches(told.mark)
     try:
         start, batches = _compiled(folder, compiling, source, resumed)
     except UserError as error:
@@ -75,7 +70,7 @@ def own_executable(
         share_text(msgspec.json.encode(_Told(error=message)).decode())
         raise
     files = {str(p.relative_to(folder)): p.read_text(encoding="utf-8") for p in folder.rglob("*") if p.is_file()}
-    share_text(msgspec.json.encode(_Told(files, (start.clips, start.data, start.source))).decode())
+    share_text(msgspec.json.encode(_Told(files, start)).decode())
     return read_executable(folder), batches
 
 

@@ -7,7 +7,7 @@ ranks add up how many clips were left out, and N is then the number of those tha
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -15,12 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.reporting.report import ClipNote
+from arachnec.backends.torch_distributed.reporting import events
+from arachnec.backends.torch_distributed.reporting.report import ClipNote, Note
 from arachnec.data.clip import VideoClip
 from arachnec.data.video import TooFewFrames, UnreadableVideo
 from arachnec.ir.diagnostic import UserError
 from arachnec.models.encoders import UnreadableClip
-from arachnec.runtime.agreement import gather_text
+from arachnec.runtime.agreement import gather_values
 
 TOLERANCE = 1e-3  # of a sum of shares
 OF_A_FILE = (UnreadableVideo, TooFewFrames, UnreadableClip)
@@ -43,9 +44,7 @@ def reason_of(error: BaseException) -> str:
 def no_numbers(encoder: nn.Module, clip: VideoClip, device: torch.device) -> Tensor:
     """What ranks that share a clip's encoder put in for one that they cannot read. Of a rank that could, the result has
     no numbers then either, so its step is skipped."""
-    load = encoder.load
-    assert callable(load)
-    shape = load(clip, torch.device("meta"))
+    shape = _loaded_shape(encoder, clip)
     dtype = shape.dtype if shape.dtype.is_floating_point else torch.float32
     return torch.full(shape.shape, torch.nan, dtype=dtype, device=device)
 
@@ -53,11 +52,16 @@ def no_numbers(encoder: nn.Module, clip: VideoClip, device: torch.device) -> Ten
 @torch.no_grad()
 def stand_in(encoder: nn.Module, clip: VideoClip, device: torch.device) -> Tensor:
     """What an encoder hands on for a clip that it cannot have: of the right shape, and no number in it."""
-    load = encoder.load
-    assert callable(load)
-    shape = load(clip, torch.device("meta"))
+    shape = _loaded_shape(encoder, clip)
     value: Tensor = encoder(torch.zeros(shape.shape, dtype=shape.dtype, device=device))
     return torch.full_like(value, torch.nan)
+
+
+def _loaded_shape(encoder: nn.Module, clip: VideoClip) -> Tensor:
+    load = encoder.load
+    assert callable(load)
+    shape: Tensor = load(clip, torch.device("meta"))
+    return shape
 
 
 def usable(encoded: Mapping[str, Tensor], clips: int) -> tuple[dict[str, Tensor], list[int]]:
@@ -111,13 +115,26 @@ class LeftOut:
         return float(self._counts.numpy()[0])
 
 
-def notes_of_left_out(own: Sequence[str | int], reasons: Mapping[str | int, str]) -> list[ClipNote]:
-    """The clips that were set aside, each with the ranks that should have trained it and the reason. Collective."""
-    rows = gather_text(msgspec.json.encode((list(own), list(reasons.items()))).decode())
-    told = [msgspec.json.decode(row, type=tuple[list[str | int], list[tuple[str | int, str]]]) for row in rows]
-    known = {clip: reason for _, pairs in told for clip, reason in pairs}
-    clips = dict.fromkeys(clip for row, _ in told for clip in row)
-    return [
-        ClipNote(clip, [rank for rank, (row, _) in enumerate(told) if clip in row], known.get(clip, NOT_A_NUMBER))
-        for clip in clips
-    ]
+def notes_of_clips(own: Sequence[str | int]) -> list[ClipNote]:
+    """What each rank says of some clips, put together by clip. Collective."""
+    told = gather_values(list(own), list[str | int])
+    clips = dict.fromkeys(clip for row in told for clip in row)
+    return [ClipNote(clip, [rank for rank, row in enumerate(told) if clip in row]) for clip in clips]
+
+
+def tell_left_out(
+    where: str, left_out: LeftOut, reasons: Mapping[str | int, str], clips: Iterable[VideoClip]
+) -> list[ClipNote]:
+    """The clips of a batch that were set aside, each with the ranks that should have trained it and the reason. Notes
+    them, by name. Collective."""
+    if not left_out.total():
+        return []
+    told = gather_values([*reasons.items()], list[tuple[str | int, str]])
+    known = dict(pair for pairs in told for pair in pairs)
+    names = {clip.id: clip.name for clip in clips}
+    notes = []
+    for note in notes_of_clips(left_out.clips):
+        told_reason = known.get(note.clip, NOT_A_NUMBER)
+        notes.append(msgspec.structs.replace(note, reason=told_reason))
+        events.emit(Note(f"{where}: clip {names.get(note.clip, note.clip)} is set aside: {told_reason}"))
+    return notes

@@ -30,17 +30,10 @@ from arachnec.checkpoint.folder import (
     write_commit,
 )
 from arachnec.checkpoint.parts import Part, State, part_of, written_by
-from arachnec.ir.diagnostic import UserError, refused, user_error
-from arachnec.runtime.agreement import gather_text
+from arachnec.ir.diagnostic import refused, user_error
+from arachnec.runtime.agreement import gather_values
 
 KEPT = 2
-
-
-def not_written_error(rank: int, reason: str) -> UserError:
-    return user_error(
-        f"rank {rank} could not write the checkpoint: {reason}",
-        help="make space, or give a --checkpoint folder on another disk; --resume goes on from the one before",
-    )
 
 
 class _Written(msgspec.Struct, frozen=True):
@@ -95,8 +88,7 @@ class Checkpoints:
 
     def _conclude(self, pending: _Pending, own: _Written | None) -> None:
         """Raises ``UserError``, on every rank, where one could not write."""
-        rows = gather_text(msgspec.json.encode(own).decode())
-        answers = [msgspec.json.decode(row, type=_Written | None) for row in rows]
+        answers = gather_values(own, _Written | None)
         if any(answer is None for answer in answers):
             return
         self._pending = None
@@ -108,17 +100,12 @@ class Checkpoints:
                 prune(self._folder, self._keep, pending.position.steps)
             except OSError as error:
                 problem = (0, _reason(error))
-        first = gather_text(msgspec.json.encode(problem).decode())[0]
-        if (told := msgspec.json.decode(first, type=tuple[int, str] | None)) is not None:
-            raise not_written_error(*told)
-
-
-def save(folder: Path, state: State, position: Position, keep: int = KEPT) -> None:
-    """Write one checkpoint; returns when it is whole. Collective."""
-    checkpoints = Checkpoints(folder, keep)
-    checkpoints.save(state, position)
-    checkpoints.finish()
-    checkpoints.close()
+        if (told := gather_values(problem, tuple[int, str] | None)[0]) is not None:
+            rank, reason = told
+            raise user_error(
+                f"rank {rank} could not write the checkpoint: {reason}",
+                help="make space, or give a --checkpoint folder on another disk; --resume goes on from the one before",
+            )
 
 
 @dataclass(frozen=True)
@@ -149,15 +136,6 @@ def newest(folder: Path) -> Whole | None:
     commit = read_commit(path)
     assert commit is not None
     return Whole(path, commit)
-
-
-def load(folder: Path, state: State, wanted: Position) -> Position | None:
-    """Read the newest checkpoint into ``state`` in place; None where there is none. Collective. Raises as ``newest``
-    and ``restore`` do."""
-    whole = newest(folder)
-    if whole is not None:
-        restore(whole, state, wanted)
-    return None if whole is None else whole.position
 
 
 def restore(whole: Whole, state: State, wanted: Position) -> None:
@@ -201,14 +179,11 @@ def demand_own(folder: Path, model: str, seed: int, accumulate: int) -> None:
 def _newest_intact(folder: Path) -> Path | None:
     """Every rank reads back its share of a checkpoint's files, once; all come to the same answer."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    names = msgspec.json.decode(
-        gather_text(msgspec.json.encode([path.name for path in committed(folder)]).decode())[0], type=list[str]
-    )
-    for name in names:
+    for name in gather_values([path.name for path in committed(folder)], list[str])[0]:
         commit = read_commit(folder / name)
         files = commit.files if commit is not None else ()
         intact = commit is not None and all(is_intact(folder / name, record) for record in files[rank::world])
-        if all(row == "true" for row in gather_text("true" if intact else "false")):
+        if all(gather_values(intact, bool)):
             return folder / name
     return None
 

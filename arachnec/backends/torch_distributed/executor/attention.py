@@ -49,10 +49,7 @@ def attention_by_grid(module: Module, dtype: str, device: torch.device) -> dict[
         for step in program.instructions:
             if step.op == "forward":
                 family = attention_of(step, stages[cascades[step.target].stage], dtype, device)
-                families.setdefault(_grid(step), set()).add(family or "chosen by each call")
+                ulysses, ring = grid(step)
+                words = f"ulysses {ulysses} x ring {ring}"
+                families.setdefault(words, set()).add(family or "chosen by each call")
     return {words: ", ".join(sorted(names)) for words, names in sorted(families.items())}
-
-
-def _grid(forward: Instruction) -> str:
-    ulysses, ring = grid(forward)
-    return f"ulysses {ulysses} x ring {ring}"

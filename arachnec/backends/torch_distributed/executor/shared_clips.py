@@ -14,7 +14,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
@@ -24,7 +23,7 @@ from arachnec.ir.diagnostic import user_error
 from arachnec.ir.nodes import Cascade, Instruction, Module, Program, integer
 from arachnec.ir.parameter_cells import side_by_side
 from arachnec.models.clip_errors import shown_clips
-from arachnec.runtime.agreement import gather_text
+from arachnec.runtime.agreement import gather_values
 
 
 def own_part(cascade: Cascade, rank: int) -> Cascade:
@@ -125,11 +124,7 @@ def demand_equal_batches(
     Encoders that several kinds of device share, and processors of several kinds, may differ by rounding, which is no
     mistake.
     """
-    rows = gather_text(msgspec.json.encode([(list(key), digest) for key, digest in digests.items()]).decode())
-    by_rank = [
-        {tuple(key): digest for key, digest in msgspec.json.decode(row, type=list[tuple[list[int], Digest]])}
-        for row in rows
-    ]
+    by_rank = list(map(dict, gather_values([*digests.items()], list[tuple[tuple[int, ...], Digest]])))
     for key, ranks in sorted(makers.items()):
         firsts: dict[int, int] = {}  # of those that made it from the same
         for rank in ranks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,25 +180,11 @@ class Plans:
         drawing = self._draws.submit(self._drawn, step, version) if draws else None
         self._steps[step] = self._thread.submit(self._planned, step, version, drawing)
 
-    def follow_links(self, links: Mapping[tuple[int, int], float], step: int) -> None:
-        """Plan for links of these GB/s from ``step`` on. All ranks say the same, before they ask for that step."""
-        self._follow(replace(self._latest, links=links), step)
-
-    def follow_ranks(self, slowed: Mapping[int, float], step: int) -> None:
-        """Plan for ranks that are so many times slower from ``step`` on; none where all are as planned. Collective."""
+    def follow(self, step: int, **measured: Any) -> None:
+        """Plan from ``step`` on for fields of ``MeasuredSpeeds`` that were ``measured`` anew. Collective: all ranks say
+        the same, before they ask for that step."""
         self._plan_anew()
-        self._follow(replace(self._latest, slowed=dict(slowed)), step)
-
-    def follow_densities(self, densities: Mapping[int, ByLength], step: int) -> None:
-        """Plan for layers that are sparse with these densities from ``step`` on. Collective, as the others are."""
-        self._plan_anew()
-        self._follow(replace(self._latest, densities=dict(densities)), step)
-
-    @property
-    def _latest(self) -> MeasuredSpeeds:
-        return self._speeds[self._versions[-1][1] if self._versions else 0]
-
-    def _follow(self, speeds: MeasuredSpeeds, step: int) -> None:
+        speeds = replace(self._speeds[self._versions[-1][1] if self._versions else 0], **measured)
         if speeds not in self._speeds:
             self._speeds.append(speeds)
         self._versions.append((step, self._speeds.index(speeds)))

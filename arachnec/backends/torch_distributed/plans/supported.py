@@ -3,44 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from itertools import islice
 
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.head_density import layer_densities
 from arachnec.ir.host_placement import in_host
 from arachnec.ir.nodes import STAGE_OPS, Instruction, Module, Phase, Program
-
-
-@dataclass(frozen=True)
-class NotExecutable(Diagnostic):
-    title = "`{op} %{target}` cannot be executed by this back end: {reason}"
-    label = "in the program of rank {rank}"
-    help = "`arachnec simulate` runs it; `arachnec run` takes {known}"
-    op: str
-    target: str
-    reason: str
-    rank: int
-    known: str
-
-
-@dataclass(frozen=True)
-class SeveralTrainedStages(Diagnostic):
-    title = "this back end trains a model as one stage or cut by `stages`, and {stages} are trained"
-    label = "the second one"
-    help = "`arachnec simulate` runs the plan; for `arachnec run` make the whole model one trained stage"
-    stages: str
-
-
-@dataclass(frozen=True)
-class SparseCannotRun(Diagnostic):
-    title = "{what} attends to chosen keys, which this back end cannot do {how}"
-    label = "planned so here"
-    help = "`arachnec simulate` runs the plan; for `arachnec run` {remedy}"
-    what: str
-    how: str
-    remedy: str
-
 
 # A forward runs the whole model to its loss in a cascade of phase `train`, and in one of phase `forward` a stage of a
 # model that `stages` cut. What is handed on is an encoder's tensor, or all that goes between two stages.
@@ -66,12 +34,19 @@ def demand_supported(module: Module, programs: Sequence[Program]) -> None:
     problems: list[Diagnostic] = []
     if len(trained) > 1 and len({stage.attrs.get("part_of", stage.name) for stage in trained}) > 1:
         names = " and ".join(f"`@{stage.name}`" for stage in trained)
-        problems.append(SeveralTrainedStages(trained[1].span, names))
+        problems.append(
+            Mistake(
+                trained[1].span,
+                f"this back end trains a model as one stage or cut by `stages`, and {names} are trained",
+                label="the second one",
+                help="`arachnec simulate` runs the plan; for `arachnec run` make the whole model one trained stage",
+            )
+        )
     problems += islice(_sparse_problems(module), 1)
     parts = {stage.name for stage in module.stages if "part_of" in stage.attrs}
     phases = {cascade.name: cascade.phase for cascade in module.cascades}
     apart = {c.name for c in module.cascades if c.phase in STAGED and c.stage not in parts}
-    refused: dict[tuple[str, Phase | None], NotExecutable] = {}
+    refused: dict[tuple[str, Phase | None], Mistake] = {}
     for program in programs:
         for instruction in program.instructions:
             phase = phases.get(instruction.target)
@@ -93,14 +68,19 @@ def _sparse_problems(module: Module) -> Iterator[Diagnostic]:
         )
         for cannot, how, remedy in refused:
             if cannot:
-                yield SparseCannotRun(stage.span, f"`@{stage.name}`", how, remedy)
+                yield Mistake(
+                    stage.span,
+                    f"`@{stage.name}` attends to chosen keys, which this back end cannot do {how}",
+                    label="planned so here",
+                    help=f"`arachnec simulate` runs the plan; for `arachnec run` {remedy}",
+                )
 
 
 def _known(op: str, phase: Phase | None) -> bool:
     return op in OF_STAGES or phase in PHASES.get(op, ())
 
 
-def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExecutable:
+def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> Mistake:
     op = instruction.op
     known = ", ".join(f"`{name}` of {' or '.join(p.value for p in phases)}" for name, phases in PHASES.items())
     if op not in PHASES:
@@ -110,4 +90,9 @@ def _refusal(instruction: Instruction, phase: Phase | None, rank: int) -> NotExe
     else:
         reason = f"its cascade is of phase `{phase and phase.value}`"
     of_stages = ", ".join(f"`{name}`" for name in OF_STAGES)
-    return NotExecutable(instruction.span, op, instruction.target, reason, rank, f"{known} cascades, and {of_stages}")
+    return Mistake(
+        instruction.span,
+        f"`{op} %{instruction.target}` cannot be executed by this back end: {reason}",
+        label=f"in the program of rank {rank}",
+        help=f"`arachnec simulate` runs it; `arachnec run` takes {known} cascades, and {of_stages}",
+    )

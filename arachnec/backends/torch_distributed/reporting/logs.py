@@ -164,13 +164,13 @@ class AuditLog:
 
     def add(self, line: AuditLine) -> None:
         """One more step. It is with the system, not yet on the disk, when this returns."""
-        path = self._file(line.step)
-        with writing(path), path.open("ab") as file:
-            file.write(_encoded(line))
+        self._add(self._file(line.step), line)
 
     def add_validation(self, line: ValidationLine) -> None:
         """The loss behind a step that was added."""
-        path = self._folder / VALIDATION
+        self._add(self._folder / VALIDATION, line)
+
+    def _add(self, path: Path, line: AuditLine | ValidationLine) -> None:
         with writing(path), path.open("ab") as file:
             file.write(_encoded(line))
 

@@ -14,7 +14,7 @@ from arachnec.checkpoint.files import save_tensors
 from arachnec.executable.folder import MEASURED, MEASURED_PROGRAM, Executable
 from arachnec.ir.nodes import Module
 from arachnec.ir.printer import print_module
-from arachnec.runtime.agreement import gather_text
+from arachnec.runtime.agreement import gather_values
 from arachnec.runtime.step_progress import Interval
 from arachnec.views.executable_page import PAGE, executable_page
 from arachnec.views.timeline import planned, read_measured
@@ -47,10 +47,9 @@ def write_measured(
 ) -> None:
     """Write the last step's program and what all ranks measured of it into the executable's folder, as data and as
     pictures. Collective; ``intervals`` and ``peak_gib`` are this rank's."""
-    rows = gather_text(msgspec.json.encode(OfRank(peak_gib, list(intervals))).decode())
+    ranks = gather_values(OfRank(peak_gib, list(intervals)), OfRank)
     if dist.get_rank() != 0:
         return
-    ranks = [msgspec.json.decode(row, type=OfRank) for row in rows]
     everyone = [interval for own in ranks for interval in own.intervals]
     place = executable.folder / MEASURED
     peaks = [own.peak_gib for own in ranks]

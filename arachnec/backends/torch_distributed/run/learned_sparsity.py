@@ -66,5 +66,5 @@ class FollowedDensities:
         step, now = (number + 1) * self.batches + 1, predictors.running
         if have_moved(self._last, now):
             self._last = now
-            self.plans.follow_densities(now, step)
+            self.plans.follow(step, densities=now)
         self.plans.prepare(step)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -30,7 +29,7 @@ from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Module
 from arachnec.model_state.cells.gathering import Gathering
-from arachnec.runtime.agreement import agree, gather, gather_text
+from arachnec.runtime.agreement import agree, gather, gather_values
 from arachnec.sampling.during_training import TrainingSamples
 from arachnec.tracing.dataflow import Form, Output
 
@@ -160,9 +159,7 @@ class Samples:
             updated.wait()
         with undisturbed(context.model, context.device):
             failed = self._sampled(folder)
-        told = [
-            name for text in gather_text(msgspec.json.encode(failed).decode()) for name in msgspec.json.decode(text)
-        ]
+        told = [name for names in gather_values(failed, list[str]) for name in names]
         events.emit(report.Note(f"step {number}: {counted(self.own.count - len(told), 'sample')} in {folder}"))
         for name in told:
             events.emit(report.Note(f"step {number}: request {name} has no sample: its latents are no numbers"))

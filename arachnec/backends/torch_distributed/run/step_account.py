@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 import torch
 
-from arachnec.backends.torch_distributed.batches.set_aside import notes_of_left_out
+from arachnec.backends.torch_distributed.batches.set_aside import notes_of_clips, tell_left_out
 from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run
 from arachnec.backends.torch_distributed.executor.shared_clips import demand_equal_batches, difference
 from arachnec.backends.torch_distributed.plans.step_plans import Planned
@@ -23,16 +23,9 @@ from arachnec.backends.torch_distributed.reporting.report import ClipNote
 from arachnec.cluster.topology import slowdowns_of
 from arachnec.ir.diagnostic import user_error
 from arachnec.optimizers.schedules import is_rate
-from arachnec.runtime.agreement import gather, gather_text
+from arachnec.runtime.agreement import gather
 from arachnec.runtime.replanning import SlowRanks
 from arachnec.runtime.step_progress import Interval
-
-
-def notes_of_clips(own: Sequence[str | int]) -> list[ClipNote]:
-    """What each rank says of some clips, put together by clip. Collective."""
-    told = [msgspec.json.decode(row, type=list[str | int]) for row in gather_text(msgspec.json.encode(own).decode())]
-    clips = dict.fromkeys(clip for row in told for clip in row)
-    return [ClipNote(clip, [rank for rank, row in enumerate(told) if clip in row]) for clip in clips]
 
 
 def cause_of_skip(notes: Sequence[ClipNote], norm: float) -> str:
@@ -205,18 +198,12 @@ def loss_of_step(batches: Sequence[AuditLine]) -> float | None:
 
 def _left_out(context: RankContext, own: Iteration, run: Run) -> list[report.ClipNote]:
     """The clips of the batch that were set aside. Raises ``UserError`` where that are all."""
-    total = run.left_out.total()
-    if not total:
-        return []
-    notes = notes_of_left_out(run.left_out.clips, context.loads.unreadable)
-    names = {clip.id: clip.name for clip in own.clips.values()}
-    for note in notes:
-        told = f"step {own.step}: clip {names.get(note.clip, note.clip)} is set aside: {note.reason}"
-        events.emit(report.Note(told))
-    if round(total) >= len(own.module.clips):
+    notes = tell_left_out(f"step {own.step}", run.left_out, context.loads.unreadable, own.clips.values())
+    if notes and round(run.left_out.total()) >= len(own.module.clips):
         first = notes[0]
+        name = next((clip.name for clip in own.clips.values() if clip.id == first.clip), first.clip)
         raise user_error(
-            f"no clip of step {own.step} can be used: clip {names.get(first.clip, first.clip)}: {first.reason}",
+            f"no clip of step {own.step} can be used: clip {name}: {first.reason}",
             help="check the paths of the manifest, and that this host can read them",
         )
     return notes

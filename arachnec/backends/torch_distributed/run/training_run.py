@@ -13,10 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from arachnec.backends.cascade_step import (
-    DTYPES,
-    build_model,
-)
+from arachnec.backends.cascade_step import DTYPES, build_model
 from arachnec.backends.torch_distributed.batches.drawn_batches import (
     demand_no_order,
     drawn_batches,
@@ -53,11 +50,7 @@ from arachnec.backends.torch_distributed.rank.sharded_blocks import Sequences
 from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.backends.torch_distributed.reporting.logs import STEPS_OF_A_FILE, AuditLog, StepLog
 from arachnec.backends.torch_distributed.reporting.run_files import gradient_saver
-from arachnec.backends.torch_distributed.run.learned_sparsity import (
-    FollowedDensities,
-    note_of_left,
-    with_predictors,
-)
+from arachnec.backends.torch_distributed.run.learned_sparsity import FollowedDensities, note_of_left, with_predictors
 from arachnec.backends.torch_distributed.run.samples import Samples
 from arachnec.backends.torch_distributed.run.step_account import Measured, StepAccount
 from arachnec.backends.torch_distributed.run.validation import MEASURES, Validation, ValidationLoss, undisturbed
@@ -77,7 +70,7 @@ from arachnec.model_state.kept_gradients import drop_gradients, keep_gradients, 
 from arachnec.model_state.layer_summary import LayerSummary
 from arachnec.model_state.measured_layers import HISTORY
 from arachnec.models.file import ModelFile
-from arachnec.runtime.agreement import agree, gather_text
+from arachnec.runtime.agreement import agree, gather_values
 from arachnec.runtime.device_runtime import OnHost
 from arachnec.runtime.handoffs import TensorSpec
 from arachnec.runtime.replanning import LinkWatch, Notes, measured_speeds, notes_of_slow
@@ -103,7 +96,7 @@ class Trainer:
         self.clock = clock or StartClock()
         self.timeouts = options.timeouts()
         self._keeps_lists = options.save_lists is not None or options.replay_lists is not None
-        self._enter = enter
+        self._enter, self._init = enter, options.init
         self._limits = StepLimits.of(self.timeouts, executable, device)
         enter("start", self.timeouts.of_start(executable.program), "--start-timeout")
         rank, world = dist.get_rank(), dist.get_world_size()
@@ -217,21 +210,14 @@ class Trainer:
         """From now on somebody else sets the learning rates."""
         self._context.optimizer.sets_rates = False
 
-    @property
-    def device(self) -> torch.device:
-        return self._context.device
-
     def notes(self) -> list[str]:
-        """What a person should know before the first step."""
+        """What a person should know before the first step, of the weights that the run begins with as well."""
         unused = None
         if self._context.predictors is None and self._keeps_lists:
             unused = "no layer of the plan attends to chosen keys: no lists are saved or replayed"
         notes = says_low(self.module, self._context.parameters), unused, *self._left
-        return [note for note in notes if note is not None]
-
-    def init_notes(self, init: Path | None) -> list[str]:
-        """What a person should know of the weights that the run begins with."""
-        return init_notes(init, self._context.model, self._context.encoders)
+        of_init = init_notes(self._init, self._context.model, self._context.encoders)
+        return [*(note for note in notes if note is not None), *of_init]
 
     def end_of(self, epochs: int) -> int:
         """Optimizer steps in all at the end of so many passes over the manifest."""
@@ -301,7 +287,7 @@ class Trainer:
             "--plan-timeout",
         )
         loss = ValidationLoss()
-        with undisturbed(self.model, self.device), self._context.optimizer.in_use():
+        with undisturbed(self.model, self._context.device), self._context.optimizer.in_use():
             for planned in self._validation.planned():
                 limit = self._limits.of_step(planned)
                 self._enter(f"the validation behind step {number}", limit, "--step-timeout")
@@ -364,12 +350,11 @@ class Trainer:
         own = notes.take()
         if not self._links.due(number):
             return
-        everyone = gather_text(msgspec.json.encode(own).decode())
-        speeds = measured_speeds([msgspec.json.decode(text, type=Notes) for text in everyone])
+        speeds = measured_speeds(gather_values(own, Notes))
         watch = self._links.after(number, speeds)
         if watch is not self._links:
             self._links = watch
-            self._plans.follow_links(watch.planned, (number + 1) * self._each + 2)
+            self._plans.follow((number + 1) * self._each + 2, links=watch.planned)
 
     def _follow_ranks(self, number: int) -> None:
         """Where ranks have become slow, or are no longer: plan anew, as for links. All ranks have seen the same."""
@@ -379,7 +364,7 @@ class Trainer:
             for note in notes_of_slow(self._slowed, slowed, step // self._each):
                 events.emit(report.Note(note))
             self._slowed = slowed
-            self._plans.follow_ranks(slowed, step)
+            self._plans.follow(step, slowed=slowed)
 
     def _iteration(self, planned: Planned, given: Mapping[str, OnHost]) -> Iteration:
         """What this rank is to do in a step; worked out once for a plan that comes again."""
@@ -530,9 +515,8 @@ class Trainer:
         entries = optimizer.entries().encode()
         if not entries:
             return {**self._state(), **in_use}
-        text = torch.frombuffer(
-            bytearray(entries), dtype=torch.uint8
-        )  # of another length where a float prints otherwise
+        # of another length where a float prints otherwise
+        text = torch.frombuffer(bytearray(entries), dtype=torch.uint8)
         return {**self._state(), **in_use, ENTRIES: Part(text, 0, len(text), writes=dist.get_rank() == 0)}
 
     def _resume(self, whole: checkpoint.Whole | None) -> None:

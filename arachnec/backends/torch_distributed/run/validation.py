@@ -16,12 +16,11 @@ from torch import nn
 
 from arachnec.backends.cascade_step import in_step
 from arachnec.backends.torch_distributed.batches.load_ahead import LoadAhead
-from arachnec.backends.torch_distributed.batches.set_aside import notes_of_left_out
+from arachnec.backends.torch_distributed.batches.set_aside import tell_left_out
 from arachnec.backends.torch_distributed.executor.interpreter import run_iteration
-from arachnec.backends.torch_distributed.executor.iteration import Iteration, Run, Share
+from arachnec.backends.torch_distributed.executor.iteration import Iteration, Share
 from arachnec.backends.torch_distributed.plans.step_plans import Planned, Plans
 from arachnec.backends.torch_distributed.rank.rank_context import RankContext
-from arachnec.backends.torch_distributed.reporting import events, report
 from arachnec.data.clip import VideoClip
 from arachnec.executable.batches import shapes_key
 from arachnec.executable.folder import Executable, iteration_of
@@ -87,7 +86,8 @@ class ValidationLoss:
         own = measuring(context)
         iteration = Iteration.of(planned.module, context.rank, planned.clips, received, STEP)
         run = run_iteration(own, replace(iteration, share=MEASURES), Clock(context.rank, context.runtime))
-        aside = _set_aside(run, own, {clip.id: clip.name for clip in planned.clips.values()})
+        tell_left_out("validation", run.left_out, own.loads.unreadable, planned.clips.values())
+        aside = round(run.left_out.total())
         everyone = torch.stack(gather(torch.tensor([run.loss], dtype=torch.float64)))
         clips = len(planned.module.clips)
         self.total += float(everyone.sum()) * clips
@@ -98,15 +98,6 @@ class ValidationLoss:
         """None where no clip could be used, or the loss is not finite."""
         mean = self.total / self.clips if self.clips else math.nan
         return mean if math.isfinite(mean) else None
-
-
-def _set_aside(run: Run, context: RankContext, names: Mapping[str | int, str]) -> int:
-    total = run.left_out.total()
-    if not total:
-        return 0
-    for note in notes_of_left_out(run.left_out.clips, context.loads.unreadable):
-        events.emit(report.Note(f"validation: clip {names.get(note.clip, note.clip)} is set aside: {note.reason}"))
-    return round(total)
 
 
 def measuring(context: RankContext) -> RankContext:

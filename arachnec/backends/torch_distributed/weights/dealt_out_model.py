@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.weights.shared_weights import put_in_place
-from arachnec.backends.torch_distributed.weights.streamed_weights import Offered, Take, absent, streamed_model
+from arachnec.backends.torch_distributed.weights.streamed_weights import Offered, Take, put_kept, streamed_model
 from arachnec.executable.training_options import Training
 from arachnec.model_state.cells.flat_layer import FlatLayer, FlatLayout, layouts_of
 from arachnec.model_state.cells.gathering import Slots
@@ -76,11 +75,7 @@ def dealt_out_model(
     slots = Slots.of([(shards.layouts, last[name]) for name, shards in shards_of.items()], device)
     flats = {name: list(shards.flats(slots, last[name], parameters)) for name, shards in shards_of.items()}
     slots.drop()
-    for name, parameter in parameters.items():
-        here = kept.pop(name, None)
-        put_in_place(parameter, absent(parameter, device) if here is None else here)
-        parameter.requires_grad_(parameter.requires_grad and here is not None)
-    model.to(device)  # what is no tensor of the module, such as a device that it remembers
+    put_kept(model, parameters, kept, device)
     return model, flats, slots
 
 

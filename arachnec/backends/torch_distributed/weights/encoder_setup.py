@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from arachnec.backends.cascade_step import build_encoders
-from arachnec.backends.torch_distributed.weights.shared_weights import put_in_place, shared_encoders
-from arachnec.backends.torch_distributed.weights.streamed_weights import Offered, Take, absent, streamed
+from arachnec.backends.torch_distributed.weights.shared_weights import shared_encoders
+from arachnec.backends.torch_distributed.weights.streamed_weights import Offered, Take, put_kept, streamed
 from arachnec.data.clip import VideoClip
 from arachnec.executable.training_options import Training
 from arachnec.ir.nodes import Module
@@ -95,11 +95,7 @@ def rank_encoders(
         return nn.ModuleDict(build_encoders(running, training, home))
 
     encoders = streamed(build, device, taking, init, EncoderWeights.of)
-    for name, parameter in list(encoders.named_parameters()):
-        here = kept.pop(name, None)
-        put_in_place(parameter, absent(parameter, device) if here is None else here)
-        parameter.requires_grad_(False)
-    encoders.to(device)  # what is no tensor of the module, such as a device that it remembers
+    put_kept(encoders, dict(encoders.named_parameters()), kept, device)
     return dict(encoders.named_children()), DividedEncoders(parts=parts)
 
 

@@ -25,22 +25,10 @@ from arachnec.ir.diagnostic import Mistake, UserError
 from arachnec.models.file import ModelFile
 from arachnec.models.initial_weights import beginning_weights
 from arachnec.models.precision import in_precision
-from arachnec.runtime.agreement import gather_text, share_text
+from arachnec.runtime.agreement import gather_text, gather_values, share_text
 
 Row = tuple[str, tuple[int, ...], str]
 """Name, shape and precision of a tensor."""
-
-
-def tensors_differ_error(rank: int, own: str, first: str) -> Mistake:
-    return Mistake(
-        None,
-        f"rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}",
-        help=(
-            "give every rank the same folder, options and versions of Python, torch and libraries; and have "
-            "the model file make the same tensors on the meta device, where all but rank 0 build, as on the "
-            "CPU"
-        ),
-    )
 
 
 def demand_equal_tensors(modules: Mapping[str, nn.Module]) -> None:
@@ -57,9 +45,22 @@ def demand_equal_tensors(modules: Mapping[str, nn.Module]) -> None:
     whole = share_text(text if dist.get_rank() == 0 else None)  # only now: models have thousands of tensors
     rank_0 = msgspec.json.decode(whole, type=list[Row])
     pairs = ((own, first) for own, first in zip_longest(rows, rank_0) if own != first)
-    told = gather_text(msgspec.json.encode([*map(_shown, next(pairs, (None, None)))]).decode())
-    others = [(rank, msgspec.json.decode(row, type=tuple[str, str])) for rank, row in enumerate(told)]
-    raise UserError(*(tensors_differ_error(rank, *pair) for rank, pair in others if digests[rank] != digests[0]))
+    told = gather_values([*map(_shown, next(pairs, (None, None)))], list[str])
+    raise UserError(
+        *(
+            Mistake(
+                None,
+                f"rank {rank} has made other modules than rank 0: {own}, where rank 0 has {first}",
+                help=(
+                    "give every rank the same folder, options and versions of Python, torch and libraries; and have "
+                    "the model file make the same tensors on the meta device, where all but rank 0 build, as on the "
+                    "CPU"
+                ),
+            )
+            for rank, (own, first) in enumerate(told)
+            if digests[rank] != digests[0]
+        )
+    )
 
 
 def _shown(row: Row | None) -> str:
@@ -105,7 +106,10 @@ def shared_encoders(model_file: ModelFile, training: Training, device: torch.dev
 
 def shared_modules(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
     """Modules by name, alike on all ranks. ``build`` makes them on the CPU, or on the meta device without values."""
-    modules = build(CPU) if dist.get_rank() == 0 else _received(build, device)
+    modules = build(CPU) if dist.get_rank() == 0 else without_memory(build)
+    for tensor in tensors_of(modules):
+        if tensor.is_meta:
+            put_in_place(tensor, torch.empty_like(tensor, device=device))
     demand_equal_tensors(modules)
     for tensor in tensors_of(modules):
         home = tensor if tensor.device == device else tensor.detach().to(device)
@@ -132,29 +136,16 @@ def tensors_of(modules: Modules) -> Iterator[Tensor]:
         yield from module.buffers()
 
 
-def _received(build: Callable[[torch.device], Modules], device: torch.device) -> Modules:
-    """The modules with memory on ``device`` and no values yet, or with values of their own."""
-    modules = without_memory(build)
-    for tensor in tensors_of(modules):
-        if tensor.device.type == "meta":
-            put_in_place(tensor, torch.empty_like(tensor, device=device))
-    return modules
-
-
 def without_memory(build: Callable[[torch.device], Modules]) -> Modules:
     """The modules on the meta device; on the CPU, with values of their own, where they cannot be built so."""
     try:
-        modules = _built_on_meta(build)
+        with META:
+            modules = build(META)
         if not any(has_strays(module) for module in modules.values()):
             return modules
     except (NotImplementedError, RuntimeError, TypeError, UserError):
         pass  # it looks at values, or cannot be without them; a mistake shows again below
     return build(CPU)
-
-
-def _built_on_meta(build: Callable[[torch.device], Modules]) -> Modules:
-    with META:
-        return build(META)
 
 
 def has_strays(module: nn.Module) -> bool:

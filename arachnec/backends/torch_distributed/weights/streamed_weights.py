@@ -87,17 +87,21 @@ def own_model(
             kept[name] = value.whole()
 
     model = streamed_model(model_file, training, device, lambda model: take, init)
-    for name, parameter in list(model.named_parameters()):
-        here = kept.pop(name, None)
-        put_in_place(parameter, absent(parameter, device) if here is None else here)
-        parameter.requires_grad_(parameter.requires_grad and here is not None)
-    model.to(device)  # what is no tensor of the module, such as a device that it remembers
+    put_kept(model, dict(model.named_parameters()), kept, device)
     return model
 
 
-def absent(parameter: Tensor, device: torch.device) -> Tensor:
-    """What stands for a parameter that is not on this rank: zeros without memory."""
-    return torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+def put_kept(
+    module: nn.Module, parameters: Mapping[str, Tensor], kept: dict[str, Tensor], device: torch.device
+) -> None:
+    """Put what this rank has ``kept`` in the place of the parameters; of the others zeros without memory, which do not
+    train."""
+    for name, parameter in parameters.items():
+        here = kept.pop(name, None)
+        absent = torch.zeros((), dtype=parameter.dtype, device=device).expand(parameter.shape)
+        put_in_place(parameter, absent if here is None else here)
+        parameter.requires_grad_(parameter.requires_grad and here is not None)
+    module.to(device)  # what is no tensor of the module, such as a device that it remembers
 
 
 def streamed_model(

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.options import RunOptions
 from arachnec.backends.torch_distributed.run.training_run import Trainer
 from arachnec.checkpoint.folder import Position
@@ -22,6 +21,7 @@ from arachnec.model_state.gradients import ScatteredPiece
 from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
 from arachnec.model_state.parameter_parts import Parts
 from arachnec.models.file import load_model_file
+from tests.distributed import whole_checkpoints
 from tests.distributed.executor_cases import MODEL, Work, clip, lowered, traced
 from tests.distributed.harness import run_ranks
 from tests.distributed.rank_device import rank_device
@@ -42,7 +42,7 @@ def stepped(
     parameters = dict(module.named_parameters())
     optimizer = Optimizer(parameters, TRAINING, sharded=sharded)
     if resume and folder is not None:
-        assert checkpoint.load(folder, optimizer.tensors(), POSITION) is not None
+        assert whole_checkpoints.load(folder, optimizer.tensors(), POSITION) is not None
         optimizer.round_parameters()
     for seed in steps:
         generator = torch.Generator().manual_seed(seed)
@@ -52,7 +52,7 @@ def stepped(
         for coming in optimizer.gathered(parameters) if sharded else ():
             coming.wait()
     if folder is not None and not resume:
-        checkpoint.save(folder, optimizer.tensors(), POSITION)
+        whole_checkpoints.save(folder, optimizer.tensors(), POSITION)
     return {name: value.detach().clone() for name, value in parameters.items()}
 
 

@@ -13,7 +13,6 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from arachnec.backends.torch_distributed.checkpoints import checkpoint
 from arachnec.backends.torch_distributed.plans.step_plans import demand_room, state_beyond_plan
 from arachnec.checkpoint.folder import Position, committed
 from arachnec.data.clip import VideoClip
@@ -22,6 +21,7 @@ from arachnec.executable.training_options import Group, Schedule, TorchClass, Tr
 from arachnec.ir.diagnostic import UserError
 from arachnec.model_state.optimizer import Optimizer, global_norm, norm_over
 from arachnec.models.file import load_model_file
+from tests.distributed import whole_checkpoints
 from tests.distributed.executor.cells import test_cells
 from tests.distributed.executor_cases import (
     DOUBLE,
@@ -111,7 +111,7 @@ def stepped(training: Training, sharded: bool, steps: Sequence[int], folder: Pat
     parameters = dict(module.named_parameters())
     optimizer = Optimizer(parameters, training, sharded=sharded)
     if resume and folder is not None:
-        assert checkpoint.load(folder, optimizer.tensors(), Position(2, 0, "model")) is not None
+        assert whole_checkpoints.load(folder, optimizer.tensors(), Position(2, 0, "model")) is not None
         optimizer.round_parameters()
         optimizer.done = 2
     for seed in steps:
@@ -122,7 +122,7 @@ def stepped(training: Training, sharded: bool, steps: Sequence[int], folder: Pat
         for coming in optimizer.gathered(parameters) if sharded else ():
             coming.wait()
     if folder is not None and not resume:
-        checkpoint.save(folder, optimizer.tensors(), Position(2, 0, "model"))
+        whole_checkpoints.save(folder, optimizer.tensors(), Position(2, 0, "model"))
     return {name: value.detach().clone() for name, value in parameters.items()}
 
 

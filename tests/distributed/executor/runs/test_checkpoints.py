@@ -26,6 +26,7 @@ from arachnec.checkpoint.folder import Position, committed, read_commit, step_fo
 from arachnec.checkpoint.parts import AVERAGE, Part, State
 from arachnec.executable.training_options import Training
 from arachnec.ir.diagnostic import UserError
+from tests.distributed import whole_checkpoints
 from tests.distributed.executor_cases import Work, clip, executable, train_on
 from tests.distributed.harness import RankError, run_ranks
 
@@ -52,7 +53,7 @@ def saved_and_changed(folder: Path) -> list[bool]:
         value.fill_(-1.0)
     checkpoints.finish()
     checkpoints.close()
-    assert checkpoint.load(folder, state_of(values), changed({"steps": 0})) == POSITION
+    assert whole_checkpoints.load(folder, state_of(values), changed({"steps": 0})) == POSITION
     return [torch.equal(values[name], value) for name, value in held().items()]
 
 
@@ -64,8 +65,8 @@ def test_a_checkpoint_is_of_the_moment_it_was_asked_for(tmp_path: Path) -> None:
 
 
 def refusals(folder: Path) -> list[str]:
-    checkpoint.save(folder, state_of(held()), POSITION)
-    return [told(functools.partial(checkpoint.load, folder, state_of(held()), changed(case))) for case in CASES]
+    whole_checkpoints.save(folder, state_of(held()), POSITION)
+    return [told(functools.partial(whole_checkpoints.load, folder, state_of(held()), changed(case))) for case in CASES]
 
 
 def changed(changes: dict[str, object]) -> Position:
@@ -99,7 +100,7 @@ def on_a_full_disk(folder: Path) -> str:
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
             patch.setattr(checkpoint, "write_file", full)
-        return told(lambda: checkpoint.save(folder, state_of(held()), POSITION))
+        return told(lambda: whole_checkpoints.save(folder, state_of(held()), POSITION))
 
 
 def test_a_full_disk_is_one_message_on_every_rank_and_no_checkpoint(tmp_path: Path) -> None:
@@ -124,7 +125,7 @@ def test_a_run_begins_where_there_is_no_checkpoint_and_keeps_out_of_anothers(tmp
 def ends_of_averages(folder: Path) -> list[str]:
     for name in ("with", "without"):
         values = {"master/w": torch.ones(2)} | ({f"{AVERAGE}/w": torch.ones(2)} if name == "with" else {})
-        checkpoint.save(folder / name, values, POSITION)
+        whole_checkpoints.save(folder / name, values, POSITION)
     cases = [
         ("with", 0.9, RunOptions()),
         ("with", 0.0, RunOptions()),

@@ -12,7 +12,7 @@ import pytest
 
 from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.launch.ending import failure_of, read_failure, record_failure
-from arachnec.launch.local_ranks import RanksStopped, RankStayed, launch
+from arachnec.launch.local_ranks import launch
 from tests.house.test_house import ROOT
 
 ENDING = "tests.distributed.launch.ranks.ending_worker"
@@ -30,12 +30,8 @@ def test_the_store_listens_on_this_machine_only(monkeypatch: pytest.MonkeyPatch)
 def test_a_rank_that_is_stopped_once_all_is_done_is_named(monkeypatch: pytest.MonkeyPatch, silent: int) -> None:
     """No rank is left that could tell it."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError, match=f"rank {silent} of 2 has done its work and does not end"):
         launch(2, (str(silent),), ignored, worker="tests.distributed.launch.ranks.stopped_worker", leave_s=0.5)
-    (stayed,) = told.value.diagnostics
-    assert isinstance(stayed, RankStayed)
-    assert (stayed.rank, stayed.world) == (silent, 2)
-    assert stayed.seconds >= 0.5
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="whether a process is stopped is read from /proc")
@@ -43,11 +39,8 @@ def test_ranks_that_are_all_stopped_are_told_and_ended(monkeypatch: pytest.Monke
     """None of them could."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     worker = "tests.distributed.launch.ranks.stopped_worker"
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError, match="all 2 ranks were stopped for"):
         launch(2, ("all",), ignored, worker=worker, stopped_s=0.5)
-    (stopped,) = told.value.diagnostics
-    assert isinstance(stopped, RanksStopped)
-    assert stopped.world == 2 and stopped.seconds >= 0.5
 
 
 @pytest.mark.parametrize(("how", "what"), [("killed", "was killed by SIGKILL"), ("3", "ended with exit code 3")])

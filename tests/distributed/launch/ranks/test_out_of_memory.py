@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import torch
 from arachnec.analysis.memory import usages
 from arachnec.analysis.uses import Values
 from arachnec.executable.folder import read_executable
-from arachnec.ir.diagnostic import UserError
+from arachnec.ir.diagnostic import UserError, render
 from arachnec.runtime.device_runtime import DeviceMemory
 from arachnec.runtime.out_of_memory import explained_memory
 from tests.distributed.executor_cases import Work, clip, executable, run
@@ -46,7 +45,7 @@ class Runtime:
         return "NVIDIA H100 80GB HBM3"
 
 
-def explained(tmp_path: Path, index: int, error: Exception, **held: Any) -> Mapping[str, Any]:
+def explained(tmp_path: Path, index: int, error: Exception, **held: Any) -> str:
     program = read_executable(executable(tmp_path / "build", [CLIPS], WORKS, 2)).program
     memory = DeviceMemory(**{"total": 80.0, "free_is_shared": True} | held)
     runtime: Any = Runtime(memory)
@@ -55,7 +54,7 @@ def explained(tmp_path: Path, index: int, error: Exception, **held: Any) -> Mapp
         explained_memory(runtime, program, program.programs[1], index, "step 7"),
     ):
         raise error
-    return vars(caught.value.diagnostics[0])
+    return render(caught.value.diagnostics[0])
 
 
 def test_the_message_has_the_plans_numbers_and_the_devices(tmp_path: Path) -> None:
@@ -63,13 +62,13 @@ def test_the_message_has_the_plans_numbers_and_the_devices(tmp_path: Path) -> No
     said = explained(tmp_path, 1, error, allocated=60.0, reserved=76.5, free=1.25)
     program = read_executable(tmp_path / "build").program
     usage = next(u for u in usages(Values(program), program.programs[1]) if u.index == 1)
-    assert (said["rank"], said["device"]) == (1, "NVIDIA H100 80GB HBM3")
-    assert said["where"] == "`backward %c1` of step 7"
-    assert said["planned"].startswith(f"{usage.total:.2f} GiB = state {usage.state:.2f} + saved for backward")
-    assert "; at most " in said["planned"]
-    assert said["held"] == "80.00 GiB, of which 60.00 allocated, 76.50 reserved, 1.25 free"
-    assert said["asked"] == "CUDA out of memory. Tried to allocate 2.00 GiB."
-    assert "expandable_segments" in said["remedy"]
+    assert "rank 1 ran out of memory in `backward %c1` of step 7 (host " in said
+    assert ", NVIDIA H100 80GB HBM3)\n" in said
+    assert f"  by the plan: {usage.total:.2f} GiB = state {usage.state:.2f} + saved for backward" in said
+    assert "; at most " in said
+    assert "  on the device: 80.00 GiB, of which 60.00 allocated, 76.50 reserved, 1.25 free\n" in said
+    assert "  CUDA out of memory. Tried to allocate 2.00 GiB.\n" in said
+    assert "expandable_segments" in said
 
 
 @pytest.mark.parametrize(
@@ -81,9 +80,9 @@ def test_the_message_has_the_plans_numbers_and_the_devices(tmp_path: Path) -> No
 )
 def test_the_remedy_follows_from_who_holds_the_memory(tmp_path: Path, held: dict[str, float], expected: str) -> None:
     said = explained(tmp_path, -1, torch.OutOfMemoryError("no more"), **held)
-    assert said["where"] == "step 7"
-    assert expected in said["remedy"]
-    assert "compile again for devices with less memory" in said["remedy"]
+    assert "ran out of memory in step 7 (" in said
+    assert expected in said
+    assert "compile again for devices with less memory" in said
 
 
 def test_other_errors_pass(tmp_path: Path) -> None:
