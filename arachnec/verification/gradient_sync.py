@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from arachnec.analysis.stage_ranks import Ranks, norm_ranks, resident_ranks, tied_ranks
 from arachnec.analysis.uses import BACKWARDS, Values, bucket_of, gib, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Instruction, Module, Program, integers
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import layers_of, tied_sets
@@ -34,46 +34,6 @@ class WrongBucketLayers(Diagnostic):
     rank: int
     stage: str
     reason: str
-
-
-@dataclass(frozen=True)
-class WrongStart(Diagnostic):
-    title = "rank {rank} cannot start `{reduce}` inside a backward: {reason}"
-    label = "{reason}"
-    help = "drop its `early`: it then starts where it stands in the rank's list"
-    rank: int
-    reduce: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class NotStepped(Diagnostic):
-    title = "rank {rank} holds the all-reduced gradient of @{stage} and {reason}"
-    label = "{reason}"
-    help = "every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart"
-    rank: int
-    stage: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class WrongShare(Diagnostic):
-    title = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
-    label = "{reason}"
-    help = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
-    stage: str
-    ranks: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class LeftOut(Diagnostic):
-    title = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
-    label = "rank {rank} keeps the old parameters"
-    help = "every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it trained no clip"
-    rank: int
-    stage: str
-    ranks: str
 
 
 def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
@@ -107,7 +67,15 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
         for rank in sorted(with_gradient[stage] - set(peers)):
             yield NotReduced(span, rank, stage, f"it is missing from {rank_list(peers)}")
         for rank in sorted(held_by - with_gradient[stage] - set(peers)):
-            yield LeftOut(span, rank, stage, rank_list(peers))
+            yield Mistake(
+                span,
+                f"rank {rank} holds @{stage} and is left out of its all-reduce on {rank_list(peers)}",
+                label=f"rank {rank} keeps the old parameters",
+                help=(
+                    f"every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it "
+                    "trained no clip"
+                ),
+            )
 
 
 def _holders(module: Module) -> dict[str, frozenset[int]]:
@@ -127,12 +95,17 @@ def _shares(values: Values, program: Program) -> Iterator[Diagnostic]:
         if not isinstance(ranks, int):
             continue
         first = first or reduce
-        if len(reduce.peers) != ranks:
-            reason = f"rank {program.rank} has `{written(reduce)}`"
-            yield WrongShare(reduce.span, reduce.target, ranks, reason)
-        elif set(reduce.peers) != set(first.peers):
-            reason = f"rank {program.rank} has `{written(reduce)}` and `{written(first)}`"
-            yield WrongShare(reduce.span, reduce.target, ranks, reason)
+        reason = f"rank {program.rank} has `{written(reduce)}`"
+        if len(reduce.peers) == ranks:
+            if set(reduce.peers) == set(first.peers):
+                continue
+            reason += f" and `{written(first)}`"
+        yield Mistake(
+            reduce.span,
+            f"the optimizer of @{reduce.target} is dealt out over {ranks} ranks, and {reason}",
+            label=f"{reason}",
+            help="all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts",
+        )
 
 
 def _buckets(values: Values, program: Program, stage: str, reduces: list[Instruction]) -> Iterator[Diagnostic]:
@@ -180,20 +153,29 @@ def _order(
             continue
         early = gib(reduce, "early")
         if backward is None:
-            yield WrongStart(reduce.span, rank, written(reduce), "this rank has no backward of the stage")
+            reason = "this rank has no backward of the stage"
         elif not 0 <= early <= gib(backward, "time") * (1 + TOLERANCE):
             reason = f"its backward takes {gib(backward, 'time'):g} ms"
-            yield WrongStart(reduce.span, rank, written(reduce), reason)
         elif later is not None:
-            yield WrongStart(reduce.span, rank, written(reduce), f"`{written(later)}` above it starts later")
+            reason = f"`{written(later)}` above it starts later"
         elif (bucket := bucket_of(reduce)) is None or bucket[1]:
-            yield WrongStart(reduce.span, rank, written(reduce), "gradients outside the layers are complete last")
-    if not reduces:
-        return
-    if len(steps) != 1:
-        yield NotStepped(span, rank, stage, f"steps {len(steps)} times")
-    elif steps[0] < reduces[-1]:
-        yield NotStepped(span, rank, stage, "steps before the all-reduce")
+            reason = "gradients outside the layers are complete last"
+        else:
+            continue
+        yield Mistake(
+            reduce.span,
+            f"rank {rank} cannot start `{written(reduce)}` inside a backward: {reason}",
+            label=f"{reason}",
+            help="drop its `early`: it then starts where it stands in the rank's list",
+        )
+    if reduces and (len(steps) != 1 or steps[0] < reduces[-1]):
+        reason = "steps before the all-reduce" if len(steps) == 1 else f"steps {len(steps)} times"
+        yield Mistake(
+            span,
+            f"rank {rank} holds the all-reduced gradient of @{stage} and {reason}",
+            label=f"{reason}",
+            help=f"every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart",
+        )
 
 
 @dataclass(frozen=True)
@@ -206,17 +188,6 @@ class TiedNotReduced(Diagnostic):
     )
     rank: int
     tied: str
-    reason: str
-    ranks: str
-
-
-@dataclass(frozen=True)
-class NormNotSummed(Diagnostic):
-    title = "rank {rank} clips the gradients of @{stage} by a norm that is not that of all: {reason}"
-    label = "{reason}"
-    help = "between its last `reduce` and its first `step`, every rank has one `norm` on {ranks}"
-    rank: int
-    stage: str
     reason: str
     ranks: str
 
@@ -241,7 +212,7 @@ def _places(values: Values) -> dict[str, set[int]]:
     return places
 
 
-def _tied(values: Values, program: Program, groups: Mapping[Ranks, Ranks]) -> Iterator[TiedNotReduced]:
+def _tied(values: Values, program: Program, groups: Mapping[Ranks, Ranks]) -> Iterator[Diagnostic]:
     steps = program.instructions
     reduces = [(at, step) for at, step in enumerate(steps) if step.op == "reduce" and "tied" in step.attrs]
     last = max((at for at, step in enumerate(steps) if step.op in ("backward", "weight")), default=0)
@@ -264,7 +235,7 @@ def _tied(values: Values, program: Program, groups: Mapping[Ranks, Ranks]) -> It
             yield TiedNotReduced(program.span, program.rank, rank_list(parts), reason, rank_list(ranks))
 
 
-def _norm(values: Values, program: Program, places: Mapping[str, set[int]]) -> Iterator[NormNotSummed]:
+def _norm(values: Values, program: Program, places: Mapping[str, set[int]]) -> Iterator[Diagnostic]:
     steps, stages = program.instructions, values.module.stages
     for stage in stages:
         if program.rank not in places.get(stage.name, ()):
@@ -274,7 +245,15 @@ def _norm(values: Values, program: Program, places: Mapping[str, set[int]]) -> I
         reason, at = _reason(steps, norms, expected)
         if reason:
             span = program.span if at is None else steps[at].span
-            yield NormNotSummed(span, program.rank, stage.name, reason, rank_list(expected))
+            yield Mistake(
+                span,
+                f"rank {program.rank} clips the gradients of @{stage.name} by a norm that is not that of all: {reason}",
+                label=f"{reason}",
+                help=(
+                    "between its last `reduce` and its first `step`, every rank has one `norm` on "
+                    f"{rank_list(expected)}"
+                ),
+            )
 
 
 def _reason(steps: tuple[Instruction, ...], norms: list[int], expected: Ranks) -> tuple[str, int | None]:

@@ -21,43 +21,6 @@ SAMPLING = (Phase.ENCODE, Phase.DENOISE, Phase.DECODE)
 
 
 @dataclass(frozen=True)
-class WrongStep(Diagnostic):
-    title = (
-        "%{cascade} takes step {step} of request {request} where {outcome} steps are before its switch, "
-        "and {expected} is next"
-    )
-    label = "step {step} {reason}"
-    help = "at every outcome of the switch, a chain takes every step once, in order"
-    cascade: str
-    step: int
-    request: int
-    outcome: int
-    expected: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class StepsLeft(Diagnostic):
-    title = "request {request} ends before step {step} of {steps}, where {outcome} are before its switch"
-    label = "its last segment"
-    help = "at every outcome of the switch, a chain takes every step once, in order"
-    request: int
-    step: int
-    steps: int
-    outcome: int
-
-
-@dataclass(frozen=True)
-class WrongDecode(Diagnostic):
-    title = "%{cascade} decodes request {request} before its last segment %{last} has run"
-    label = "does not read %{last}"
-    help = "a decode reads the last segment of each of its requests"
-    cascade: str
-    request: int
-    last: str
-
-
-@dataclass(frozen=True)
 class WrongRound(Diagnostic):
     title = "rank {rank} has `{instruction}` in round {round}, and {reason}"
     label = "round {round}"
@@ -78,17 +41,6 @@ class WrongSegmentRuns(Diagnostic):
     cascade: str
     count: int
     right: int
-    ranks: str
-
-
-@dataclass(frozen=True)
-class WrongSegmentGroup(Diagnostic):
-    title = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
-    label = "not the cascade's ranks"
-    help = "write `on {ranks}`, or place the cascade there"
-    rank: int
-    instruction: str
-    cascade: str
     ranks: str
 
 
@@ -117,7 +69,7 @@ def check_sampling(values: Values) -> Iterator[Diagnostic]:
     yield from _rounds(values)
 
 
-def _rounds(values: Values) -> Iterator[WrongRound]:
+def _rounds(values: Values) -> Iterator[Diagnostic]:
     """Where a rank may be given other instructions: at the same rounds as all ranks."""
     last = max((cascade.round for cascade in values.module.cascades), default=0)
     for program in values.module.programs:
@@ -165,12 +117,16 @@ def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Itera
             break
     for cascade in own:
         if cascade.phase is Phase.DECODE and chain[-1].name not in cascade.inputs:
-            yield WrongDecode(cascade.span, cascade.name, clip.id, chain[-1].name)
+            last_text = chain[-1].name
+            yield Mistake(
+                cascade.span,
+                f"%{cascade.name} decodes request {clip.id} before its last segment %{last_text} has run",
+                label=f"does not read %{last_text}",
+                help="a decode reads the last segment of each of its requests",
+            )
 
 
-def _walk(
-    clip: Clip, chain: Sequence[Cascade], models: Sequence[str], steps: int, outcome: int
-) -> WrongStep | StepsLeft | None:
+def _walk(clip: Clip, chain: Sequence[Cascade], models: Sequence[str], steps: int, outcome: int) -> Diagnostic | None:
     """What is wrong with the steps that a chain takes at one outcome; None where nothing is."""
     following = 0
     for cascade in chain:
@@ -180,10 +136,21 @@ def _walk(
             continue
         if taken[0] != following:
             reason = "was taken before" if taken[0] < following else "comes too early"
-            return WrongStep(cascade.span, cascade.name, taken[0], clip.id, outcome, following, reason)
+            return Mistake(
+                cascade.span,
+                f"%{cascade.name} takes step {taken[0]} of request {clip.id} where {outcome} steps are before "
+                f"its switch, and {following} is next",
+                label=f"step {taken[0]} {reason}",
+                help="at every outcome of the switch, a chain takes every step once, in order",
+            )
         following = taken[-1] + 1
     if following != steps:
-        return StepsLeft(chain[-1].span, clip.id, following, steps, outcome)
+        return Mistake(
+            chain[-1].span,
+            f"request {clip.id} ends before step {following} of {steps}, where {outcome} are before its switch",
+            label="its last segment",
+            help="at every outcome of the switch, a chain takes every step once, in order",
+        )
     return None
 
 
@@ -222,7 +189,7 @@ def _inputs(values: Values, cascade: Cascade, encoders: Mapping[int, Sequence[st
                 )
 
 
-def _runs(values: Values) -> Iterator[WrongSegmentRuns | WrongSegmentGroup]:
+def _runs(values: Values) -> Iterator[Diagnostic]:
     """Every rank of a cascade's group runs it exactly once, as that group."""
     ops = {phases[0]: op for op, phases in PHASES.items() if phases[0] in SAMPLING}
     counts: Counter[tuple[str, int]] = Counter()
@@ -236,7 +203,12 @@ def _runs(values: Values) -> Iterator[WrongSegmentRuns | WrongSegmentGroup]:
             spans[cascade.name, program.rank] = instruction.span
             if instruction.peers and instruction.peers != cascade.ranks:
                 ranks = rank_list(cascade.ranks)
-                yield WrongSegmentGroup(instruction.span, program.rank, written(instruction), cascade.name, ranks)
+                yield Mistake(
+                    instruction.span,
+                    f"rank {program.rank} runs `{written(instruction)}`, and %{cascade.name} is placed on {ranks}",
+                    label="not the cascade's ranks",
+                    help=f"write `on {ranks}`, or place the cascade there",
+                )
     for cascade in values.module.cascades if values.module.programs else ():
         for rank in cascade.ranks if cascade.phase in ops else ():
             count = counts.pop((cascade.name, rank), 0)

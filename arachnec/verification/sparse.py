@@ -149,18 +149,6 @@ def _not_learned(span: Span | None, rank: int, reason: str, remedy: str) -> Mist
     return Mistake(span, title, label=reason, help=remedy)
 
 
-@dataclass(frozen=True)
-class OtherPath(Diagnostic):
-    title = "{cascade} has layer {layer} {path}, which takes less time {right} by the times and densities of @{stage}"
-    label = "layer {layer} is {path}"
-    help = "plan again: `annotate` chooses the sparse layers of every length, the same in every plan"
-    cascade: str
-    layer: int
-    path: str
-    right: str
-    stage: str
-
-
 def check_sparse_paths(values: Values) -> Iterator[Diagnostic]:
     faster: dict[tuple[str, int, int], frozenset[int]] = {}
     stages = {stage.name: stage for stage in values.module.stages}
@@ -172,6 +160,13 @@ def check_sparse_paths(values: Values) -> Iterator[Diagnostic]:
             faster[key] = frozenset(faster_sparse(stages[cascade.stage], cascade.tokens, cascade.text))
         others = faster[key].symmetric_difference(sparse_layers(cascade))
         if others:
-            paths = ("dense", "sparse") if min(others) in faster[key] else ("sparse", "dense")
+            layer = min(others)
+            path, right = ("dense", "sparse") if layer in faster[key] else ("sparse", "dense")
             span = cascade.attrs.span("sparse") or cascade.span
-            yield OtherPath(span, label(cascade), min(others), *paths, cascade.stage)
+            yield Mistake(
+                span,
+                f"{label(cascade)} has layer {layer} {path}, which takes less time {right} by the times and "
+                f"densities of @{cascade.stage}",
+                label=f"layer {layer} is {path}",
+                help="plan again: `annotate` chooses the sparse layers of every length, the same in every plan",
+            )
