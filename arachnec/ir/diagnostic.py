@@ -49,6 +49,7 @@ class _Texts:
     title: str
     label: str = ""
     help: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,11 +71,12 @@ class Diagnostic(_Texts):
 
 @dataclass(frozen=True)
 class Mistake(Diagnostic):
-    """A mistake that is only reported: its texts are complete."""
+    """A mistake whose texts are complete. Of one with a ``kind``, ``check`` reports the first alone."""
 
     title: str
     label: str = ""
     help: str = ""
+    kind: str = ""
 
     def text(self, template: str) -> str:
         return shown_text(template)

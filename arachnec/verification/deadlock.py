@@ -188,12 +188,13 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
         peers = instruction.peers
         missing = () if len(joined) == len(peers) else tuple(sorted(set(peers) - {rank for rank, _, _ in joined}))
         if missing:
-            missing_text = rank_list(missing)
+            lacking = rank_list(missing)
             problems.append(
                 Mistake(
                     instruction.span,
-                    f"rank {rank} waits in `{written(instruction)}` for ranks {missing_text}, which never join it",
-                    label=f"ranks {missing_text} never join",
+                    f"rank {rank} waits in `{written(instruction)}` for ranks {lacking}, which never join it",
+                    kind="group incomplete",
+                    label=f"ranks {lacking} never join",
                     help="every rank of a group has the same instruction with the same ranks in the same order",
                 )
             )
@@ -237,6 +238,7 @@ def _starts_apart(values: Values) -> Iterator[Diagnostic]:
                     reduce.span,
                     f"rank {rank} starts `{written(reduce)}` inside `{written(backward)}`, and ranks "
                     f"{rank_list(others)} of its group do not",
+                    kind="starts apart",
                     label="starts inside the backward",
                     help=(
                         "a rank that waits in the all-reduce holds up the others' backward: give the reduce "
@@ -265,6 +267,7 @@ def _deadlock(values: Values, events: list[Event], steps: list[Step]) -> Diagnos
         return Mistake(
             prefetched[0].span,
             f"deadlock: ranks {ranks} wait for each other where receives are posted ahead of their places",
+            kind="prefetch deadlock",
             label="posted too early",
             help=(
                 f"{cycle}; hand over on the host's network with connections made at the start, or post each receive "
@@ -274,6 +277,7 @@ def _deadlock(values: Values, events: list[Event], steps: list[Step]) -> Diagnos
     return Mistake(
         parts[0][1][0].span,
         f"deadlock: ranks {ranks} wait for each other",
+        kind="deadlock",
         label="part of the cycle",
         help=f"{cycle}; put these in one order on all of the ranks",
     )
@@ -295,6 +299,7 @@ def check_device_limits(
             yield Mistake(
                 program.span,
                 f"rank {program.rank} needs {count} communicators, and there are {STREAMS} streams for them",
+                kind="too many streams",
                 label="in this program",
                 help="run its cascades on fewer different groups of ranks",
             )
@@ -315,6 +320,7 @@ def _pending(values: Values, model: ExecutionModel, program: Program, posted: Pr
             yield Mistake(
                 step.span,
                 f"rank {program.rank} has {len(busy)} kernels waiting for other ranks in `{written(step)}`",
+                kind="too many pending",
                 label="one more waits here",
                 help=(
                     f"a device has {HARDWARE_QUEUES} hardware queues, and one must be left to compute: post fewer "

@@ -27,24 +27,20 @@ def check_encoders(values: Values) -> Iterator[Diagnostic]:
             most, cell = divides[cascade.stage], cells.get(cascade.stage)
             if cell is not None:
                 if step.peers != own_cell(program.rank, cell):
-                    most_text, ranks_text = counted(cell, "rank"), counted(ranks, "rank")
                     yield Mistake(
                         step.span,
                         f"rank {program.rank} runs `{written(step)}`, and the weights of @{cascade.stage} lie "
-                        f"on {most_text} together",
-                        label=f"on {ranks_text}",
+                        f"on {counted(cell, 'rank')} together",
+                        kind="other cell",
+                        label=f"on {counted(ranks, 'rank')}",
                         help=f"place it on one cell: the stage says `tensor_parallel = {cell}`",
                     )
             elif most and ranks > max(most, cascade.batch):
-                clips_text, ranks_text, most_text = (
-                    counted(cascade.batch, "clip"),
-                    counted(ranks, "rank"),
-                    counted(most, "rank"),
-                )
                 yield Mistake(
                     step.span,
-                    f"rank {program.rank} runs `{written(step)}`, and {most_text} at most share a clip of "
+                    f"rank {program.rank} runs `{written(step)}`, and {counted(most, 'rank')} at most share a clip of "
                     f"@{cascade.stage}",
-                    label=f"{clips_text} on {ranks_text}",
+                    kind="shared too far",
+                    label=f"{counted(cascade.batch, 'clip')} on {counted(ranks, 'rank')}",
                     help=f"place it on fewer ranks: the stage says `divides = {most}`",
                 )

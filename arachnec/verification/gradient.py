@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from arachnec.analysis.uses import Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic, Mistake
@@ -19,19 +18,6 @@ OPS = {
     Phase.WEIGHT: ("weight",),
 }
 WEIGHT_TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True)
-class WrongRunCount(Diagnostic):
-    title = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
-    label = "its ranks are {ranks}"
-    help = "every rank of a cascade runs its {op} exactly once, and no other rank does"
-    rank: int
-    op: str
-    cascade: str
-    count: int
-    right: int
-    ranks: str
 
 
 def check_gradient(values: Values) -> Iterator[Diagnostic]:
@@ -53,6 +39,7 @@ def _clips(values: Values) -> Iterator[Diagnostic]:
                 yield Mistake(
                     cascade.span,
                     f"%{cascade.name} trains clip {clip}, which is not in the global batch",
+                    kind="unknown clip",
                     label="no such clip",
                     help="name clips of this module, each once",
                 )
@@ -63,6 +50,7 @@ def _clips(values: Values) -> Iterator[Diagnostic]:
             yield Mistake(
                 values.module.stage(stage).span,
                 f"clips {rank_list(missing)} never reach the gradient of @{stage}",
+                kind="clip not trained",
                 label="trained by no cascade",
                 help=f"every clip of the global batch is in exactly one train or forward cascade of @{stage}",
             )
@@ -72,6 +60,7 @@ def _clips(values: Values) -> Iterator[Diagnostic]:
                 yield Mistake(
                     cascades[-1].span,
                     f"clip {clip} reaches the gradient of @{stage} {len(cascades)} times, in {names}",
+                    kind="clip trained twice",
                     label="counted again here",
                     help=f"every clip of the global batch is in exactly one train or forward cascade of @{stage}",
                 )
@@ -89,11 +78,12 @@ def _pairs(values: Values) -> Iterator[Diagnostic]:
                 readers[name] += 1
     for cascade in values.module.cascades:
         if cascade.phase is Phase.FORWARD and cascade.stage in values.trained and readers[cascade.name] != 1:
-            count_text = readers[cascade.name]
+            count = readers[cascade.name]
             yield Mistake(
                 cascade.span,
-                f"{count_text} backward cascades read what `forward %{cascade.name}` saved",
-                label=f"read by {count_text}",
+                f"{count} backward cascades read what `forward %{cascade.name}` saved",
+                kind="unmatched forward",
+                label=f"read by {count}",
                 help=(
                     f"exactly one cascade of phase backward of the same stage and clips has %{cascade.name} as an input"
                 ),
@@ -120,24 +110,27 @@ def _runs(values: Values) -> Iterator[Diagnostic]:
                 yield Mistake(
                     instruction.span,
                     f"rank {program.rank} runs `{written(instruction)}`, and %{cascade.name} is placed on {ranks}",
+                    kind="wrong group",
                     label="not the cascade's ranks",
                     help=f"write `on {ranks}`, or place the cascade there",
                 )
             if instruction.op == "forward":
                 yield from _weight(program.rank, instruction, cascade, total)
-    for cascade in values.module.cascades:
-        if cascade.stage not in values.trained:
-            continue
-        for op in OPS.get(cascade.phase, ()):
-            for rank in cascade.ranks:
-                key = (op, cascade.name, rank)
-                count = counts.pop(key, 0)
-                if count != 1:
-                    ranks = rank_list(cascade.ranks)
-                    yield WrongRunCount(spans.get(key, cascade.span), rank, op, cascade.name, count, 1, ranks)
-    for key, count in counts.items():
+    trained = [cascade for cascade in values.module.cascades if cascade.stage in values.trained]
+    wanted = dict.fromkeys(
+        (op, own.name, rank) for own in trained for op in OPS.get(own.phase, ()) for rank in own.ranks
+    )
+    for key in dict.fromkeys((*wanted, *counts)):
         op, name, rank = key
-        yield WrongRunCount(spans[key], rank, op, name, count, 0, rank_list(values.cascades[name].ranks))
+        cascade, count, right = values.cascades[name], counts[key], int(key in wanted)
+        if count != right:
+            yield Mistake(
+                spans.get(key, cascade.span),
+                f"rank {rank} runs `{op} %{name}` {count} times instead of {right}",
+                kind="wrong run count",
+                label=f"its ranks are {rank_list(cascade.ranks)}",
+                help=f"every rank of a cascade runs its {op} exactly once, and no other rank does",
+            )
 
 
 def _weight(rank: int, instruction: Instruction, cascade: Cascade, total: int) -> Iterator[Diagnostic]:
@@ -147,10 +140,10 @@ def _weight(rank: int, instruction: Instruction, cascade: Cascade, total: int) -
         return
     shown = "none" if weight is None else f"{weight}"
     clips = len(cascade.clips)
-    right_text = repr(right)
     yield Mistake(
         instruction.span,
-        f"rank {rank} runs `{written(instruction)}` with weight {shown}; {clips} of {total} clips weigh {right_text}",
+        f"rank {rank} runs `{written(instruction)}` with weight {shown}; {clips} of {total} clips weigh {right!r}",
+        kind="wrong weight",
         label=f"weight is {shown}",
-        help=f"write `weight = {right_text}`",
+        help=f"write `weight = {right!r}`",
     )

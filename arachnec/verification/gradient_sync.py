@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from arachnec.analysis.stage_ranks import Ranks, norm_ranks, resident_ranks, tied_ranks
 from arachnec.analysis.uses import BACKWARDS, Values, bucket_of, gib, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic, Mistake
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
 from arachnec.ir.nodes import Instruction, Module, Program, integers
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import layers_of, tied_sets
@@ -16,24 +15,27 @@ from arachnec.ir.stage_sizes import layers_of, tied_sets
 TOLERANCE = 1e-9  # of a time that was computed twice
 
 
-@dataclass(frozen=True)
-class NotReduced(Diagnostic):
-    title = "the gradient of @{stage} on rank {rank} is not all-reduced: {reason}"
-    label = "{reason}"
-    help = "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
-    rank: int
-    stage: str
-    reason: str
+def _not_reduced(span: Span | None, rank: int, stage: str, reason: str) -> Mistake:
+    return Mistake(
+        span,
+        f"the gradient of @{stage} on rank {rank} is not all-reduced: {reason}",
+        kind="not reduced",
+        label=reason,
+        help=(
+            f"after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce "
+            f"@{stage}`"
+        ),
+    )
 
 
-@dataclass(frozen=True)
-class WrongBucketLayers(Diagnostic):
-    title = "the gradient buckets of @{stage} on rank {rank} do not hold every layer once: {reason}"
-    label = "{reason}"
-    help = "every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`"
-    rank: int
-    stage: str
-    reason: str
+def _wrong_buckets(span: Span | None, rank: int, stage: str, reason: str) -> Mistake:
+    return Mistake(
+        span,
+        f"the gradient buckets of @{stage} on rank {rank} do not hold every layer once: {reason}",
+        kind="wrong bucket layers",
+        label=reason,
+        help=f"every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`",
+    )
 
 
 def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
@@ -65,11 +67,12 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
             continue
         span, held_by = values.module.stage(stage).span, holders.get(stage, frozenset())
         for rank in sorted(with_gradient[stage] - set(peers)):
-            yield NotReduced(span, rank, stage, f"it is missing from {rank_list(peers)}")
+            yield _not_reduced(span, rank, stage, f"it is missing from {rank_list(peers)}")
         for rank in sorted(held_by - with_gradient[stage] - set(peers)):
             yield Mistake(
                 span,
                 f"rank {rank} holds @{stage} and is left out of its all-reduce on {rank_list(peers)}",
+                kind="left out",
                 label=f"rank {rank} keeps the old parameters",
                 help=(
                     f"every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it "
@@ -103,7 +106,8 @@ def _shares(values: Values, program: Program) -> Iterator[Diagnostic]:
         yield Mistake(
             reduce.span,
             f"the optimizer of @{reduce.target} is dealt out over {ranks} ranks, and {reason}",
-            label=f"{reason}",
+            kind="wrong share",
+            label=reason,
             help="all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts",
         )
 
@@ -113,29 +117,29 @@ def _buckets(values: Values, program: Program, stage: str, reduces: list[Instruc
     buckets = [(reduce, bucket) for reduce in reduces if (bucket := bucket_of(reduce)) is not None]
     if not buckets or len(buckets) < len(reduces):
         if len(reduces) != 1:
-            yield NotReduced(program.span, program.rank, stage, f"it takes part in {len(reduces)} reduces")
+            yield _not_reduced(program.span, program.rank, stage, f"it takes part in {len(reduces)} reduces")
         return
     layers = len(layers_of(values.module.stage(stage)))
     counts = Counter(layer for _, bucket in buckets for layer in bucket[0])
     for reduce, bucket in buckets:
         if bucket == ((), False):
-            yield WrongBucketLayers(reduce.span, program.rank, stage, "a bucket holds nothing")
+            yield _wrong_buckets(reduce.span, program.rank, stage, "a bucket holds nothing")
         for layer in bucket[0]:
             if not 0 <= layer < layers:
                 reason = f"layer {layer} is not one of its {layers}"
-                yield WrongBucketLayers(reduce.span, program.rank, stage, reason)
+                yield _wrong_buckets(reduce.span, program.rank, stage, reason)
             elif counts[layer] > 1:
                 reason = f"layer {layer} is in {counts[layer]} buckets"
-                yield WrongBucketLayers(reduce.span, program.rank, stage, reason)
+                yield _wrong_buckets(reduce.span, program.rank, stage, reason)
     for layer in range(layers):
         if not counts[layer]:
-            yield WrongBucketLayers(program.span, program.rank, stage, f"layer {layer} is in no bucket")
+            yield _wrong_buckets(program.span, program.rank, stage, f"layer {layer} is in no bucket")
     rest = [reduce for reduce, bucket in buckets if bucket[1]]
     if len(rest) != 1:
         span = rest[1].span if rest else program.span
         count = len(rest) or "no"
         reason = f"what lies outside the layers is in {count} bucket{'s' if rest else ''}"
-        yield WrongBucketLayers(span, program.rank, stage, reason)
+        yield _wrong_buckets(span, program.rank, stage, reason)
 
 
 def _order(
@@ -145,7 +149,7 @@ def _order(
     span, rank = program.span, program.rank
     backward = None if last is None else program.instructions[last]
     if last is not None and reduces and reduces[0] < last:
-        yield NotReduced(span, rank, stage, "a backward comes after the reduce")
+        yield _not_reduced(span, rank, stage, "a backward comes after the reduce")
     later = None
     for reduce in (program.instructions[index] for index in reduces):
         if "early" not in reduce.attrs:
@@ -165,7 +169,8 @@ def _order(
         yield Mistake(
             reduce.span,
             f"rank {rank} cannot start `{written(reduce)}` inside a backward: {reason}",
-            label=f"{reason}",
+            kind="wrong start",
+            label=reason,
             help="drop its `early`: it then starts where it stands in the rank's list",
         )
     if reduces and (len(steps) != 1 or steps[0] < reduces[-1]):
@@ -173,23 +178,23 @@ def _order(
         yield Mistake(
             span,
             f"rank {rank} holds the all-reduced gradient of @{stage} and {reason}",
-            label=f"{reason}",
+            kind="not stepped",
+            label=reason,
             help=f"every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart",
         )
 
 
-@dataclass(frozen=True)
-class TiedNotReduced(Diagnostic):
-    title = "the gradient of what stages {tied} share is not all-reduced on rank {rank}: {reason}"
-    label = "{reason}"
-    help = (
-        "after the last backward of these stages, each of their ranks takes part in one `reduce` on {ranks} with "
-        "`tied = {tied}`"
+def _tied_not_reduced(span: Span | None, rank: int, tied: Ranks, reason: str, ranks: Ranks) -> Mistake:
+    return Mistake(
+        span,
+        f"the gradient of what stages {rank_list(tied)} share is not all-reduced on rank {rank}: {reason}",
+        kind="tied not reduced",
+        label=reason,
+        help=(
+            "after the last backward of these stages, each of their ranks takes part in one `reduce` on "
+            f"{rank_list(ranks)} with `tied = {rank_list(tied)}`"
+        ),
     )
-    rank: int
-    tied: str
-    reason: str
-    ranks: str
 
 
 def check_gradient_norm(values: Values) -> Iterator[Diagnostic]:
@@ -227,12 +232,12 @@ def _tied(values: Values, program: Program, groups: Mapping[Ranks, Ranks]) -> It
             reason = "a backward comes after the reduce"
         else:
             continue
-        yield TiedNotReduced(step.span, program.rank, rank_list(parts), reason, rank_list(ranks or ()))
+        yield _tied_not_reduced(step.span, program.rank, parts, reason, ranks or ())
     for parts, ranks in groups.items():
         count = sum(integers(step.attrs["tied"]) == parts for _, step in reduces)
         if program.rank in ranks and count != 1:
             reason = f"it takes part in {count} reduces"
-            yield TiedNotReduced(program.span, program.rank, rank_list(parts), reason, rank_list(ranks))
+            yield _tied_not_reduced(program.span, program.rank, parts, reason, ranks)
 
 
 def _norm(values: Values, program: Program, places: Mapping[str, set[int]]) -> Iterator[Diagnostic]:
@@ -248,7 +253,8 @@ def _norm(values: Values, program: Program, places: Mapping[str, set[int]]) -> I
             yield Mistake(
                 span,
                 f"rank {program.rank} clips the gradients of @{stage.name} by a norm that is not that of all: {reason}",
-                label=f"{reason}",
+                kind="norm not summed",
+                label=reason,
                 help=(
                     "between its last `reduce` and its first `step`, every rank has one `norm` on "
                     f"{rank_list(expected)}"

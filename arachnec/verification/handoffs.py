@@ -53,6 +53,7 @@ def match_handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Hando
                         receive.span,
                         f"handoff number {number} from rank {source} to rank {target} is %{send.target} where it is "
                         f"sent and %{receive.target} where it is received",
+                        kind="swapped handoff",
                         label=f"receives %{receive.target} here",
                         help=(
                             f"values arrive in the order they were sent: receive %{send.target} first, or the two are "
@@ -78,6 +79,7 @@ def check_sources(values: Values) -> Iterator[Diagnostic]:
                     consumer.span,
                     f"%{name} has {producer.side} clips side by side, and %{consumer.name}, which reads it, has "
                     f"{consumer.side}",
+                    kind="other side",
                     label=f"{consumer.side} side by side",
                     help=(
                         f"a micro-batch has as many clips side by side on every stage: write `side = {producer.side}`"
@@ -104,6 +106,7 @@ def _sources_on(
                 yield Mistake(
                     step.span,
                     f"rank {program.rank} has `{written(step)}`, and its part of %{step.target} is on rank {own[0]}",
+                    kind="wrong source",
                     label="another rank's part",
                     help=(
                         f"every rank of a stage hands on what is its own: write `receive %{step.target} from {own[0]}`"
@@ -113,13 +116,14 @@ def _sources_on(
         for name in values.reads(step) if step.op in COMPUTE else ():
             parts = sources.get((name, program.rank), ())
             if got[name] and (missing := set(parts) - got[name]):
-                source_text = min(missing)
+                source = min(missing)
                 yield Mistake(
                     step.span,
                     f"rank {program.rank} has `{written(step)}`, and its tokens of %{name} on rank "
-                    f"{source_text} are not there yet",
-                    label=f"reads what rank {source_text} has, too",
-                    help=f"write `receive %{name} from {source_text}` before it, once",
+                    f"{source} are not there yet",
+                    kind="part missing",
+                    label=f"reads what rank {source} has, too",
+                    help=f"write `receive %{name} from {source}` before it, once",
                 )
 
 
@@ -147,6 +151,7 @@ def _unmatched(
             yield Mistake(
                 last.span,
                 f"rank {source} has `{written(last)}`, and rank {target} never receives it",
+                kind="unmatched send",
                 label="no receive for it",
                 help=f"give rank {target} a `receive %{name} from {source}`, or drop the send",
             )
@@ -155,6 +160,7 @@ def _unmatched(
             yield Mistake(
                 last.span,
                 f"rank {target} has `{written(last)}`, and rank {source} never sends it",
+                kind="unmatched receive",
                 label="no send for it",
                 help=f"give rank {source} a `send %{name} to {target}`, or drop the receive",
             )
@@ -163,16 +169,15 @@ def _unmatched(
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class UnequalBytes(Diagnostic):
-    title = "rank {rank} has `{instruction}` of {size} bytes, and on rank {other} it has {expected}"
-    label = "bytes = {size}"
-    help = "one message has one size: write `bytes = {expected}`"
-    rank: int
-    instruction: str
-    size: int
-    other: int
-    expected: int
+def _unequal_bytes(rank: int, step: Instruction, other: int, expected: int) -> Mistake:
+    size = bytes_of(step)
+    return Mistake(
+        _at(step),
+        f"rank {rank} has `{written(step)}` of {size} bytes, and on rank {other} it has {expected}",
+        kind="unequal bytes",
+        label=f"bytes = {size}",
+        help=f"one message has one size: write `bytes = {expected}`",
+    )
 
 
 def check_message_sizes(values: Values, handed: Mapping[Handed, float]) -> Iterator[Diagnostic]:
@@ -181,8 +186,7 @@ def check_message_sizes(values: Values, handed: Mapping[Handed, float]) -> Itera
     for (source, target), received in receives.items():
         for (_, send), (_, receive) in zip(sends.get((source, target), ()), received, strict=False):
             if bytes_of(send) != bytes_of(receive) and send.target == receive.target:  # else they are matched wrongly
-                texts = written(receive), bytes_of(receive), source, bytes_of(send)
-                yield UnequalBytes(_at(receive), target, *texts)
+                yield _unequal_bytes(target, receive, source, bytes_of(send))
     yield from _of_collectives(values)
     yield from _too_few(values, handed)
 
@@ -201,7 +205,7 @@ def _of_collectives(values: Values) -> Iterator[Diagnostic]:
             key = step.op, step.target, step.peers, moved_by(step)
             rank, other = first.setdefault((*key, next(times[key])), (program.rank, step))
             if other is not step and bytes_of(other) != bytes_of(step):
-                yield UnequalBytes(_at(step), program.rank, written(step), bytes_of(step), rank, bytes_of(other))
+                yield _unequal_bytes(program.rank, step, rank, bytes_of(other))
 
 
 def _too_few(values: Values, handed: Mapping[Handed, float]) -> Iterator[Diagnostic]:
@@ -223,15 +227,13 @@ def _too_few(values: Values, handed: Mapping[Handed, float]) -> Iterator[Diagnos
             else:
                 continue
             if bytes_of(step) < right * (1 - RELATIVE) - 1:
-                size_text = bytes_of(step)
-                right_text = round(right)
+                size, least = bytes_of(step), round(right)
                 yield Mistake(
                     _at(step),
-                    f"rank {program.rank} has `{written(step)}` of {size_text} bytes, and @{stage} says {right_text}",
-                    label=f"bytes = {size_text}",
-                    help=(
-                        f"that follows from the stage's formulas and parameters: write at least `bytes = {right_text}`"
-                    ),
+                    f"rank {program.rank} has `{written(step)}` of {size} bytes, and @{stage} says {least}",
+                    kind="too few bytes",
+                    label=f"bytes = {size}",
+                    help=(f"that follows from the stage's formulas and parameters: write at least `bytes = {least}`"),
                 )
 
 

@@ -52,6 +52,7 @@ def _copies(
             yield Mistake(
                 step.span,
                 f"rank {program.rank} has `{written(step)}`, and layers of @{cascade.stage} {reason}",
+                kind="wrong place",
                 label="from another place",
                 help='`place = "host"` stands where a stage has "parameters" in its `host`, and nowhere else',
             )
@@ -68,6 +69,7 @@ def _copies(
             yield Mistake(
                 step.span,
                 f"rank {program.rank} has `{written(step)}` with {word} = {found}, and it is {expected}",
+                kind="wrong inputs",
                 label="other blocks",
                 help=(
                     "inputs of blocks that run again go to the host once, and come back once: `offload` of the "
@@ -102,6 +104,7 @@ def _claims(values: Values) -> Iterator[Diagnostic]:
             yield Mistake(
                 program.span,
                 f"program rank {program.rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there",
+                kind="host state too low",
                 label=f"host_state = {claimed:.3f} GiB",
                 help=f"`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`",
             )
@@ -123,6 +126,7 @@ def _bounds(values: Values) -> Iterator[Diagnostic]:
             yield Mistake(
                 first.span,
                 f"node {node} keeps {need:.2f} GiB in its host's memory, there are {usable:.2f}",
+                kind="host out of memory",
                 label=f"{here:.2f} GiB of them on this rank",
                 help=(
                     f"{state:.2f} GiB are parameters, gradients and optimizer of its ranks, {inputs:.2f} inputs of "
@@ -154,6 +158,7 @@ def check_host_copies(values: Values) -> Iterator[Diagnostic]:
                     yield Mistake(
                         step.span,
                         f"rank {program.rank} has `{written(step)}` with {word} = {found}, and it is {expected}",
+                        kind="host copy too small",
                         label=f"{word} = {found}",
                         help=(
                             f"that follows from what @{stage.name} has in its `host`: write at least `{word} = "

@@ -40,6 +40,7 @@ def _times(program: Program) -> Iterator[Diagnostic]:
                 instruction.span,
                 f"rank {program.rank} is in two cascades at once: `{written(instruction)}` is planned at "
                 f"{start:g} ms, `{earlier}` until {until:g} ms",
+                kind="overlap",
                 label=f"starts at {start:g} ms",
                 help="a rank does one thing at a time, in the order of its list",
             )
@@ -67,6 +68,7 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
                 yield Mistake(
                     instruction.span,
                     f"rank {program.rank} has `{written(instruction)}`, and %{value} is there already",
+                    kind="already there",
                     label=f"a second %{value}",
                     help="a rank gets a value once; behind a `replan` what it has freed may come again",
                 )
@@ -87,6 +89,7 @@ def _needs(
             yield Mistake(
                 instruction.span,
                 f"rank {rank} has `{written(instruction)}`, and %{value} has been freed",
+                kind="used after free",
                 label=f"needs %{value}",
                 help=f"move `free %{value}` behind its last use on rank {rank}",
             )
@@ -94,6 +97,7 @@ def _needs(
             yield Mistake(
                 instruction.span,
                 f"rank {rank} has `{written(instruction)}`, and %{value} is not there yet",
+                kind="missing input",
                 label=f"needs %{value}",
                 help=f"compute %{value} on rank {rank} or receive it, before this instruction",
             )
@@ -102,6 +106,7 @@ def _needs(
             yield Mistake(
                 instruction.span,
                 f"rank {rank} has `{written(instruction)}` before it has run %{source}",
+                kind="nothing saved",
                 label=f"reads what %{source} saves",
                 help=f"run %{source} on rank {rank} first, once",
             )
@@ -128,6 +133,7 @@ def _lengths(cascade: Cascade, clips: dict[int, Clip]) -> Iterator[Diagnostic]:
             yield Mistake(
                 cascade.span,
                 f"%{cascade.name} is {said}, and its clip {number} has {right}",
+                kind="not its clips",
                 label=f"clip {number} has {right}",
                 help="a cascade's clips are of one shape, and its tokens are theirs",
             )
@@ -147,6 +153,7 @@ def _encodings(values: Values, cascade: Cascade, encoder: str) -> Iterator[Diagn
         yield Mistake(
             cascade.span,
             f"%{cascade.name} trains clips {rank_list(cascade.clips)}, and of @{encoder} it reads {shown}",
+            kind="not its encoding",
             label="not the encodings of its clips",
             help=(
                 f"each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of "
@@ -178,6 +185,7 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
                     step.span,
                     f"rank {program.rank} runs `{written(step)}` with {name} = {found}, and %{cascade.name} has "
                     f"{expected}",
+                    kind="split unlike cascade",
                     label=f"{name} is {found}",
                     help=f"all ranks of a cascade split it alike: {remedy}",
                 )
@@ -188,6 +196,7 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
                     span,
                     f"rank {program.rank} runs `{written(step)}` with attention {_shown(family)}, which no kernel "
                     "family is called",
+                    kind="unknown kernel family",
                     label=f"attention is {_shown(family)}",
                     help=f"write one of {', '.join(PREFERENCE)}, or leave `attention` out",
                 )
@@ -196,6 +205,7 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
                     step.span,
                     f"rank {program.rank} runs `{written(step)}` with attention {_shown(family)}, and others with "
                     f"{_shown(families[cascade.name])}",
+                    kind="other kernel family",
                     label=f"{_shown(family)} here",
                     help="all ranks of a cascade run its attention with one kernel family",
                 )

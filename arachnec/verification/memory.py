@@ -38,6 +38,7 @@ def check_memory(values: Values, model: ExecutionModel) -> Iterator[Diagnostic]:
         yield Mistake(
             span,
             f"rank {program.rank} needs {peak.total:.2f} GiB in `{where}`, its device has {limit:.2f} GiB",
+            kind="out of memory",
             label=f"{peak.total:.2f} GiB here",
             help=(
                 f"{peak.state:.2f} GiB are parameters and optimizer, {peak.saved:.2f} saved for backward, "
@@ -107,6 +108,7 @@ def _of_cascades(values: Values, cost: CostModel) -> Iterator[Diagnostic]:
             yield Mistake(
                 cascade.span,
                 f"%{cascade.name} claims {claimed:.6g} GiB of memory, its stage says {right:.6g} GiB",
+                kind="cascade memory too low",
                 label=f"memory = {claimed:.6g} GiB",
                 help=(
                     f"the formulas of @{cascade.stage} for {shape} on {cascade.width} ranks; write `memory = "
@@ -165,6 +167,7 @@ def _too_low(rank: int, step: Instruction, cascade: Cascade, need: _Need) -> Ite
         yield Mistake(
             step.span,
             f"rank {rank} claims {claimed:.6g} GiB of {what} for `{written(step)}`, its stage says {right:.6g} GiB",
+            kind="memory too low",
             label=f"{claimed:.6g} GiB of {what}",
             help=f"the formulas of @{cascade.stage} for {shape} on {cascade.width} ranks; write at least `{wanted}`",
         )

@@ -33,6 +33,7 @@ def not_the_cell_error(span: Span | None, rank: int, instruction: str, reason: s
     return Mistake(
         span,
         f"rank {rank} has `{instruction}` with {reason}",
+        kind="not the cell",
         label=reason,
         help=f"its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`",
     )
@@ -97,6 +98,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                     step.span,
                     f"rank {program.rank} has `{written(step)}` gather layer {layer} of @{name}, which is whole "
                     "already",
+                    kind="gathered twice",
                     label=f"gathers layer {layer} again",
                     help=f"release layer {layer} where it was read last, or do not gather it here",
                 )
@@ -106,6 +108,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                 yield Mistake(
                     step.span,
                     f"rank {program.rank} has `{written(step)}`, and layer {layer} of @{name} is not whole there",
+                    kind="not gathered",
                     label=f"reads layer {layer}",
                     help=f"name layer {layer} in its `gather`, or release it later",
                 )
@@ -116,6 +119,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                     step.span,
                     f"rank {program.rank} has `{written(step)}` release layer {layer} of @{name}, which is not whole "
                     "there",
+                    kind="released twice",
                     label=f"releases layer {layer}",
                     help="a layer is released once after each gather",
                 )
@@ -131,6 +135,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                         step.span,
                         f"rank {program.rank} has `{written(step)}`, and the gradients of layer {layer} of "
                         f"@{name} {reason}",
+                        kind="not scattered",
                         label=f"layer {layer}",
                         help=(
                             "each backward reduce-scatters every layer that trains, once, where it is split its "
@@ -142,6 +147,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
             yield Mistake(
                 step.span,
                 f"rank {program.rank} ends its step with layer {layer} of @{name} whole, since `{written(step)}`",
+                kind="not released",
                 label=f"layer {layer} is not released",
                 help=f"release layer {layer} where it was read last: the next step would read it as it was before",
             )
@@ -162,12 +168,13 @@ def _groups(program: Program, steps: Steps, holders: Mapping[str, tuple[int, ...
         elif step.op == "reduce":
             ranks = replicas(program.rank % one.cell, one.cell, holders[name])
             if step.peers != ranks:
-                ranks_text = rank_list(ranks)
+                holding = rank_list(ranks)
                 yield Mistake(
                     step.span,
-                    f"rank {program.rank} has `{written(step)}`, and its shard of @{name} lies on ranks {ranks_text}",
+                    f"rank {program.rank} has `{written(step)}`, and its shard of @{name} lies on ranks {holding}",
+                    kind="other shard",
                     label="not the ranks that hold this shard",
-                    help=f"shards are all-reduced between cells: write `on {ranks_text}`",
+                    help=f"shards are all-reduced between cells: write `on {holding}`",
                 )
 
 
@@ -190,6 +197,7 @@ def _alike(rank: int, expected: Steps, program: Program, steps: Steps) -> Iterat
                     b.span,
                     f"ranks {rank} and {program.rank} are one cell of @{one.stage.name} and gather differently: "
                     f"`{written(b)}` has {word} = {found}, and {right} on rank {rank}",
+                    kind="unequal gathers",
                     label="other layers, or another order",
                     help="the members of a cell gather, release and reduce-scatter the same layers in the same order",
                 )
@@ -253,7 +261,8 @@ def _gathers_named(
         yield Mistake(
             step.span,
             f"rank {program.rank} has `{written(step)}`, and {reason}",
-            label=f"{reason}",
+            kind="wrong gather",
+            label=reason,
             help=(
                 "what an optimizer that is dealt out has updated of a stage is gathered over the ranks of its `reduce`"
             ),
@@ -270,6 +279,7 @@ def _gathered(
         return Mistake(
             step.span,
             f"rank {program.rank} has `{written(step)}`, and layer {layer} of @{stage.name} {reason}",
+            kind="not updated",
             label=f"layer {layer}",
             help=(
                 f"a program of each of ranks {rank_list(ranks)} gathers every layer that trains once, before the "
@@ -308,11 +318,12 @@ def check_listed_layers(values: Values) -> Iterator[Diagnostic]:
                         yield from _unknown(program.rank, step, word, stage, last[stage] + NAMED_LAYERS[word])
                     elif word == "held" and integer(value) < 1:
                         span = step.attrs.span("held") or step.span
-                        held_text = integer(value)
+                        held = integer(value)
                         yield Mistake(
                             span,
-                            f"rank {program.rank} has `{written(step)}` with held = {held_text}",
-                            label=f"held = {held_text}",
+                            f"rank {program.rank} has `{written(step)}` with held = {held}",
+                            kind="none held",
+                            label=f"held = {held}",
                             help="a layer that computes is whole: write 1 or more, or leave `held` out",
                         )
 
@@ -328,6 +339,7 @@ def _unknown(rank: int, step: Instruction, word: str, stage: str, end: int) -> I
         yield Mistake(
             span,
             f"rank {rank} has `{written(step)}` {verb} layer {layer}, and @{stage} has {end} layers",
+            kind="unknown layer",
             label=f"no layer {layer}",
             help=f"write numbers of {known}",
         )
@@ -348,6 +360,7 @@ def check_residency(values: Values) -> Iterator[Diagnostic]:
             yield Mistake(
                 program.span,
                 f"program rank {program.rank} claims {claimed:.3f} GiB of state, its stages hold {right:.3f} GiB",
+                kind="state too low",
                 label=f"state = {claimed:.3f} GiB",
                 help=f"`state` is the sum over the stages on the rank, {names}: write `state = {right:.6g} GiB`",
             )

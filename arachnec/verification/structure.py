@@ -20,6 +20,7 @@ def check_structure(values: Values) -> Iterator[Diagnostic]:
             yield Mistake(
                 module.span,
                 f"rank {rank} has {counts[rank]} programs",
+                kind="program count",
                 label="every rank of the cluster has exactly one",
                 help=f"the cluster has ranks 0 to {world - 1}",
             )
@@ -32,6 +33,7 @@ def check_structure(values: Values) -> Iterator[Diagnostic]:
                 yield Mistake(
                     instruction.span,
                     f"rank {program.rank} has `{written(instruction)}`, and there is no such {kind}",
+                    kind="unknown target",
                     label=f"unknown {kind}",
                     help=f"name a {kind} of this module",
                 )
@@ -43,7 +45,8 @@ def check_structure(values: Values) -> Iterator[Diagnostic]:
                 yield Mistake(
                     instruction.span,
                     f"rank {program.rank} has `{written(instruction)}`: {reason}",
-                    label=f"{reason}",
+                    kind="bad peers",
+                    label=reason,
                     help=(
                         "send and receive name one other rank; every other group names this rank and each of its "
                         "ranks once"
@@ -58,6 +61,7 @@ def _phase(values: Values, rank: int, instruction: Instruction) -> Iterator[Diag
         yield Mistake(
             instruction.span,
             f"rank {rank} has `{written(instruction)}`, and %{instruction.target} is a cascade of phase {phase.value}",
+            kind="wrong phase",
             label="not what this cascade does",
             help=f"a cascade of phase {phase.value} is run by {ops}",
         )

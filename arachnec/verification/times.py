@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from arachnec.analysis.uses import COMPUTE, Values, gib, written
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, Mistake
+from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.head_density import predictor_bytes
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Stage
 from arachnec.ir.sampling import arrival_of
@@ -20,6 +20,33 @@ from arachnec.ir.stage_sizes import clip_time, layers_of, times_of
 
 LONGER, SLACK_MS = 2.0, 1000.0
 BACKWARDS = (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)
+
+
+@dataclass(frozen=True)
+class TimeTooLong(Diagnostic):
+    kind = "time too long"
+    title = "rank {rank} plans {claimed:.6g} ms for `{instruction}`, the formulas of @{stage} say {right:.6g} ms"
+    label = "{claimed:.6g} ms"
+    help = "a run waits as long as the plan says before it calls a rank silent; write at most `time = {most:.6g} ms`"
+    rank: int
+    instruction: str
+    claimed: float
+    stage: str
+    right: float
+    most: float
+
+
+@dataclass(frozen=True)
+class StartsTooLate(Diagnostic):
+    kind = "starts too late"
+    title = "rank {rank} plans `{instruction}` at {start:.6g} ms, when all cascades in turn would long have ended"
+    label = "starts at {start:.6g} ms"
+    help = "one after another they take {total:.6g} ms; write at most `start = {most:.6g} ms`"
+    rank: int
+    instruction: str
+    start: float
+    total: float
+    most: float
 
 
 def check_times(values: Values, cost: CostModel) -> Iterator[Diagnostic]:
@@ -32,13 +59,7 @@ def check_times(values: Values, cost: CostModel) -> Iterator[Diagnostic]:
         for step in program.instructions:
             claimed, start = gib(step, "time"), gib(step, "start")
             if start > latest:
-                yield Mistake(
-                    step.span,
-                    f"rank {program.rank} plans `{written(step)}` at {start:.6g} ms, when all cascades in turn "
-                    "would long have ended",
-                    label=f"starts at {start:.6g} ms",
-                    help=f"one after another they take {in_turn:.6g} ms; write at most `start = {latest:.6g} ms`",
-                )
+                yield StartsTooLate(step.span, program.rank, written(step), start, in_turn, latest)
             if claimed <= SLACK_MS:
                 continue
             if step.op in COMPUTE:  # a forward or backward of a train cascade may take all of its time
@@ -49,16 +70,7 @@ def check_times(values: Values, cost: CostModel) -> Iterator[Diagnostic]:
                     collectives[key] = _between_steps(cost, step)
                 allowed = collectives[key]
             if allowed is not None and claimed > _most(allowed):
-                yield Mistake(
-                    step.span,
-                    f"rank {program.rank} plans {claimed:.6g} ms for `{written(step)}`, the formulas of "
-                    f"@{stage} say {allowed:.6g} ms",
-                    label=f"{claimed:.6g} ms",
-                    help=(
-                        "a run waits as long as the plan says before it calls a rank silent; write at most `time = "
-                        f"{_most(allowed):.6g} ms`"
-                    ),
-                )
+                yield TimeTooLong(step.span, program.rank, written(step), claimed, stage, allowed, _most(allowed))
 
 
 def _most(ms: float) -> float:
