@@ -46,7 +46,7 @@ def places(lists: Lists, *ops: str) -> Places:
 def kinds(module: Module) -> set[str]:
     problems = find_problems(module)
     for problem in problems:
-        assert render(problem)  # every text has its fields
+        assert problem.kind and render(problem)
     return {problem.kind for problem in problems}
 
 
