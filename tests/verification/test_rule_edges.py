@@ -10,7 +10,7 @@ import pytest
 
 from arachnec.analysis.communicators import HOST_HANDOFFS
 from arachnec.analysis.uses import Values, written
-from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.diagnostic import counted
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Stage, quantity
 from arachnec.ir.parser import parse_module
 from arachnec.ir.values import Attributes, Quantity, Value
