@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from arachnec.cluster.device_specs import ALIASES, DEVICE_SPECS, PCIE4, DeviceSpecs, find_device_specs
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import UserError, user_error
 from arachnec.ir.limits import LARGEST, LARGEST_SETTINGS, MOST_GPUS, SMALLEST
 from arachnec.ir.nodes import Cluster, Span
 from arachnec.ir.values import Attributes, Quantity, Value
@@ -44,17 +44,6 @@ def no_gpus_error(span: Span | None, nodes: int, gpus: int) -> UserError:
 
 def missing_cluster_key_error(span: Span | None, key: str, example: str) -> UserError:
     return user_error(f"the cluster file has no `{key}`", help=f"add `{example}`", span=span)
-
-
-@dataclass(frozen=True)
-class BadClusterValue(Diagnostic):
-    title = "`{key}` of the cluster is {found}, expected {expected}"
-    label = "expected {expected}"
-    help = "write for example `{example}`"
-    key: str
-    found: str
-    expected: str
-    example: str
 
 
 def bad_toml_error(span: Span | None, reason: str) -> UserError:
@@ -214,12 +203,12 @@ def _mixed(values: dict[str, object], name: str, lines: Lines) -> Cluster:
     """The groups one after the other; the links between nodes are those of the group whose are slowest."""
     rows = values["group"]
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise UserError(_bad("group", "no list of tables", "tables `[[group]]`", lines))
+        raise _bad("group", "no list of tables", "tables `[[group]]`", lines)
     if "host" in values:
-        raise UserError(_bad("host", values["host"], "left out, since the nodes differ: their specs say it", lines))
+        raise _bad("host", values["host"], "left out, since the nodes differ: their specs say it", lines)
     for key in _OF_A_GROUP:
         if key in values:
-            raise UserError(_bad(key, values[key], "in each `[[group]]`, since the nodes differ", lines))
+            raise _bad(key, values[key], "in each `[[group]]`, since the nodes differ", lines)
     counts, devices, specs_of_groups = [], [], []
     shared = {key: values[key] for key in ("inter", "latency", "inter_latency") if key in values}
     for row, of_group in zip(rows, lines.of_groups(len(rows)), strict=True):
@@ -265,10 +254,10 @@ def _build(
             raise missing_cluster_key_error(lines.span(key), other, _EXAMPLES[other])
     rack = _count(values, "rack", nodes, lines)
     if not 1 <= rack <= LARGEST:
-        raise UserError(_bad("rack", rack, f"nodes: 1 to {LARGEST:g}", lines))
+        raise _bad("rack", rack, f"nodes: 1 to {LARGEST:g}", lines)
     cores = _count(values, "cores", 0, lines)
     if not 0 <= cores <= LARGEST:
-        raise UserError(_bad("cores", cores, f"a whole number from 0 to {LARGEST:g}", lines))
+        raise _bad("cores", cores, f"a whole number from 0 to {LARGEST:g}", lines)
     attrs: dict[str, Value | None] = {
         "nodes": nodes,
         "gpus": gpus,
@@ -355,7 +344,7 @@ def _nics(values: dict[str, object], gpus: int, specs: DeviceSpecs | None, lines
     if nics is not None and len(nics) != gpus:
         example = f'nics = "{"AABBCCDD"[:gpus] if gpus <= 8 else "A" * gpus}"'
         expected = f"one letter for each of the {gpus} devices of a node"
-        raise UserError(BadClusterValue(lines.span("nics"), "nics", f'"{nics}"', expected, example))
+        raise _bad("nics", nics, expected, lines, example)
     if nics is None and specs is not None and specs.nics is not None and len(specs.nics) == gpus:
         return specs.nics
     return nics
@@ -368,14 +357,14 @@ def _count(values: dict[str, object], key: str, default: int | None, lines: Line
         return default
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int):
-        raise UserError(_bad(key, value, "a whole number", lines))
+        raise _bad(key, value, "a whole number", lines)
     return value
 
 
 def _text(values: dict[str, object], key: str, lines: Lines) -> str | None:
     value = values.get(key)
     if value is not None and not isinstance(value, str):
-        raise UserError(_bad(key, value, "text in quotes", lines))
+        raise _bad(key, value, "text in quotes", lines)
     return value
 
 
@@ -392,15 +381,20 @@ def _quantity(values: dict[str, object], key: str, specs: DeviceSpecs | None, li
     except ValueError:
         number = 0.0
     if match is None or match["unit"] != unit or number <= 0:
-        raise UserError(_bad(key, value, f"a positive number of {unit}, with its unit", lines))
+        raise _bad(key, value, f"a positive number of {unit}, with its unit", lines)
     if not SMALLEST <= number <= LARGEST:
-        raise UserError(_bad(key, value, f"{SMALLEST:g} to {LARGEST:g} {unit}", lines))
+        raise _bad(key, value, f"{SMALLEST:g} to {LARGEST:g} {unit}", lines)
     return Quantity(number, unit)
 
 
-def _bad(key: str, value: object, expected: str, lines: Lines) -> BadClusterValue:
+def _bad(key: str, value: object, expected: str, lines: Lines, example: str | None = None) -> UserError:
     shown = f'"{value}"' if isinstance(value, str) else str(value)
-    return BadClusterValue(lines.span(key), key, shown, expected, _EXAMPLES[key])
+    return user_error(
+        f"`{key}` of the cluster is {shown}, expected {expected}",
+        label=f"expected {expected}",
+        help=f"write for example `{example or _EXAMPLES[key]}`",
+        span=lines.span(key),
+    )
 
 
 def _nearest(word: str, known: list[str]) -> str:

@@ -148,16 +148,6 @@ SEEDS = "ids seed a clip's noise and must differ"
 
 
 @dataclass(frozen=True)
-class BatchTooLarge(Diagnostic):
-    title = "global batch {number} of `{path}` has {clips} clips, and at most {most} are planned at once"
-    help = "give a smaller `--batch` (without one all clips make one); `accumulate` makes an optimizer step of several"
-    path: str
-    number: int
-    clips: int
-    most: int = MOST_IN_BATCH
-
-
-@dataclass(frozen=True)
 class Manifest:
     """The clips of each global batch, in order."""
 
@@ -184,7 +174,14 @@ def demand_plannable(manifest: Manifest) -> Manifest:
     """The manifest itself. Raises ``UserError`` for a batch of more clips than are planned at once."""
     for number, clips in enumerate(manifest.iterations):
         if len(clips) > MOST_IN_BATCH:
-            raise UserError(BatchTooLarge(None, str(manifest.path), number, len(clips)))
+            raise user_error(
+                f"global batch {number} of `{manifest.path!s}` has {len(clips)} clips, and at most "
+                f"{MOST_IN_BATCH} are planned at once",
+                help=(
+                    "give a smaller `--batch` (without one all clips make one); `accumulate` makes an optimizer "
+                    "step of several"
+                ),
+            )
     return manifest
 
 

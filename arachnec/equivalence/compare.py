@@ -24,7 +24,7 @@ from arachnec.equivalence.execution import (
     run_reference_steps,
 )
 from arachnec.equivalence.small_program import CannotExecute, Small, small, stand_in
-from arachnec.ir.diagnostic import Diagnostic, UserError, counted
+from arachnec.ir.diagnostic import Mistake, UserError, counted, user_error
 from arachnec.ir.limits import MOST_CHECKED_RANKS, MOST_NAMES
 from arachnec.ir.nodes import Module
 from arachnec.passes.check import checked
@@ -32,27 +32,6 @@ from arachnec.passes.check import checked
 TOLERANCE = 1e-6  # norms are made in fp32
 SECONDS = 60.0
 OUTSIDE = "what lies outside the layers"
-
-
-@dataclass(frozen=True)
-class NotEquivalent(Diagnostic):
-    title = "the program of @{module} does not compute what its batch asks for: {what} {where}"
-    help = (
-        "`check` holds all its rules, so this is a mistake in the compiler or in the executor, or a program that was "
-        "edited in a way no rule sees: do not run it, and report it with the file"
-    )
-    module: str
-    what: str
-    where: str
-
-
-@dataclass(frozen=True)
-class DidNotRun(Diagnostic):
-    title = "the program of @{module} does not run to its end on small tensors: rank {rank}: {reason}"
-    help = "`check` holds all its rules, so this is a mistake in the compiler or in the executor"
-    module: str
-    rank: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -99,14 +78,30 @@ def demand_equivalent(module: Module, seconds: float = SECONDS) -> Agreement:
         (expected,) = on_forked_ranks(1, lambda _: run_reference_steps(reduced, model_file), seconds)
     except Failed as failure:
         last = failure.text.strip().splitlines()[-1]
-        raise UserError(DidNotRun(module.span, module.name, failure.rank, last)) from failure
+        raise user_error(
+            f"the program of @{module.name} does not run to its end on small tensors: rank {failure.rank}: {last}",
+            help="`check` holds all its rules, so this is a mistake in the compiler or in the executor",
+            span=module.span,
+        ) from failure
     differences = list(_differences(reduced, ranks, expected))
     wrong = [difference for difference in differences if not difference.size <= TOLERANCE]
     if wrong:
         first = min(difference.after for difference in wrong)  # what comes later may follow from it
         by_size = sorted((d for d in wrong if d.after == first), key=lambda d: d.size)
         told = list({d.where: d for d in by_size}.values())[-MOST_NAMES:]  # the worst of each place
-        raise UserError(*(NotEquivalent(module.span, module.name, d.text, d.where) for d in reversed(told)))
+        raise UserError(
+            *(
+                Mistake(
+                    module.span,
+                    f"the program of @{module.name} does not compute what its batch asks for: {d.text} {d.where}",
+                    help=(
+                        "`check` holds all its rules, so this is a mistake in the compiler or in the executor, or a "
+                        "program that was edited in a way no rule sees: do not run it, and report it with the file"
+                    ),
+                )
+                for d in reversed(told)
+            )
+        )
     worst = max(difference.size for difference in differences)
     by_stage: dict[str, float] = {}
     for difference in differences:

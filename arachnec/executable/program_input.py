@@ -11,22 +11,13 @@ from dataclasses import dataclass
 
 from arachnec.executable.folder import Executable, iteration_of
 from arachnec.executable.sampling_folder import SamplingExecutable
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import Diagnostic, Mistake, UserError
 from arachnec.ir.nodes import Clip, Cluster, Level, Module, Stage
 from arachnec.ir.printer import value_text
 from arachnec.ir.tables import LINK_SPEEDS, OF_PARTS, STAGE
 from arachnec.ir.values import Attributes, Value
 
 ASKED = ("steps", "branches", "window", "arrival")  # of a request, which no plan changes
-
-
-@dataclass(frozen=True)
-class OtherClips(Diagnostic):
-    title = "the program of iteration {iteration} {reason}"
-    label = "not the clips of iteration {iteration}"
-    help = "its clips are those of `traced.cascade` with `iteration = {iteration}`; compile again"
-    iteration: int
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -37,14 +28,6 @@ class OtherFigure(Diagnostic):
     node: str
     attribute: str
     value: str
-    right: str
-
-
-@dataclass(frozen=True)
-class OtherStages(Diagnostic):
-    title = "the program has stages {stages}, the executable {right}"
-    help = "a program is proved for what was traced; compile again to change the model"
-    stages: str
     right: str
 
 
@@ -95,12 +78,20 @@ def _clips(batch: Sequence[Clip], program: Module, number: int) -> Iterator[Diag
     for clip in program.clips:
         own = wanted.get(clip.id)
         if own is None or _shape(own) != _shape(clip):
-            reason = f"has clip {clip.id}, which is " + ("none of its batch" if own is None else "of another shape")
-            yield OtherClips(clip.span, number, reason)
+            span = clip.span
+            reason = f"has clip {clip.id}, which is {'none of its batch' if own is None else 'of another shape'}"
+            break
+    else:
+        missing = next((clip for clip in wanted if clip not in given), None)
+        if missing is None:
             return
-    missing = next((clip for clip in wanted if clip not in given), None)
-    if missing is not None:
-        yield OtherClips(program.span, number, f"leaves out clip {missing}")
+        span, reason = program.span, f"leaves out clip {missing}"
+    yield Mistake(
+        span,
+        f"the program of iteration {number} {reason}",
+        label=f"not the clips of iteration {number}",
+        help=f"its clips are those of `traced.cascade` with `iteration = {number}`; compile again",
+    )
 
 
 def _shape(clip: Clip) -> tuple[int, ...]:
@@ -118,8 +109,12 @@ def _cluster(right: Cluster | None, given: Cluster | None) -> Iterator[Diagnosti
 def _stages(right: tuple[Stage, ...], given: tuple[Stage, ...]) -> Iterator[Diagnostic]:
     by_name = {stage.name: stage for stage in given}
     if [stage.name for stage in right] != [stage.name for stage in given]:
-        names = (", ".join(f"@{stage.name}" for stage in stages) for stages in (given, right))
-        yield OtherStages(given[0].span if given else None, *names)
+        here, there = (", ".join(f"@{stage.name}" for stage in stages) for stages in (given, right))
+        yield Mistake(
+            given[0].span if given else None,
+            f"the program has stages {here}, the executable {there}",
+            help="a program is proved for what was traced; compile again to change the model",
+        )
         return
     for stage in right:
         other = by_name[stage.name]

@@ -257,9 +257,9 @@ def _group(value: Any, key: str, lines: Lines) -> dict[str, Any]:
 def _placed(diagnostic: Diagnostic, lines: Lines) -> Diagnostic:
     if isinstance(diagnostic, BadTraining):
         return replace(diagnostic, span=place(lines, diagnostic.option.replace("-", "_")))
-    return (
-        replace(diagnostic, span=place(lines, diagnostic.key)) if isinstance(diagnostic, BadTrainValue) else diagnostic
-    )
+    if isinstance(diagnostic, BadTrainValue):
+        return replace(diagnostic, span=place(lines, diagnostic.key))
+    return diagnostic
 
 
 def _choices(key: str) -> tuple[str, ...]:
@@ -325,10 +325,9 @@ def located(error: UserError, file: Path | None) -> UserError:
     if file is None or not file.is_file():
         return error
     lines = Lines(str(file), file.read_text(encoding="utf-8", errors="replace"))
-    unplaced = [isinstance(d, BadTrainValue) and d.span is None for d in error.diagnostics]
     diagnostics = (
-        replace(d, span=place(lines, d.key)) if missing and isinstance(d, BadTrainValue) else d
-        for d, missing in zip(error.diagnostics, unplaced, strict=True)
+        replace(d, span=place(lines, d.key)) if isinstance(d, BadTrainValue) and d.span is None else d
+        for d in error.diagnostics
     )
     return UserError(*diagnostics)
 

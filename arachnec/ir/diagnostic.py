@@ -4,7 +4,8 @@ The message stands where it is raised::
 
     raise user_error(f"unknown key `{key}`", label="no such key", help="did you mean `frames`?", span=span)
 
-A kind of mistake that code or a test tells apart is a class, with texts as format strings over its own fields::
+``check`` shows one mistake of each ``kind``, a word or two that a ``Mistake`` is given. A mistake whose fields code or
+a test reads is a class, with texts as format strings over them::
 
     @dataclass(frozen=True)
     class UnknownKey(Diagnostic):
@@ -49,6 +50,7 @@ class _Texts:
     title: str
     label: str = ""
     help: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True)
@@ -70,11 +72,12 @@ class Diagnostic(_Texts):
 
 @dataclass(frozen=True)
 class Mistake(Diagnostic):
-    """A mistake that is only reported: its texts are complete."""
+    """A mistake whose texts are complete. Of one with a ``kind``, ``check`` reports the first alone."""
 
     title: str
     label: str = ""
     help: str = ""
+    kind: str = ""
 
     def text(self, template: str) -> str:
         return shown_text(template)

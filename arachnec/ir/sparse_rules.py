@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
 
 from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, counted
 from arachnec.ir.head_density import (
@@ -28,20 +27,6 @@ from arachnec.ir.stage_sizes import layers_of
 DIVISIONS = ("groups", "heads")
 
 
-@dataclass(frozen=True)
-class WrongDensity(Diagnostic):
-    title = "{node} has {what} in `{attribute}`"
-    label = "expected {expected}"
-    help = (
-        "a row is `[layers, share of the stage's pairs of tokens, density of each head]`, and of one class of length "
-        "alone `[..., fewest tokens of the class]`"
-    )
-    node: str
-    what: str
-    expected: str
-    attribute: str = "density"
-
-
 def wrong_sparsity_error(span: Span | None, node: str, name: str, value: str, expected: str) -> Mistake:
     return Mistake(span, f"{node} says `{name} = {value}`", label=f"expected {expected}")
 
@@ -55,21 +40,6 @@ def wrong_heads_error(span: Span | None, node: str, what: str, expected: str) ->
     )
 
 
-@dataclass(frozen=True)
-class GroupsOutside(Diagnostic):
-    title = "{cascade} gives groups {start} to {stop} of head {head} in layer {layer} to place {place}"
-    label = "has heads 0 to {heads} of {groups} groups"
-    help = "a part is head, place, first group, and the end behind the last"
-    cascade: str
-    start: int
-    stop: int
-    head: int
-    layer: int
-    place: int
-    heads: int
-    groups: int
-
-
 Problems = Iterator[Diagnostic]
 Wrong = tuple[str, str]
 """What was found, and what is expected."""
@@ -78,30 +48,33 @@ Wrong = tuple[str, str]
 def densities_are_shares_of_keys(index: ModuleIndex) -> Problems:
     for stage in index.module.stages:
         for attribute in ("density", "measured", "learned"):
-            if attribute in stage.attrs:
-                yield from (replace(problem, attribute=attribute) for problem in _density(stage, attribute))
+            if attribute in stage.attrs and (wrong := _wrong_density(stage, attribute)) is not None:
+                found, expected = wrong
+                yield Mistake(
+                    stage.attrs.span(attribute) or stage.span,
+                    f"{label(stage)} has {found} in `{attribute}`",
+                    label=f"expected {expected}",
+                    help=(
+                        "a row is `[layers, share of the stage's pairs of tokens, density of each head]`, and of one "
+                        "class of length alone `[..., fewest tokens of the class]`"
+                    ),
+                )
         yield from _settings(stage)
 
 
-def _density(stage: Stage, attribute: str) -> Iterator[WrongDensity]:
-    span, node = stage.attrs.span(attribute) or stage.span, label(stage)
+def _wrong_density(stage: Stage, attribute: str) -> Wrong | None:
     rows = density_table(stage, attribute)
     wrong = _row_that_is_not_there(stage, rows) or next(filter(None, (_not_shares(stage, row) for row in rows)), None)
     if wrong is not None:
-        yield WrongDensity(span, node, *wrong)
-        return
+        return wrong
     table = layer_densities(stage, attribute)
     lacking = next((layer for layer in table if layer not in layer_densities(stage)), None)
     if lacking is not None and attribute == "measured":
-        yield WrongDensity(span, node, f"layer {lacking}", "layers that have a `density`")
-        return
-    wrong = _of_other_heads(rows, table)
-    if wrong is not None:
-        yield WrongDensity(span, node, *wrong)
-        return
-    if total_share(table.values()) > 1 + 1e-6:
-        total = number(round(total_share(table.values()), 6))
-        yield WrongDensity(span, node, f"shares of {total} together", "1 or less")
+        return f"layer {lacking}", "layers that have a `density`"
+    total = total_share(table.values())
+    if (wrong := _of_other_heads(rows, table)) is None and total > 1 + 1e-6:
+        return f"shares of {number(round(total, 6))} together", "1 or less"
+    return wrong
 
 
 def _row_that_is_not_there(stage: Stage, rows: Sequence[DensityRow]) -> Wrong | None:
@@ -223,8 +196,13 @@ def _heads(cascade: Cascade, stage: Stage | None) -> Problems:
     for layer, parts in parts_by_layer(cascade).items():
         for part in parts:
             if not (0 <= part.head < heads[layer] and 0 <= part.start < part.stop <= groups):
-                where = part.start, part.stop, part.head, layer, part.place
-                yield GroupsOutside(span, node, *where, heads[layer] - 1, groups)
+                yield Mistake(
+                    span,
+                    f"{node} gives groups {part.start} to {part.stop} of head {part.head} in layer {layer} to "
+                    f"place {part.place}",
+                    label=f"has heads 0 to {heads[layer] - 1} of {groups} groups",
+                    help="a part is head, place, first group, and the end behind the last",
+                )
                 return
 
 

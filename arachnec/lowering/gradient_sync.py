@@ -17,7 +17,7 @@ from arachnec.analysis.stage_ranks import Places, norm_ranks, tied_parts, tied_r
 from arachnec.analysis.uses import BACKWARDS
 from arachnec.cost.host_memory import reduce_copies, step_copies
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic, UserError
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.head_density import predictor_bytes, sparse_stages
 from arachnec.ir.host_placement import layers_in_host
 from arachnec.ir.nodes import Cluster, Instruction, Module, Stage, integer, integers, quantity
@@ -32,16 +32,6 @@ from arachnec.ir.stage_sizes import (
     tied_sets,
 )
 from arachnec.ir.values import Attributes, Quantity
-
-
-@dataclass(frozen=True)
-class WrongBuckets(Diagnostic):
-    title = "the buckets {buckets} of `reduce @{stage}` do not make up the stage's {layers} layers"
-    label = "has {layers} layers"
-    help = "each number is a run of layers, from the last layer on, and only the last may be 0"
-    stage: str
-    buckets: list[int]
-    layers: int
 
 
 def gradient_synchronisation(
@@ -164,7 +154,12 @@ def _buckets(stage: Stage, layer_counts: tuple[int, ...] | None) -> Sequence[Buc
         return [None]
     counts, layers = layer_counts, len(layers_of(stage))
     if not counts or sum(counts) != layers or any(count < 1 for count in counts[:-1]) or counts[-1] < 0:
-        raise UserError(WrongBuckets(stage.span, stage.name, list(counts), layers))
+        raise user_error(
+            f"the buckets {list(counts)} of `reduce @{stage.name}` do not make up the stage's {layers} layers",
+            label=f"has {layers} layers",
+            help="each number is a run of layers, from the last layer on, and only the last may be 0",
+            span=stage.span,
+        )
     return buckets_of(stage, counts)
 
 

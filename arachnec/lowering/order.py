@@ -19,7 +19,7 @@ from arachnec.cluster.topology import handoff_time, node_of
 from arachnec.cost.compute import Compute, Load, share_recomputed
 from arachnec.cost.sparse_attention import SparseLoads
 from arachnec.cost.strategy import Attention
-from arachnec.ir.diagnostic import Diagnostic, UserError, user_error
+from arachnec.ir.diagnostic import user_error
 from arachnec.ir.head_density import sparse_layers
 from arachnec.ir.nodes import Cascade, Cluster, Module, Phase, Stage, formula
 from arachnec.ir.sampling import on_one_side
@@ -34,36 +34,6 @@ GRADIENT = (Phase.BACKWARD, Phase.WEIGHT)
 # A position in the order: the number of a cascade, and one of these.
 REPLAN, HANDOFF, FREE_BEFORE, COMPUTE, FREE_AFTER, REDUCE = range(6)
 Place = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class InputNotReady(Diagnostic):
-    title = "%{cascade} starts at {start:g} ms, before its input %{input} does at {ready:g} ms"
-    label = "starts too early"
-    help = "a cascade starts after the end of every cascade it reads"
-    cascade: str
-    input: str
-    start: float
-    ready: float
-
-
-@dataclass(frozen=True)
-class CyclicInputs(Diagnostic):
-    title = "%{cascade} waits for itself"
-    label = "reads a value that depends on its own"
-    help = "the inputs of cascades must not form a cycle"
-    cascade: str
-
-
-@dataclass(frozen=True)
-class SavedElsewhere(Diagnostic):
-    title = "%{cascade} runs on ranks {ranks}, but what %{forward} saved for it lies on ranks {holders}"
-    label = "must run where its forward ran"
-    help = "place both on the same ranks, in the same order"
-    cascade: str
-    forward: str
-    ranks: str
-    holders: str
 
 
 @dataclass(frozen=True)
@@ -86,7 +56,12 @@ def global_order(cascades: tuple[Cascade, ...]) -> tuple[Cascade, ...]:
         for name in cascade.inputs:
             ready = by_name[name].start
             if ready > cascade.start + TOLERANCE_MS:
-                raise UserError(InputNotReady(cascade.span, cascade.name, name, cascade.start, ready))
+                raise user_error(
+                    f"%{cascade.name} starts at {cascade.start:g} ms, before its input %{name} does at {ready:g} ms",
+                    label="starts too early",
+                    help="a cascade starts after the end of every cascade it reads",
+                    span=cascade.span,
+                )
     indexed = sorted(
         enumerate(cascades),
         key=lambda item: (item[1].round, item[1].start, item[1].end, depth[item[1].name], item[0]),
@@ -120,7 +95,12 @@ def depths(cascades: tuple[Cascade, ...]) -> dict[str, int]:
                 ready.append(reader)
     for cascade in cascades:
         if cascade.name not in depth:
-            raise UserError(CyclicInputs(cascade.span, cascade.name))
+            raise user_error(
+                f"%{cascade.name} waits for itself",
+                label="reads a value that depends on its own",
+                help="the inputs of cascades must not form a cycle",
+                span=cascade.span,
+            )
     return depth
 
 
@@ -174,8 +154,13 @@ def plan_handoffs(module: Module, cluster: Cluster, order: tuple[Cascade, ...]) 
             producer = order[p]
             if reads_saved(cascade, producer):
                 if cascade.ranks != producer.ranks:
-                    places = (rank_list(cascade.ranks), rank_list(producer.ranks))
-                    raise UserError(SavedElsewhere(cascade.span, cascade.name, name, *places))
+                    ranks, holders = rank_list(cascade.ranks), rank_list(producer.ranks)
+                    raise user_error(
+                        f"%{cascade.name} runs on ranks {ranks}, but what %{name} saved for it lies on ranks {holders}",
+                        label="must run where its forward ran",
+                        help="place both on the same ranks, in the same order",
+                        span=cascade.span,
+                    )
                 continue
             # what another round has made is sent in the round that reads it
             earliest = bisect.bisect_left(starts, producer.end - TOLERANCE_MS, bounds[i][0], i)

@@ -92,7 +92,7 @@ def _broken_rules(values: Values, model: ExecutionModel, memory: float) -> Itera
 
 
 def _first_of_each(problems: Iterator[Diagnostic]) -> tuple[Diagnostic, ...]:
-    kinds: dict[type[Diagnostic], Diagnostic] = {}
+    kinds: dict[str, Diagnostic] = {}
     for problem in problems:
-        kinds.setdefault(type(problem), problem)
+        kinds.setdefault(problem.kind, problem)
     return tuple(kinds.values())

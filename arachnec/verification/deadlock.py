@@ -40,7 +40,7 @@ from arachnec.analysis.communicators import (
 )
 from arachnec.analysis.receive_prefetch import Prefetched
 from arachnec.analysis.uses import Values, bucket_of, moved_by, overlapped_reduces, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Instruction, Program
 from arachnec.verification.handoffs import Handoff, match_handoffs
 
@@ -119,51 +119,6 @@ def _merged(steps: list[Step]) -> list[Step]:
     return merged
 
 
-@dataclass(frozen=True)
-class GroupIncomplete(Diagnostic):
-    title = "rank {rank} waits in `{instruction}` for ranks {missing}, which never join it"
-    label = "ranks {missing} never join"
-    help = "every rank of a group has the same instruction with the same ranks in the same order"
-    rank: int
-    instruction: str
-    missing: str
-
-
-@dataclass(frozen=True)
-class Deadlock(Diagnostic):
-    title = "deadlock: ranks {ranks} wait for each other"
-    label = "part of the cycle"
-    help = "{cycle}; put these in one order on all of the ranks"
-    ranks: str
-    cycle: str
-
-
-@dataclass(frozen=True)
-class PrefetchDeadlock(Diagnostic):
-    title = "deadlock: ranks {ranks} wait for each other where receives are posted ahead of their places"
-    label = "posted too early"
-    help = (
-        "{cycle}; hand over on the host's network with connections made at the start, or post each receive after what "
-        "its send depends on"
-    )
-    ranks: str
-    cycle: str
-
-
-@dataclass(frozen=True)
-class StartsApart(Diagnostic):
-    title = "rank {rank} starts `{reduce}` inside `{backward}`, and ranks {others} of its group do not"
-    label = "starts inside the backward"
-    help = (
-        "a rank that waits in the all-reduce holds up the others' backward: give the reduce `early` on all of these "
-        "ranks, or on none"
-    )
-    rank: int
-    reduce: str
-    backward: str
-    others: str
-
-
 def check_deadlock(values: Values, model: ExecutionModel, posted: Mapping[int, Prefetched]) -> Iterator[Diagnostic]:
     """``posted`` is where each rank starts its receives; it is read only where that matters to other ranks."""
     problems: list[Diagnostic] = list(_starts_apart(values))
@@ -233,7 +188,16 @@ def _collectives(values: Values, problems: list[Diagnostic]) -> Iterator[Event]:
         peers = instruction.peers
         missing = () if len(joined) == len(peers) else tuple(sorted(set(peers) - {rank for rank, _, _ in joined}))
         if missing:
-            problems.append(GroupIncomplete(instruction.span, rank, written(instruction), rank_list(missing)))
+            lacking = rank_list(missing)
+            problems.append(
+                Mistake(
+                    instruction.span,
+                    f"rank {rank} waits in `{written(instruction)}` for ranks {lacking}, which never join it",
+                    kind="group incomplete",
+                    label=f"ranks {lacking} never join",
+                    help="every rank of a group has the same instruction with the same ranks in the same order",
+                )
+            )
         yield Event(tuple((rank, place) for rank, place, _ in joined))
 
 
@@ -254,7 +218,7 @@ def _ordered(program: Program) -> Iterator[tuple[Place, Instruction, Instruction
             yield (index, next(part), index), instruction, None
 
 
-def _starts_apart(values: Values) -> Iterator[StartsApart]:
+def _starts_apart(values: Values) -> Iterator[Diagnostic]:
     """Reduces that some ranks of a backward start inside it and others do not."""
     started: dict[tuple[str, str, tuple[int, ...]], dict[Hashable, dict[int, Instruction]]] = defaultdict(dict)
     for program in values.module.programs:
@@ -270,10 +234,20 @@ def _starts_apart(values: Values) -> Iterator[StartsApart]:
             if others:
                 rank, reduce = next(iter(ranks.items()))
                 backward = Instruction(op, target, peers)
-                yield StartsApart(reduce.span, rank, written(reduce), written(backward), rank_list(others))
+                yield Mistake(
+                    reduce.span,
+                    f"rank {rank} starts `{written(reduce)}` inside `{written(backward)}`, and ranks "
+                    f"{rank_list(others)} of its group do not",
+                    kind="starts apart",
+                    label="starts inside the backward",
+                    help=(
+                        "a rank that waits in the all-reduce holds up the others' backward: give the reduce "
+                        "`early` on all of these ranks, or on none"
+                    ),
+                )
 
 
-def _deadlock(values: Values, events: list[Event], steps: list[Step]) -> Deadlock | PrefetchDeadlock:
+def _deadlock(values: Values, events: list[Event], steps: list[Step]) -> Diagnostic:
     programs = {program.rank: program for program in values.module.programs}
 
     def place(rank: int, event: int) -> tuple[Instruction, bool]:
@@ -290,32 +264,23 @@ def _deadlock(values: Values, events: list[Event], steps: list[Step]) -> Deadloc
     ranks = rank_list(tuple(sorted({rank for _, _, rank in steps})))
     prefetched = [step for _, *ends in parts for step, early in ends if early]
     if prefetched:
-        return PrefetchDeadlock(prefetched[0].span, ranks, cycle)
-    return Deadlock(parts[0][1][0].span, ranks, cycle)
-
-
-@dataclass(frozen=True)
-class TooManyStreams(Diagnostic):
-    title = "rank {rank} needs {count} communicators, and there are {limit} streams for them"
-    label = "in this program"
-    help = "run its cascades on fewer different groups of ranks"
-    rank: int
-    count: int
-    limit: int
-
-
-@dataclass(frozen=True)
-class TooManyPending(Diagnostic):
-    title = "rank {rank} has {count} kernels waiting for other ranks in `{instruction}`"
-    label = "one more waits here"
-    help = (
-        "a device has {queues} hardware queues, and one must be left to compute: post fewer receives ahead, or hand "
-        "over on the host's network"
+        return Mistake(
+            prefetched[0].span,
+            f"deadlock: ranks {ranks} wait for each other where receives are posted ahead of their places",
+            kind="prefetch deadlock",
+            label="posted too early",
+            help=(
+                f"{cycle}; hand over on the host's network with connections made at the start, or post each receive "
+                "after what its send depends on"
+            ),
+        )
+    return Mistake(
+        parts[0][1][0].span,
+        f"deadlock: ranks {ranks} wait for each other",
+        kind="deadlock",
+        label="part of the cycle",
+        help=f"{cycle}; put these in one order on all of the ranks",
     )
-    rank: int
-    count: int
-    instruction: str
-    queues: int
 
 
 def check_device_limits(
@@ -331,12 +296,18 @@ def check_device_limits(
     for program in values.module.programs:
         count = len(communicators(program, model))
         if count > STREAMS:
-            yield TooManyStreams(program.span, program.rank, count, STREAMS)
+            yield Mistake(
+                program.span,
+                f"rank {program.rank} needs {count} communicators, and there are {STREAMS} streams for them",
+                kind="too many streams",
+                label="in this program",
+                help="run its cascades on fewer different groups of ranks",
+            )
         receives = posted[program.rank] if model.handoffs == "device" else ((),) * len(program.instructions)
         yield from _pending(values, model, program, receives)
 
 
-def _pending(values: Values, model: ExecutionModel, program: Program, posted: Prefetched) -> Iterator[TooManyPending]:
+def _pending(values: Values, model: ExecutionModel, program: Program, posted: Prefetched) -> Iterator[Diagnostic]:
     """Where too many communicators have a kernel that may wait for another rank."""
     pending: dict[str, set[Communicator]] = {}  # the communicators, by the value or stage that is under way on them
     for step, receives in zip(program.instructions, posted, strict=True):
@@ -346,7 +317,16 @@ def _pending(values: Values, model: ExecutionModel, program: Program, posted: Pr
             pending.setdefault(target, set()).add(name)
         busy = set().union(*pending.values()) if started else set()
         if len(busy) >= HARDWARE_QUEUES:
-            yield TooManyPending(step.span, program.rank, len(busy), written(step), HARDWARE_QUEUES)
+            yield Mistake(
+                step.span,
+                f"rank {program.rank} has {len(busy)} kernels waiting for other ranks in `{written(step)}`",
+                kind="too many pending",
+                label="one more waits here",
+                help=(
+                    f"a device has {HARDWARE_QUEUES} hardware queues, and one must be left to compute: post fewer "
+                    "receives ahead, or hand over on the host's network"
+                ),
+            )
             return
         for target in _waits(values, step) if pending else ():
             pending.pop(target, None)

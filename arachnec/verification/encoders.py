@@ -8,40 +8,12 @@ hold a part of the weights meet in every block: all of their cell, and no others
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from arachnec.analysis.uses import Values, written
-from arachnec.ir.diagnostic import Diagnostic, counted
+from arachnec.ir.diagnostic import Diagnostic, Mistake, counted
 from arachnec.ir.parameter_cells import own_cell
 from arachnec.ir.stage_sizes import count_in
 from arachnec.ir.tensor_parallel import divided_encoders
-
-
-@dataclass(frozen=True)
-class SharedTooFar(Diagnostic):
-    title = "rank {rank} runs `{instruction}`, and {most} at most share a clip of @{stage}"
-    label = "{clips} on {ranks}"
-    help = "place it on fewer ranks: the stage says `divides = {divides}`"
-    rank: int
-    instruction: str
-    most: str
-    stage: str
-    clips: str
-    ranks: str
-    divides: int
-
-
-@dataclass(frozen=True)
-class OtherCell(Diagnostic):
-    title = "rank {rank} runs `{instruction}`, and the weights of @{stage} lie on {most} together"
-    label = "on {ranks}"
-    help = "place it on one cell: the stage says `tensor_parallel = {cell}`"
-    rank: int
-    instruction: str
-    stage: str
-    most: str
-    ranks: str
-    cell: int
 
 
 def check_encoders(values: Values) -> Iterator[Diagnostic]:
@@ -55,9 +27,20 @@ def check_encoders(values: Values) -> Iterator[Diagnostic]:
             most, cell = divides[cascade.stage], cells.get(cascade.stage)
             if cell is not None:
                 if step.peers != own_cell(program.rank, cell):
-                    where = step.span, program.rank, written(step), cascade.stage
-                    yield OtherCell(*where, counted(cell, "rank"), counted(ranks, "rank"), cell)
+                    yield Mistake(
+                        step.span,
+                        f"rank {program.rank} runs `{written(step)}`, and the weights of @{cascade.stage} lie "
+                        f"on {counted(cell, 'rank')} together",
+                        kind="other cell",
+                        label=f"on {counted(ranks, 'rank')}",
+                        help=f"place it on one cell: the stage says `tensor_parallel = {cell}`",
+                    )
             elif most and ranks > max(most, cascade.batch):
-                amounts = counted(cascade.batch, "clip"), counted(ranks, "rank"), most
-                where = step.span, program.rank, written(step), counted(most, "rank")
-                yield SharedTooFar(*where, cascade.stage, *amounts)
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} runs `{written(step)}`, and {counted(most, 'rank')} at most share a clip of "
+                    f"@{cascade.stage}",
+                    kind="shared too far",
+                    label=f"{counted(cascade.batch, 'clip')} on {counted(ranks, 'rank')}",
+                    help=f"place it on fewer ranks: the stage says `divides = {most}`",
+                )

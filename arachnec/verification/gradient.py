@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from arachnec.analysis.uses import Values, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Cascade, Instruction, Phase, Span
 from arachnec.verification.gradient_sync import check_gradient_norm, check_gradient_sync
 
@@ -19,81 +18,6 @@ OPS = {
     Phase.WEIGHT: ("weight",),
 }
 WEIGHT_TOLERANCE = 1e-9
-
-
-@dataclass(frozen=True)
-class ClipNotTrained(Diagnostic):
-    title = "clips {clips} never reach the gradient of @{stage}"
-    label = "trained by no cascade"
-    help = "every clip of the global batch is in exactly one train or forward cascade of @{stage}"
-    clips: str
-    stage: str
-
-
-@dataclass(frozen=True)
-class ClipTrainedTwice(Diagnostic):
-    title = "clip {clip} reaches the gradient of @{stage} {count} times, in {cascades}"
-    label = "counted again here"
-    help = "every clip of the global batch is in exactly one train or forward cascade of @{stage}"
-    clip: int
-    stage: str
-    count: int
-    cascades: str
-
-
-@dataclass(frozen=True)
-class UnknownClip(Diagnostic):
-    title = "%{cascade} trains clip {clip}, which is not in the global batch"
-    label = "no such clip"
-    help = "name clips of this module, each once"
-    cascade: str
-    clip: int
-
-
-@dataclass(frozen=True)
-class WrongWeight(Diagnostic):
-    title = "rank {rank} runs `{instruction}` with weight {weight}; {clips} of {total} clips weigh {right}"
-    label = "weight is {weight}"
-    help = "write `weight = {right}`"
-    rank: int
-    instruction: str
-    weight: str
-    clips: int
-    total: int
-    right: str
-
-
-@dataclass(frozen=True)
-class WrongRunCount(Diagnostic):
-    title = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
-    label = "its ranks are {ranks}"
-    help = "every rank of a cascade runs its {op} exactly once, and no other rank does"
-    rank: int
-    op: str
-    cascade: str
-    count: int
-    right: int
-    ranks: str
-
-
-@dataclass(frozen=True)
-class WrongGroup(Diagnostic):
-    title = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
-    label = "not the cascade's ranks"
-    help = "write `on {ranks}`, or place the cascade there"
-    rank: int
-    instruction: str
-    cascade: str
-    ranks: str
-
-
-@dataclass(frozen=True)
-class UnmatchedForward(Diagnostic):
-    title = "{count} backward cascades read what `forward %{cascade}` saved"
-    label = "read by {count}"
-    help = "exactly one cascade of phase backward of the same stage and clips has %{cascade} as an input"
-    cascade: str
-    count: int
 
 
 def check_gradient(values: Values) -> Iterator[Diagnostic]:
@@ -112,16 +36,34 @@ def _clips(values: Values) -> Iterator[Diagnostic]:
             continue
         for clip in cascade.clips:
             if clip not in batch:
-                yield UnknownClip(cascade.span, cascade.name, clip)
+                yield Mistake(
+                    cascade.span,
+                    f"%{cascade.name} trains clip {clip}, which is not in the global batch",
+                    kind="unknown clip",
+                    label="no such clip",
+                    help="name clips of this module, each once",
+                )
             seen[cascade.stage][clip].append(cascade)
     for stage, clips in seen.items():
         missing = tuple(sorted(batch - set(clips)))
         if missing:
-            yield ClipNotTrained(values.module.stage(stage).span, rank_list(missing), stage)
+            yield Mistake(
+                values.module.stage(stage).span,
+                f"clips {rank_list(missing)} never reach the gradient of @{stage}",
+                kind="clip not trained",
+                label="trained by no cascade",
+                help=f"every clip of the global batch is in exactly one train or forward cascade of @{stage}",
+            )
         for clip, cascades in clips.items():
             if len(cascades) > 1:
                 names = ", ".join(dict.fromkeys(f"%{cascade.name}" for cascade in cascades))
-                yield ClipTrainedTwice(cascades[-1].span, clip, stage, len(cascades), names)
+                yield Mistake(
+                    cascades[-1].span,
+                    f"clip {clip} reaches the gradient of @{stage} {len(cascades)} times, in {names}",
+                    kind="clip trained twice",
+                    label="counted again here",
+                    help=f"every clip of the global batch is in exactly one train or forward cascade of @{stage}",
+                )
 
 
 def _pairs(values: Values) -> Iterator[Diagnostic]:
@@ -136,7 +78,16 @@ def _pairs(values: Values) -> Iterator[Diagnostic]:
                 readers[name] += 1
     for cascade in values.module.cascades:
         if cascade.phase is Phase.FORWARD and cascade.stage in values.trained and readers[cascade.name] != 1:
-            yield UnmatchedForward(cascade.span, cascade.name, readers[cascade.name])
+            count = readers[cascade.name]
+            yield Mistake(
+                cascade.span,
+                f"{count} backward cascades read what `forward %{cascade.name}` saved",
+                kind="unmatched forward",
+                label=f"read by {count}",
+                help=(
+                    f"exactly one cascade of phase backward of the same stage and clips has %{cascade.name} as an input"
+                ),
+            )
 
 
 def _runs(values: Values) -> Iterator[Diagnostic]:
@@ -156,22 +107,30 @@ def _runs(values: Values) -> Iterator[Diagnostic]:
             spans[key] = instruction.span
             if instruction.peers != cascade.ranks:
                 ranks = rank_list(cascade.ranks)
-                yield WrongGroup(instruction.span, program.rank, written(instruction), cascade.name, ranks)
+                yield Mistake(
+                    instruction.span,
+                    f"rank {program.rank} runs `{written(instruction)}`, and %{cascade.name} is placed on {ranks}",
+                    kind="wrong group",
+                    label="not the cascade's ranks",
+                    help=f"write `on {ranks}`, or place the cascade there",
+                )
             if instruction.op == "forward":
                 yield from _weight(program.rank, instruction, cascade, total)
-    for cascade in values.module.cascades:
-        if cascade.stage not in values.trained:
-            continue
-        for op in OPS.get(cascade.phase, ()):
-            for rank in cascade.ranks:
-                key = (op, cascade.name, rank)
-                count = counts.pop(key, 0)
-                if count != 1:
-                    ranks = rank_list(cascade.ranks)
-                    yield WrongRunCount(spans.get(key, cascade.span), rank, op, cascade.name, count, 1, ranks)
-    for key, count in counts.items():
+    trained = [cascade for cascade in values.module.cascades if cascade.stage in values.trained]
+    wanted = dict.fromkeys(
+        (op, own.name, rank) for own in trained for op in OPS.get(own.phase, ()) for rank in own.ranks
+    )
+    for key in dict.fromkeys((*wanted, *counts)):
         op, name, rank = key
-        yield WrongRunCount(spans[key], rank, op, name, count, 0, rank_list(values.cascades[name].ranks))
+        cascade, count, right = values.cascades[name], counts[key], int(key in wanted)
+        if count != right:
+            yield Mistake(
+                spans.get(key, cascade.span),
+                f"rank {rank} runs `{op} %{name}` {count} times instead of {right}",
+                kind="wrong run count",
+                label=f"its ranks are {rank_list(cascade.ranks)}",
+                help=f"every rank of a cascade runs its {op} exactly once, and no other rank does",
+            )
 
 
 def _weight(rank: int, instruction: Instruction, cascade: Cascade, total: int) -> Iterator[Diagnostic]:
@@ -181,4 +140,10 @@ def _weight(rank: int, instruction: Instruction, cascade: Cascade, total: int) -
         return
     shown = "none" if weight is None else f"{weight}"
     clips = len(cascade.clips)
-    yield WrongWeight(instruction.span, rank, written(instruction), shown, clips, total, repr(right))
+    yield Mistake(
+        instruction.span,
+        f"rank {rank} runs `{written(instruction)}` with weight {shown}; {clips} of {total} clips weigh {right!r}",
+        kind="wrong weight",
+        label=f"weight is {shown}",
+        help=f"write `weight = {right!r}`",
+    )

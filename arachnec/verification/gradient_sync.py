@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from arachnec.analysis.stage_ranks import Ranks, norm_ranks, resident_ranks, tied_ranks
 from arachnec.analysis.uses import BACKWARDS, Values, bucket_of, gib, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span
 from arachnec.ir.nodes import Instruction, Module, Program, integers
 from arachnec.ir.parameter_cells import cell_of
 from arachnec.ir.stage_sizes import layers_of, tied_sets
@@ -16,64 +15,27 @@ from arachnec.ir.stage_sizes import layers_of, tied_sets
 TOLERANCE = 1e-9  # of a time that was computed twice
 
 
-@dataclass(frozen=True)
-class NotReduced(Diagnostic):
-    title = "the gradient of @{stage} on rank {rank} is not all-reduced: {reason}"
-    label = "{reason}"
-    help = "after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce @{stage}`"
-    rank: int
-    stage: str
-    reason: str
+def _not_reduced(span: Span | None, rank: int, stage: str, reason: str) -> Mistake:
+    return Mistake(
+        span,
+        f"the gradient of @{stage} on rank {rank} is not all-reduced: {reason}",
+        kind="not reduced",
+        label=reason,
+        help=(
+            f"after its last backward, every rank that computes gradients of @{stage} takes part in one `reduce "
+            f"@{stage}`"
+        ),
+    )
 
 
-@dataclass(frozen=True)
-class WrongBucketLayers(Diagnostic):
-    title = "the gradient buckets of @{stage} on rank {rank} do not hold every layer once: {reason}"
-    label = "{reason}"
-    help = "every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`"
-    rank: int
-    stage: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class WrongStart(Diagnostic):
-    title = "rank {rank} cannot start `{reduce}` inside a backward: {reason}"
-    label = "{reason}"
-    help = "drop its `early`: it then starts where it stands in the rank's list"
-    rank: int
-    reduce: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class NotStepped(Diagnostic):
-    title = "rank {rank} holds the all-reduced gradient of @{stage} and {reason}"
-    label = "{reason}"
-    help = "every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart"
-    rank: int
-    stage: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class WrongShare(Diagnostic):
-    title = "the optimizer of @{stage} is dealt out over {ranks} ranks, and {reason}"
-    label = "{reason}"
-    help = "all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts"
-    stage: str
-    ranks: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class LeftOut(Diagnostic):
-    title = "rank {rank} holds @{stage} and is left out of its all-reduce on {ranks}"
-    label = "rank {rank} keeps the old parameters"
-    help = "every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it trained no clip"
-    rank: int
-    stage: str
-    ranks: str
+def _wrong_buckets(span: Span | None, rank: int, stage: str, reason: str) -> Mistake:
+    return Mistake(
+        span,
+        f"the gradient buckets of @{stage} on rank {rank} do not hold every layer once: {reason}",
+        kind="wrong bucket layers",
+        label=reason,
+        help=f"every layer is in the `layers` of exactly one `reduce @{stage}`, and exactly one has `rest = true`",
+    )
 
 
 def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
@@ -105,9 +67,18 @@ def check_gradient_sync(values: Values) -> Iterator[Diagnostic]:
             continue
         span, held_by = values.module.stage(stage).span, holders.get(stage, frozenset())
         for rank in sorted(with_gradient[stage] - set(peers)):
-            yield NotReduced(span, rank, stage, f"it is missing from {rank_list(peers)}")
+            yield _not_reduced(span, rank, stage, f"it is missing from {rank_list(peers)}")
         for rank in sorted(held_by - with_gradient[stage] - set(peers)):
-            yield LeftOut(span, rank, stage, rank_list(peers))
+            yield Mistake(
+                span,
+                f"rank {rank} holds @{stage} and is left out of its all-reduce on {rank_list(peers)}",
+                kind="left out",
+                label=f"rank {rank} keeps the old parameters",
+                help=(
+                    f"every rank that holds @{stage} joins `reduce @{stage}` and `step @{stage}`, also where it "
+                    "trained no clip"
+                ),
+            )
 
 
 def _holders(module: Module) -> dict[str, frozenset[int]]:
@@ -127,12 +98,18 @@ def _shares(values: Values, program: Program) -> Iterator[Diagnostic]:
         if not isinstance(ranks, int):
             continue
         first = first or reduce
-        if len(reduce.peers) != ranks:
-            reason = f"rank {program.rank} has `{written(reduce)}`"
-            yield WrongShare(reduce.span, reduce.target, ranks, reason)
-        elif set(reduce.peers) != set(first.peers):
-            reason = f"rank {program.rank} has `{written(reduce)}` and `{written(first)}`"
-            yield WrongShare(reduce.span, reduce.target, ranks, reason)
+        reason = f"rank {program.rank} has `{written(reduce)}`"
+        if len(reduce.peers) == ranks:
+            if set(reduce.peers) == set(first.peers):
+                continue
+            reason += f" and `{written(first)}`"
+        yield Mistake(
+            reduce.span,
+            f"the optimizer of @{reduce.target} is dealt out over {ranks} ranks, and {reason}",
+            kind="wrong share",
+            label=reason,
+            help="all stages of a rank that are `sharded` have one `reduce` over the ranks that hold the parts",
+        )
 
 
 def _buckets(values: Values, program: Program, stage: str, reduces: list[Instruction]) -> Iterator[Diagnostic]:
@@ -140,29 +117,29 @@ def _buckets(values: Values, program: Program, stage: str, reduces: list[Instruc
     buckets = [(reduce, bucket) for reduce in reduces if (bucket := bucket_of(reduce)) is not None]
     if not buckets or len(buckets) < len(reduces):
         if len(reduces) != 1:
-            yield NotReduced(program.span, program.rank, stage, f"it takes part in {len(reduces)} reduces")
+            yield _not_reduced(program.span, program.rank, stage, f"it takes part in {len(reduces)} reduces")
         return
     layers = len(layers_of(values.module.stage(stage)))
     counts = Counter(layer for _, bucket in buckets for layer in bucket[0])
     for reduce, bucket in buckets:
         if bucket == ((), False):
-            yield WrongBucketLayers(reduce.span, program.rank, stage, "a bucket holds nothing")
+            yield _wrong_buckets(reduce.span, program.rank, stage, "a bucket holds nothing")
         for layer in bucket[0]:
             if not 0 <= layer < layers:
                 reason = f"layer {layer} is not one of its {layers}"
-                yield WrongBucketLayers(reduce.span, program.rank, stage, reason)
+                yield _wrong_buckets(reduce.span, program.rank, stage, reason)
             elif counts[layer] > 1:
                 reason = f"layer {layer} is in {counts[layer]} buckets"
-                yield WrongBucketLayers(reduce.span, program.rank, stage, reason)
+                yield _wrong_buckets(reduce.span, program.rank, stage, reason)
     for layer in range(layers):
         if not counts[layer]:
-            yield WrongBucketLayers(program.span, program.rank, stage, f"layer {layer} is in no bucket")
+            yield _wrong_buckets(program.span, program.rank, stage, f"layer {layer} is in no bucket")
     rest = [reduce for reduce, bucket in buckets if bucket[1]]
     if len(rest) != 1:
         span = rest[1].span if rest else program.span
         count = len(rest) or "no"
         reason = f"what lies outside the layers is in {count} bucket{'s' if rest else ''}"
-        yield WrongBucketLayers(span, program.rank, stage, reason)
+        yield _wrong_buckets(span, program.rank, stage, reason)
 
 
 def _order(
@@ -172,7 +149,7 @@ def _order(
     span, rank = program.span, program.rank
     backward = None if last is None else program.instructions[last]
     if last is not None and reduces and reduces[0] < last:
-        yield NotReduced(span, rank, stage, "a backward comes after the reduce")
+        yield _not_reduced(span, rank, stage, "a backward comes after the reduce")
     later = None
     for reduce in (program.instructions[index] for index in reduces):
         if "early" not in reduce.attrs:
@@ -180,45 +157,44 @@ def _order(
             continue
         early = gib(reduce, "early")
         if backward is None:
-            yield WrongStart(reduce.span, rank, written(reduce), "this rank has no backward of the stage")
+            reason = "this rank has no backward of the stage"
         elif not 0 <= early <= gib(backward, "time") * (1 + TOLERANCE):
             reason = f"its backward takes {gib(backward, 'time'):g} ms"
-            yield WrongStart(reduce.span, rank, written(reduce), reason)
         elif later is not None:
-            yield WrongStart(reduce.span, rank, written(reduce), f"`{written(later)}` above it starts later")
+            reason = f"`{written(later)}` above it starts later"
         elif (bucket := bucket_of(reduce)) is None or bucket[1]:
-            yield WrongStart(reduce.span, rank, written(reduce), "gradients outside the layers are complete last")
-    if not reduces:
-        return
-    if len(steps) != 1:
-        yield NotStepped(span, rank, stage, f"steps {len(steps)} times")
-    elif steps[0] < reduces[-1]:
-        yield NotStepped(span, rank, stage, "steps before the all-reduce")
+            reason = "gradients outside the layers are complete last"
+        else:
+            continue
+        yield Mistake(
+            reduce.span,
+            f"rank {rank} cannot start `{written(reduce)}` inside a backward: {reason}",
+            kind="wrong start",
+            label=reason,
+            help="drop its `early`: it then starts where it stands in the rank's list",
+        )
+    if reduces and (len(steps) != 1 or steps[0] < reduces[-1]):
+        reason = "steps before the all-reduce" if len(steps) == 1 else f"steps {len(steps)} times"
+        yield Mistake(
+            span,
+            f"rank {rank} holds the all-reduced gradient of @{stage} and {reason}",
+            kind="not stepped",
+            label=reason,
+            help=f"every rank of `reduce @{stage}` has one `step @{stage}` after it, or the copies drift apart",
+        )
 
 
-@dataclass(frozen=True)
-class TiedNotReduced(Diagnostic):
-    title = "the gradient of what stages {tied} share is not all-reduced on rank {rank}: {reason}"
-    label = "{reason}"
-    help = (
-        "after the last backward of these stages, each of their ranks takes part in one `reduce` on {ranks} with "
-        "`tied = {tied}`"
+def _tied_not_reduced(span: Span | None, rank: int, tied: Ranks, reason: str, ranks: Ranks) -> Mistake:
+    return Mistake(
+        span,
+        f"the gradient of what stages {rank_list(tied)} share is not all-reduced on rank {rank}: {reason}",
+        kind="tied not reduced",
+        label=reason,
+        help=(
+            "after the last backward of these stages, each of their ranks takes part in one `reduce` on "
+            f"{rank_list(ranks)} with `tied = {rank_list(tied)}`"
+        ),
     )
-    rank: int
-    tied: str
-    reason: str
-    ranks: str
-
-
-@dataclass(frozen=True)
-class NormNotSummed(Diagnostic):
-    title = "rank {rank} clips the gradients of @{stage} by a norm that is not that of all: {reason}"
-    label = "{reason}"
-    help = "between its last `reduce` and its first `step`, every rank has one `norm` on {ranks}"
-    rank: int
-    stage: str
-    reason: str
-    ranks: str
 
 
 def check_gradient_norm(values: Values) -> Iterator[Diagnostic]:
@@ -241,7 +217,7 @@ def _places(values: Values) -> dict[str, set[int]]:
     return places
 
 
-def _tied(values: Values, program: Program, groups: Mapping[Ranks, Ranks]) -> Iterator[TiedNotReduced]:
+def _tied(values: Values, program: Program, groups: Mapping[Ranks, Ranks]) -> Iterator[Diagnostic]:
     steps = program.instructions
     reduces = [(at, step) for at, step in enumerate(steps) if step.op == "reduce" and "tied" in step.attrs]
     last = max((at for at, step in enumerate(steps) if step.op in ("backward", "weight")), default=0)
@@ -256,15 +232,15 @@ def _tied(values: Values, program: Program, groups: Mapping[Ranks, Ranks]) -> It
             reason = "a backward comes after the reduce"
         else:
             continue
-        yield TiedNotReduced(step.span, program.rank, rank_list(parts), reason, rank_list(ranks or ()))
+        yield _tied_not_reduced(step.span, program.rank, parts, reason, ranks or ())
     for parts, ranks in groups.items():
         count = sum(integers(step.attrs["tied"]) == parts for _, step in reduces)
         if program.rank in ranks and count != 1:
             reason = f"it takes part in {count} reduces"
-            yield TiedNotReduced(program.span, program.rank, rank_list(parts), reason, rank_list(ranks))
+            yield _tied_not_reduced(program.span, program.rank, parts, reason, ranks)
 
 
-def _norm(values: Values, program: Program, places: Mapping[str, set[int]]) -> Iterator[NormNotSummed]:
+def _norm(values: Values, program: Program, places: Mapping[str, set[int]]) -> Iterator[Diagnostic]:
     steps, stages = program.instructions, values.module.stages
     for stage in stages:
         if program.rank not in places.get(stage.name, ()):
@@ -274,7 +250,16 @@ def _norm(values: Values, program: Program, places: Mapping[str, set[int]]) -> I
         reason, at = _reason(steps, norms, expected)
         if reason:
             span = program.span if at is None else steps[at].span
-            yield NormNotSummed(span, program.rank, stage.name, reason, rank_list(expected))
+            yield Mistake(
+                span,
+                f"rank {program.rank} clips the gradients of @{stage.name} by a norm that is not that of all: {reason}",
+                kind="norm not summed",
+                label=reason,
+                help=(
+                    "between its last `reduce` and its first `step`, every rank has one `norm` on "
+                    f"{rank_list(expected)}"
+                ),
+            )
 
 
 def _reason(steps: tuple[Instruction, ...], norms: list[int], expected: Ranks) -> tuple[str, int | None]:

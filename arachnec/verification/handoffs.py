@@ -24,65 +24,6 @@ from arachnec.verification.memory import RELATIVE, ROUNDING_GIB, Handed
 
 
 @dataclass(frozen=True)
-class UnmatchedSend(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and rank {peer} never receives it"
-    label = "no receive for it"
-    help = "give rank {peer} a `receive %{cascade} from {rank}`, or drop the send"
-    rank: int
-    peer: int
-    instruction: str
-    cascade: str
-
-
-@dataclass(frozen=True)
-class UnmatchedReceive(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and rank {peer} never sends it"
-    label = "no send for it"
-    help = "give rank {peer} a `send %{cascade} to {rank}`, or drop the receive"
-    rank: int
-    peer: int
-    instruction: str
-    cascade: str
-
-
-@dataclass(frozen=True)
-class SwappedHandoff(Diagnostic):
-    title = (
-        "handoff number {number} from rank {source} to rank {target} is %{sent} where it is sent "
-        "and %{received} where it is received"
-    )
-    label = "receives %{received} here"
-    help = "values arrive in the order they were sent: receive %{sent} first, or the two are silently swapped"
-    number: int
-    source: int
-    target: int
-    sent: str
-    received: str
-
-
-@dataclass(frozen=True)
-class WrongSource(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and its part of %{cascade} is on rank {source}"
-    label = "another rank's part"
-    help = "every rank of a stage hands on what is its own: write `receive %{cascade} from {source}`"
-    rank: int
-    instruction: str
-    cascade: str
-    source: int
-
-
-@dataclass(frozen=True)
-class PartMissing(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and its tokens of %{cascade} on rank {source} are not there yet"
-    label = "reads what rank {source} has, too"
-    help = "write `receive %{cascade} from {source}` before it, once"
-    rank: int
-    instruction: str
-    cascade: str
-    source: int
-
-
-@dataclass(frozen=True)
 class Handoff:
     """A send and the receive that it is matched to, by their indices in the lists of their ranks."""
 
@@ -107,12 +48,24 @@ def match_handoffs(values: Values, problems: list[Diagnostic]) -> Iterator[Hando
                 continue
         for number, ((i, send), (j, receive)) in enumerate(zip(sent, received, strict=True), 1):
             if send.target != receive.target:
-                problems.append(SwappedHandoff(receive.span, number, source, target, send.target, receive.target))
+                problems.append(
+                    Mistake(
+                        receive.span,
+                        f"handoff number {number} from rank {source} to rank {target} is %{send.target} where it is "
+                        f"sent and %{receive.target} where it is received",
+                        kind="swapped handoff",
+                        label=f"receives %{receive.target} here",
+                        help=(
+                            f"values arrive in the order they were sent: receive %{send.target} first, or the two are "
+                            "silently swapped"
+                        ),
+                    )
+                )
                 break
             yield Handoff(source, i, target, j)
 
 
-def check_sources(values: Values) -> Iterator[WrongSource | PartMissing | Mistake]:
+def check_sources(values: Values) -> Iterator[Diagnostic]:
     """What goes from stage to stage comes from the ranks that have the receiver's parts of it, from each of them."""
     stages = {stage.name: stage for stage in values.module.stages}
     sources: dict[tuple[str, int], tuple[int, ...]] = {}
@@ -126,6 +79,7 @@ def check_sources(values: Values) -> Iterator[WrongSource | PartMissing | Mistak
                     consumer.span,
                     f"%{name} has {producer.side} clips side by side, and %{consumer.name}, which reads it, has "
                     f"{consumer.side}",
+                    kind="other side",
                     label=f"{consumer.side} side by side",
                     help=(
                         f"a micro-batch has as many clips side by side on every stage: write `side = {producer.side}`"
@@ -143,18 +97,34 @@ def check_sources(values: Values) -> Iterator[WrongSource | PartMissing | Mistak
 
 def _sources_on(
     values: Values, program: Program, sources: Mapping[tuple[str, int], tuple[int, ...]]
-) -> Iterator[WrongSource | PartMissing]:
+) -> Iterator[Diagnostic]:
     got: defaultdict[str, set[int]] = defaultdict(set)
     for step in program.instructions:
         own = sources.get((step.target, program.rank))
         if step.op == "receive" and own is not None:
             if step.peers[0] not in own:
-                yield WrongSource(step.span, program.rank, written(step), step.target, own[0])
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} has `{written(step)}`, and its part of %{step.target} is on rank {own[0]}",
+                    kind="wrong source",
+                    label="another rank's part",
+                    help=(
+                        f"every rank of a stage hands on what is its own: write `receive %{step.target} from {own[0]}`"
+                    ),
+                )
             got[step.target].add(step.peers[0])
         for name in values.reads(step) if step.op in COMPUTE else ():
             parts = sources.get((name, program.rank), ())
             if got[name] and (missing := set(parts) - got[name]):
-                yield PartMissing(step.span, program.rank, written(step), name, min(missing))
+                source = min(missing)
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} has `{written(step)}`, and its tokens of %{name} on rank "
+                    f"{source} are not there yet",
+                    kind="part missing",
+                    label=f"reads what rank {source} has, too",
+                    help=f"write `receive %{name} from {source}` before it, once",
+                )
 
 
 def by_pair(values: Values) -> tuple[Pairs, Pairs]:
@@ -178,47 +148,45 @@ def _unmatched(
     for name, more in surplus.items():
         if more > 0:
             last = [i for _, i in sent if i.target == name][-1]
-            yield UnmatchedSend(last.span, source, target, written(last), name)
+            yield Mistake(
+                last.span,
+                f"rank {source} has `{written(last)}`, and rank {target} never receives it",
+                kind="unmatched send",
+                label="no receive for it",
+                help=f"give rank {target} a `receive %{name} from {source}`, or drop the send",
+            )
         if more < 0:
             last = [i for _, i in received if i.target == name][-1]
-            yield UnmatchedReceive(last.span, target, source, written(last), name)
+            yield Mistake(
+                last.span,
+                f"rank {target} has `{written(last)}`, and rank {source} never sends it",
+                kind="unmatched receive",
+                label="no send for it",
+                help=f"give rank {source} a `send %{name} to {target}`, or drop the receive",
+            )
 
 
 GIB = 2**30
 
 
-@dataclass(frozen=True)
-class UnequalBytes(Diagnostic):
-    title = "rank {rank} has `{instruction}` of {size} bytes, and on rank {other} it has {expected}"
-    label = "bytes = {size}"
-    help = "one message has one size: write `bytes = {expected}`"
-    rank: int
-    instruction: str
-    size: int
-    other: int
-    expected: int
+def _unequal_bytes(rank: int, step: Instruction, other: int, expected: int) -> Mistake:
+    size = bytes_of(step)
+    return Mistake(
+        _at(step),
+        f"rank {rank} has `{written(step)}` of {size} bytes, and on rank {other} it has {expected}",
+        kind="unequal bytes",
+        label=f"bytes = {size}",
+        help=f"one message has one size: write `bytes = {expected}`",
+    )
 
 
-@dataclass(frozen=True)
-class TooFewBytes(Diagnostic):
-    title = "rank {rank} has `{instruction}` of {size} bytes, and @{stage} says {right}"
-    label = "bytes = {size}"
-    help = "that follows from the stage's formulas and parameters: write at least `bytes = {right}`"
-    rank: int
-    instruction: str
-    size: int
-    stage: str
-    right: int
-
-
-def check_message_sizes(values: Values, handed: Mapping[Handed, float]) -> Iterator[UnequalBytes | TooFewBytes]:
+def check_message_sizes(values: Values, handed: Mapping[Handed, float]) -> Iterator[Diagnostic]:
     """``handed`` is what ``handed_sizes`` of the module is."""
     sends, receives = by_pair(values)
     for (source, target), received in receives.items():
         for (_, send), (_, receive) in zip(sends.get((source, target), ()), received, strict=False):
             if bytes_of(send) != bytes_of(receive) and send.target == receive.target:  # else they are matched wrongly
-                texts = written(receive), bytes_of(receive), source, bytes_of(send)
-                yield UnequalBytes(_at(receive), target, *texts)
+                yield _unequal_bytes(target, receive, source, bytes_of(send))
     yield from _of_collectives(values)
     yield from _too_few(values, handed)
 
@@ -227,7 +195,7 @@ def bytes_of(step: Instruction) -> int:
     return integer(step.attrs["bytes"])
 
 
-def _of_collectives(values: Values) -> Iterator[UnequalBytes]:
+def _of_collectives(values: Values) -> Iterator[Diagnostic]:
     first: dict[Hashable, tuple[int, Instruction]] = {}
     for program in values.module.programs:
         times: dict[Hashable, Iterator[int]] = defaultdict(count)
@@ -237,10 +205,10 @@ def _of_collectives(values: Values) -> Iterator[UnequalBytes]:
             key = step.op, step.target, step.peers, moved_by(step)
             rank, other = first.setdefault((*key, next(times[key])), (program.rank, step))
             if other is not step and bytes_of(other) != bytes_of(step):
-                yield UnequalBytes(_at(step), program.rank, written(step), bytes_of(step), rank, bytes_of(other))
+                yield _unequal_bytes(program.rank, step, rank, bytes_of(other))
 
 
-def _too_few(values: Values, handed: Mapping[Handed, float]) -> Iterator[TooFewBytes]:
+def _too_few(values: Values, handed: Mapping[Handed, float]) -> Iterator[Diagnostic]:
     module = values.module
     stages = {stage.name: stage for stage in module.stages}
     stated = {node.stage: integer(node.attrs["bytes"]) for node in module.reductions if "bytes" in node.attrs}
@@ -259,7 +227,14 @@ def _too_few(values: Values, handed: Mapping[Handed, float]) -> Iterator[TooFewB
             else:
                 continue
             if bytes_of(step) < right * (1 - RELATIVE) - 1:
-                yield TooFewBytes(_at(step), program.rank, written(step), bytes_of(step), stage, round(right))
+                size, least = bytes_of(step), round(right)
+                yield Mistake(
+                    _at(step),
+                    f"rank {program.rank} has `{written(step)}` of {size} bytes, and @{stage} says {least}",
+                    kind="too few bytes",
+                    label=f"bytes = {size}",
+                    help=(f"that follows from the stage's formulas and parameters: write at least `bytes = {least}`"),
+                )
 
 
 def _collected(step: Instruction, stage: Stage) -> float:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.stage_handoffs import forward_of
@@ -27,49 +26,6 @@ from arachnec.ir.values import Attributes, Quantity
 OPS = ("forward", "backward", "weight")
 TOLERANCE_GIB = 1e-9
 TOLERANCE = 1e-6  # of a sum that was printed
-
-
-@dataclass(frozen=True)
-class WrongPlace(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and layers of @{stage} {reason}"
-    label = "from another place"
-    help = '`place = "host"` stands where a stage has "parameters" in its `host`, and nowhere else'
-    rank: int
-    instruction: str
-    stage: str
-    reason: str
-
-
-@dataclass(frozen=True)
-class WrongInputs(Diagnostic):
-    title = "rank {rank} has `{instruction}` with {word} = {listed}, and it is {expected}"
-    label = "other blocks"
-    help = (
-        "inputs of blocks that run again go to the host once, and come back once: `offload` of the forward and "
-        "`reload` of the backward name these blocks"
-    )
-    rank: int
-    instruction: str
-    word: str
-    listed: str
-    expected: str
-
-
-@dataclass(frozen=True)
-class HostOutOfMemory(Diagnostic):
-    title = "node {node} keeps {need:.2f} GiB in its host's memory, there are {usable:.2f}"
-    label = "{own:.2f} GiB of them on this rank"
-    help = (
-        "{state:.2f} GiB are parameters, gradients and optimizer of its ranks, {inputs:.2f} inputs of blocks; "
-        "give the cluster `host_memory = {stated:.0f} GiB`, of which a tenth stays free, or put less there"
-    )
-    node: int
-    need: float
-    usable: float
-    own: float
-    state: float
-    inputs: float
-    stated: float
 
 
 def check_host_memory(values: Values) -> Iterator[Diagnostic]:
@@ -93,7 +49,13 @@ def _copies(
         there, inputs_there = in_hosts[cascade.stage]
         if there != (step.attrs.get("place") == HOST):
             reason = "lie in the host" if there else "do not lie in the host"
-            yield WrongPlace(step.span, program.rank, written(step), cascade.stage, reason)
+            yield Mistake(
+                step.span,
+                f"rank {program.rank} has `{written(step)}`, and layers of @{cascade.stage} {reason}",
+                kind="wrong place",
+                label="from another place",
+                help='`place = "host"` stands where a stage has "parameters" in its `host`, and nowhere else',
+            )
         if step.op == "weight":
             continue
         if step.op == "forward":
@@ -103,8 +65,17 @@ def _copies(
         blocks, word = gone.get(forwards[step.target], ()), "offload" if step.op == "forward" else "reload"
         listed = layers_listed(step, word)
         if listed != blocks:
-            texts = (rank_list(run) if run else "nothing" for run in (listed, blocks))
-            yield WrongInputs(step.span, program.rank, written(step), word, *texts)
+            found, expected = (rank_list(run) if run else "nothing" for run in (listed, blocks))
+            yield Mistake(
+                step.span,
+                f"rank {program.rank} has `{written(step)}` with {word} = {found}, and it is {expected}",
+                kind="wrong inputs",
+                label="other blocks",
+                help=(
+                    "inputs of blocks that run again go to the host once, and come back once: `offload` of the "
+                    "forward and `reload` of the backward name these blocks"
+                ),
+            )
 
 
 def host_peak(program: Program, cascades: Mapping[str, Cascade]) -> tuple[float, float]:
@@ -133,6 +104,7 @@ def _claims(values: Values) -> Iterator[Diagnostic]:
             yield Mistake(
                 program.span,
                 f"program rank {program.rank} claims {claimed:.3f} GiB of its host, its stages keep {right:.3f} there",
+                kind="host state too low",
                 label=f"host_state = {claimed:.3f} GiB",
                 help=f"`host_state` is the sum over the stages on the rank: write `host_state = {right:.6g} GiB`",
             )
@@ -150,24 +122,21 @@ def _bounds(values: Values) -> Iterator[Diagnostic]:
         need = state + inputs
         if need > usable + TOLERANCE_GIB:
             first, *own = max(ranks, key=lambda rank: rank[1] + rank[2])
-            sizes = sum(own), state, inputs, stated_for(need)
-            yield HostOutOfMemory(first.span, node, need, usable, *sizes)
+            here, stated = sum(own), stated_for(need)
+            yield Mistake(
+                first.span,
+                f"node {node} keeps {need:.2f} GiB in its host's memory, there are {usable:.2f}",
+                kind="host out of memory",
+                label=f"{here:.2f} GiB of them on this rank",
+                help=(
+                    f"{state:.2f} GiB are parameters, gradients and optimizer of its ranks, {inputs:.2f} inputs of "
+                    f"blocks; give the cluster `host_memory = {stated:.0f} GiB`, of which a tenth stays free, or "
+                    "put less there"
+                ),
+            )
 
 
 WORDS = {"host": " GiB", "from_host": "", "to_host": ""}  # with their units as they are written
-
-
-@dataclass(frozen=True)
-class HostCopyTooSmall(Diagnostic):
-    title = "rank {rank} has `{instruction}` with {word} = {claimed}, and it is {right}"
-    label = "{word} = {claimed}"
-    help = "that follows from what @{stage} has in its `host`: write at least `{word} = {right}`"
-    rank: int
-    instruction: str
-    word: str
-    claimed: str
-    right: str
-    stage: str
 
 
 def check_host_copies(values: Values) -> Iterator[Diagnostic]:
@@ -185,8 +154,17 @@ def check_host_copies(values: Values) -> Iterator[Diagnostic]:
             for word, unit in WORDS.items():
                 claimed, size = _size(step.attrs, word), _size(least, word)
                 if claimed < size * (1 - TOLERANCE):
-                    texts = f"{claimed:.10g}{unit}", f"{size:.10g}{unit}"
-                    yield HostCopyTooSmall(step.span, program.rank, written(step), word, *texts, stage.name)
+                    found, expected = f"{claimed:.10g}{unit}", f"{size:.10g}{unit}"
+                    yield Mistake(
+                        step.span,
+                        f"rank {program.rank} has `{written(step)}` with {word} = {found}, and it is {expected}",
+                        kind="host copy too small",
+                        label=f"{word} = {found}",
+                        help=(
+                            f"that follows from what @{stage.name} has in its `host`: write at least `{word} = "
+                            f"{expected}`"
+                        ),
+                    )
 
 
 def _of_gradients(step: Instruction, stage: Stage) -> Attributes:

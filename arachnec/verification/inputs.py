@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from arachnec.analysis.stage_handoffs import STAGED
 from arachnec.analysis.uses import COMPUTE, Values, gib, rank_list, written
@@ -20,61 +19,6 @@ from arachnec.ir.values import Value
 from arachnec.kernels.attention.attention_backend import PREFERENCE
 
 TOLERANCE_MS = 1e-3  # of planned times that were printed, added and subtracted
-
-
-@dataclass(frozen=True)
-class Overlap(Diagnostic):
-    title = (
-        "rank {rank} is in two cascades at once: `{instruction}` is planned at {start:g} ms, "
-        "`{before}` until {until:g} ms"
-    )
-    label = "starts at {start:g} ms"
-    help = "a rank does one thing at a time, in the order of its list"
-    rank: int
-    instruction: str
-    before: str
-    start: float
-    until: float
-
-
-@dataclass(frozen=True)
-class MissingInput(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and %{value} is not there yet"
-    label = "needs %{value}"
-    help = "compute %{value} on rank {rank} or receive it, before this instruction"
-    rank: int
-    instruction: str
-    value: str
-
-
-@dataclass(frozen=True)
-class UsedAfterFree(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and %{value} has been freed"
-    label = "needs %{value}"
-    help = "move `free %{value}` behind its last use on rank {rank}"
-    rank: int
-    instruction: str
-    value: str
-
-
-@dataclass(frozen=True)
-class NothingSaved(Diagnostic):
-    title = "rank {rank} has `{instruction}` before it has run %{source}"
-    label = "reads what %{source} saves"
-    help = "run %{source} on rank {rank} first, once"
-    rank: int
-    instruction: str
-    source: str
-
-
-@dataclass(frozen=True)
-class AlreadyThere(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and %{value} is there already"
-    label = "a second %{value}"
-    help = "a rank gets a value once; behind a `replan` what it has freed may come again"
-    rank: int
-    instruction: str
-    value: str
 
 
 def check_inputs(values: Values) -> Iterator[Diagnostic]:
@@ -92,7 +36,14 @@ def _times(program: Program) -> Iterator[Diagnostic]:
         start = quantity(instruction.attrs["start"])
         if start < until - max(TOLERANCE_MS, 1e-9 * until):
             earlier = "the start of the iteration" if before is None else written(before)
-            yield Overlap(instruction.span, program.rank, written(instruction), earlier, start, until)
+            yield Mistake(
+                instruction.span,
+                f"rank {program.rank} is in two cascades at once: `{written(instruction)}` is planned at "
+                f"{start:g} ms, `{earlier}` until {until:g} ms",
+                kind="overlap",
+                label=f"starts at {start:g} ms",
+                help="a rank does one thing at a time, in the order of its list",
+            )
         before, until = instruction, start + gib(instruction, "time")
 
 
@@ -114,7 +65,13 @@ def _presence(values: Values, program: Program) -> Iterator[Diagnostic]:
             part = instruction.op == "receive" and values.cascades[instruction.target].phase in STAGED
             again = value in held and (not part or value not in received or instruction.peers in received[value])
             if again or value in freed:
-                yield AlreadyThere(instruction.span, program.rank, written(instruction), value)
+                yield Mistake(
+                    instruction.span,
+                    f"rank {program.rank} has `{written(instruction)}`, and %{value} is there already",
+                    kind="already there",
+                    label=f"a second %{value}",
+                    help="a rank gets a value once; behind a `replan` what it has freed may come again",
+                )
             held.add(value)
             if part:
                 received[value].add(instruction.peers)
@@ -128,36 +85,34 @@ def _needs(
     for value in values.reads(instruction):
         if value in held:
             continue
-        kind = UsedAfterFree if value in freed else MissingInput
-        yield kind(instruction.span, rank, written(instruction), value)
+        if value in freed:
+            yield Mistake(
+                instruction.span,
+                f"rank {rank} has `{written(instruction)}`, and %{value} has been freed",
+                kind="used after free",
+                label=f"needs %{value}",
+                help=f"move `free %{value}` behind its last use on rank {rank}",
+            )
+        else:
+            yield Mistake(
+                instruction.span,
+                f"rank {rank} has `{written(instruction)}`, and %{value} is not there yet",
+                kind="missing input",
+                label=f"needs %{value}",
+                help=f"compute %{value} on rank {rank} or receive it, before this instruction",
+            )
     for source in values.saved_reads(instruction):
         if source not in saved:
-            yield NothingSaved(instruction.span, rank, written(instruction), source)
+            yield Mistake(
+                instruction.span,
+                f"rank {rank} has `{written(instruction)}` before it has run %{source}",
+                kind="nothing saved",
+                label=f"reads what %{source} saves",
+                help=f"run %{source} on rank {rank} first, once",
+            )
 
 
 READERS = (Phase.TRAIN, Phase.FORWARD)
-
-
-@dataclass(frozen=True)
-class NotItsEncoding(Diagnostic):
-    title = "%{cascade} trains clips {clips}, and of @{encoder} it reads {read}"
-    label = "not the encodings of its clips"
-    help = "each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of its clips"
-    cascade: str
-    clips: str
-    encoder: str
-    read: str
-
-
-@dataclass(frozen=True)
-class NotItsClips(Diagnostic):
-    title = "%{cascade} is {said}, and its clip {clip} has {right}"
-    label = "clip {clip} has {right}"
-    help = "a cascade's clips are of one shape, and its tokens are theirs"
-    cascade: str
-    said: str
-    clip: int
-    right: str
 
 
 def check_cascade_inputs(values: Values) -> Iterator[Diagnostic]:
@@ -175,7 +130,13 @@ def _lengths(cascade: Cascade, clips: dict[int, Clip]) -> Iterator[Diagnostic]:
         clip = clips.get(number)
         if clip is not None and (clip.tokens, clip.text) != (cascade.tokens, cascade.text):
             said, right = _length(cascade.tokens, cascade.text), _length(clip.tokens, clip.text)
-            yield NotItsClips(cascade.span, cascade.name, said, number, right)
+            yield Mistake(
+                cascade.span,
+                f"%{cascade.name} is {said}, and its clip {number} has {right}",
+                kind="not its clips",
+                label=f"clip {number} has {right}",
+                help="a cascade's clips are of one shape, and its tokens are theirs",
+            )
             return
 
 
@@ -189,25 +150,20 @@ def _encodings(values: Values, cascade: Cascade, encoder: str) -> Iterator[Diagn
     counts, own = Counter(clip for clips in read for clip in clips), set(cascade.clips)
     if any(counts[clip] != 1 for clip in own) or any(own.isdisjoint(clips) for clips in read):
         shown = ", ".join(f"clips {rank_list(clips)}" for clips in read) or "none"
-        yield NotItsEncoding(cascade.span, cascade.name, rank_list(cascade.clips), encoder, shown)
+        yield Mistake(
+            cascade.span,
+            f"%{cascade.name} trains clips {rank_list(cascade.clips)}, and of @{encoder} it reads {shown}",
+            kind="not its encoding",
+            label="not the encodings of its clips",
+            help=(
+                f"each of its clips is in one of its inputs of `encode @{encoder}`, and each of these has some of "
+                "its clips"
+            ),
+        )
 
 
 SPLIT = ("ulysses", "ring", "shards", "side", "recompute")
 SAMPLED = ("steps", "branches", "switch", "ulysses", "ring", "shards", "side", "unconditional")  # of a denoise
-
-
-@dataclass(frozen=True)
-class SplitUnlikeCascade(Diagnostic):
-    title = "rank {rank} runs `{instruction}` with {attribute} = {value}, and %{cascade} has {right}"
-    label = "{attribute} is {value}"
-    help = "all ranks of a cascade split it alike: {remedy}"
-    rank: int
-    instruction: str
-    attribute: str
-    value: str
-    cascade: str
-    right: str
-    remedy: str
 
 
 def check_forwards(values: Values) -> Iterator[Diagnostic]:
@@ -224,8 +180,15 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
                 if value == right:
                     continue
                 remedy = f"write `{name} = {_shown(right)}`" if right is not None else f"leave `{name}` out"
-                texts = _shown(value), cascade.name, _shown(right), remedy
-                yield SplitUnlikeCascade(step.span, program.rank, written(step), name, *texts)
+                found, expected = _shown(value), _shown(right)
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} runs `{written(step)}` with {name} = {found}, and %{cascade.name} has "
+                    f"{expected}",
+                    kind="split unlike cascade",
+                    label=f"{name} is {found}",
+                    help=f"all ranks of a cascade split it alike: {remedy}",
+                )
             family = step.attrs.get("attention")
             if family is not None and family not in PREFERENCE:
                 span = step.attrs.span("attention") or step.span
@@ -233,6 +196,7 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
                     span,
                     f"rank {program.rank} runs `{written(step)}` with attention {_shown(family)}, which no kernel "
                     "family is called",
+                    kind="unknown kernel family",
                     label=f"attention is {_shown(family)}",
                     help=f"write one of {', '.join(PREFERENCE)}, or leave `attention` out",
                 )
@@ -241,6 +205,7 @@ def check_forwards(values: Values) -> Iterator[Diagnostic]:
                     step.span,
                     f"rank {program.rank} runs `{written(step)}` with attention {_shown(family)}, and others with "
                     f"{_shown(families[cascade.name])}",
+                    kind="other kernel family",
                     label=f"{_shown(family)} here",
                     help="all ranks of a cascade run its attention with one kernel family",
                 )

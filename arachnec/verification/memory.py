@@ -16,33 +16,12 @@ from arachnec.analysis.stage_handoffs import between_stages, handed_gib, parts_h
 from arachnec.analysis.uses import Values, gib, written
 from arachnec.cluster.topology import machines, node_of
 from arachnec.cost.model import CostModel
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, Span, quantity
 from arachnec.ir.parameter_cells import gathered_gib
 from arachnec.ir.stage_sizes import recomputed_blocks
 
 TOLERANCE_GIB = 1e-9
-
-
-@dataclass(frozen=True)
-class OutOfMemory(Diagnostic):
-    title = "rank {rank} needs {need:.2f} GiB in `{instruction}`, its device has {limit:.2f} GiB"
-    label = "{need:.2f} GiB here"
-    help = (
-        "{state:.2f} GiB are parameters and optimizer, {saved:.2f} saved for backward, {values:.2f} handed-off values "
-        "and batches, {workspace:.2f} workspace, {communicators:.2f} communicators{gathered}; a higher degree, "
-        "recomputation or an earlier `free` lowers it"
-    )
-    rank: int
-    instruction: str
-    need: float
-    limit: float
-    state: float
-    saved: float
-    values: float
-    workspace: float
-    communicators: float
-    gathered: str
 
 
 def check_memory(values: Values, model: ExecutionModel) -> Iterator[Diagnostic]:
@@ -55,9 +34,19 @@ def check_memory(values: Values, model: ExecutionModel) -> Iterator[Diagnostic]:
         if peak.total <= limit + TOLERANCE_GIB:
             continue
         where, span = _place(program, peak.index)
-        parts = (peak.state, peak.saved, peak.values, peak.workspace, peak.communicators)
         gathered = f", {peak.gathered:.2f} gathered parameters" if peak.gathered else ""
-        yield OutOfMemory(span, program.rank, where, peak.total, limit, *parts, gathered)
+        yield Mistake(
+            span,
+            f"rank {program.rank} needs {peak.total:.2f} GiB in `{where}`, its device has {limit:.2f} GiB",
+            kind="out of memory",
+            label=f"{peak.total:.2f} GiB here",
+            help=(
+                f"{peak.state:.2f} GiB are parameters and optimizer, {peak.saved:.2f} saved for backward, "
+                f"{peak.values:.2f} handed-off values and batches, {peak.workspace:.2f} workspace, "
+                f"{peak.communicators:.2f} communicators{gathered}; a higher degree, recomputation or an earlier "
+                "`free` lowers it"
+            ),
+        )
 
 
 def _place(program: Program, index: int) -> tuple[str, Span | None]:
@@ -72,35 +61,6 @@ RELATIVE = 1e-6
 OPS = ("encode", "forward", "backward", "denoise", "decode")
 Handed: TypeAlias = tuple[str, int, int | None]
 """A value's way: the cascade that made it, the rank that reads it and, between stages, the one that it comes from."""
-
-
-@dataclass(frozen=True)
-class MemoryTooLow(Diagnostic):
-    title = "rank {rank} claims {claimed:.6g} GiB of {what} for `{instruction}`, its stage says {right:.6g} GiB"
-    label = "{claimed:.6g} GiB of {what}"
-    help = "the formulas of @{stage} for {shape} on {ranks} ranks; write at least `{attributes}`"
-    rank: int
-    claimed: float
-    what: str
-    instruction: str
-    right: float
-    stage: str
-    shape: str
-    ranks: int
-    attributes: str
-
-
-@dataclass(frozen=True)
-class CascadeMemoryTooLow(Diagnostic):
-    title = "%{cascade} claims {claimed:.6g} GiB of memory, its stage says {right:.6g} GiB"
-    label = "memory = {claimed:.6g} GiB"
-    help = "the formulas of @{stage} for {shape} on {ranks} ranks; write `memory = {right:.6g} GiB`"
-    cascade: str
-    claimed: float
-    right: float
-    stage: str
-    shape: str
-    ranks: int
 
 
 @dataclass(frozen=True)
@@ -136,7 +96,7 @@ def only_claimed(module: Module) -> tuple[str, ...]:
     return tuple(stage.name for stage in module.stages if stage.name in run - known)
 
 
-def _of_cascades(values: Values, cost: CostModel) -> Iterator[CascadeMemoryTooLow]:
+def _of_cascades(values: Values, cost: CostModel) -> Iterator[Diagnostic]:
     """What reports and pages show of a cascade is what its formulas say, or more."""
     for cascade in values.module.cascades:
         if "memory" not in cascade.attrs:
@@ -145,8 +105,16 @@ def _of_cascades(values: Values, cost: CostModel) -> Iterator[CascadeMemoryTooLo
         right = cost.memory(cascade, cascade.even_width, cost.recomputed(cascade), cascade.side)
         if claimed < right * (1 - RELATIVE) - ROUNDING_GIB:
             shape = f"{cascade.batch} x {cascade.tokens} tokens"
-            figures = claimed, right, cascade.stage, shape, cascade.width
-            yield CascadeMemoryTooLow(cascade.span, cascade.name, *figures)
+            yield Mistake(
+                cascade.span,
+                f"%{cascade.name} claims {claimed:.6g} GiB of memory, its stage says {right:.6g} GiB",
+                kind="cascade memory too low",
+                label=f"memory = {claimed:.6g} GiB",
+                help=(
+                    f"the formulas of @{cascade.stage} for {shape} on {cascade.width} ranks; write `memory = "
+                    f"{right:.6g} GiB`"
+                ),
+            )
 
 
 def handed_sizes(values: Values, cost: CostModel) -> dict[Handed, float]:
@@ -196,6 +164,11 @@ def _too_low(rank: int, step: Instruction, cascade: Cascade, need: _Need) -> Ite
         wanted = (
             f"{'memory' if what == 'memory' else 'workspace'} = {right if what == 'memory' else right - kept:.6g} GiB"
         )
-        where = step.span, rank, claimed, what, written(step), right
-        yield MemoryTooLow(*where, cascade.stage, shape, cascade.width, wanted)
+        yield Mistake(
+            step.span,
+            f"rank {rank} claims {claimed:.6g} GiB of {what} for `{written(step)}`, its stage says {right:.6g} GiB",
+            kind="memory too low",
+            label=f"{claimed:.6g} GiB of {what}",
+            help=f"the formulas of @{cascade.stage} for {shape} on {cascade.width} ranks; write at least `{wanted}`",
+        )
         return

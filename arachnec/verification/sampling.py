@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from arachnec.analysis.uses import PHASES, Values, rank_list, written
 from arachnec.ir.diagnostic import Diagnostic, Mistake
@@ -20,76 +19,14 @@ from arachnec.ir.sampling import chain_of, models_of, outcomes_of, segment_of, s
 SAMPLING = (Phase.ENCODE, Phase.DENOISE, Phase.DECODE)
 
 
-@dataclass(frozen=True)
-class WrongStep(Diagnostic):
-    title = (
-        "%{cascade} takes step {step} of request {request} where {outcome} steps are before its switch, "
-        "and {expected} is next"
+def _wrong_round(span: Span | None, rank: int, step: Instruction, number: int, reason: str) -> Mistake:
+    return Mistake(
+        span,
+        f"rank {rank} has `{written(step)}` in round {number}, and {reason}",
+        kind="wrong round",
+        label=f"round {number}",
+        help="every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says",
     )
-    label = "step {step} {reason}"
-    help = "at every outcome of the switch, a chain takes every step once, in order"
-    cascade: str
-    step: int
-    request: int
-    outcome: int
-    expected: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class StepsLeft(Diagnostic):
-    title = "request {request} ends before step {step} of {steps}, where {outcome} are before its switch"
-    label = "its last segment"
-    help = "at every outcome of the switch, a chain takes every step once, in order"
-    request: int
-    step: int
-    steps: int
-    outcome: int
-
-
-@dataclass(frozen=True)
-class WrongDecode(Diagnostic):
-    title = "%{cascade} decodes request {request} before its last segment %{last} has run"
-    label = "does not read %{last}"
-    help = "a decode reads the last segment of each of its requests"
-    cascade: str
-    request: int
-    last: str
-
-
-@dataclass(frozen=True)
-class WrongRound(Diagnostic):
-    title = "rank {rank} has `{instruction}` in round {round}, and {reason}"
-    label = "round {round}"
-    help = "every rank comes to `replan` of each round once, in order, and runs a cascade in the round that it says"
-    rank: int
-    instruction: str
-    round: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class WrongSegmentRuns(Diagnostic):
-    title = "rank {rank} runs `{op} %{cascade}` {count} times instead of {right}"
-    label = "its ranks are {ranks}"
-    help = "every rank of a cascade runs it exactly once, as that group, and no other rank does"
-    rank: int
-    op: str
-    cascade: str
-    count: int
-    right: int
-    ranks: str
-
-
-@dataclass(frozen=True)
-class WrongSegmentGroup(Diagnostic):
-    title = "rank {rank} runs `{instruction}`, and %{cascade} is placed on {ranks}"
-    label = "not the cascade's ranks"
-    help = "write `on {ranks}`, or place the cascade there"
-    rank: int
-    instruction: str
-    cascade: str
-    ranks: str
 
 
 def check_sampling(values: Values) -> Iterator[Diagnostic]:
@@ -99,7 +36,7 @@ def check_sampling(values: Values) -> Iterator[Diagnostic]:
         for program in values.module.programs:
             for step in program.instructions:
                 if step.op == "replan":
-                    yield WrongRound(step.span, program.rank, written(step), 0, "no clip is a request with a switch")
+                    yield _wrong_round(step.span, program.rank, step, 0, "no clip is a request with a switch")
         return
     own: dict[int, list[Cascade]] = defaultdict(list)
     for cascade in values.module.cascades:
@@ -117,7 +54,7 @@ def check_sampling(values: Values) -> Iterator[Diagnostic]:
     yield from _rounds(values)
 
 
-def _rounds(values: Values) -> Iterator[WrongRound]:
+def _rounds(values: Values) -> Iterator[Diagnostic]:
     """Where a rank may be given other instructions: at the same rounds as all ranks."""
     last = max((cascade.round for cascade in values.module.cascades), default=0)
     for program in values.module.programs:
@@ -125,15 +62,15 @@ def _rounds(values: Values) -> Iterator[WrongRound]:
         for step in program.instructions:
             if step.op == "replan":
                 if step.attrs.get("round") != at + 1:
-                    yield WrongRound(step.span, program.rank, written(step), at, f"{at + 1} is next")
+                    yield _wrong_round(step.span, program.rank, step, at, f"{at + 1} is next")
                 at += 1
             elif step.op in PHASES and values.cascades[step.target].round != at:
                 own = values.cascades[step.target].round
-                yield WrongRound(step.span, program.rank, written(step), at, f"its cascade is of round {own}")
+                yield _wrong_round(step.span, program.rank, step, at, f"its cascade is of round {own}")
         if at != last:
             where = Instruction("replan", models_of(values.module)[0])
             reason = f"its list ends there, of {last + 1} rounds"
-            yield WrongRound(program.span, program.rank, written(where), at, reason)
+            yield _wrong_round(program.span, program.rank, where, at, reason)
 
 
 def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Iterator[Diagnostic]:
@@ -143,6 +80,7 @@ def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Itera
         yield Mistake(
             clip.span,
             f"no cascade denoises request {clip.id}",
+            kind="not denoised",
             label=f"takes none of its {steps} steps",
             help="every request has a chain of denoise cascades over all of its steps",
         )
@@ -150,10 +88,11 @@ def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Itera
     chain = chain_of(segments, clip.id)
     if len(chain) != len(segments):
         left = [cascade for cascade in segments if cascade not in chain] or segments
-        names_text = ", ".join(f"%{cascade.name}" for cascade in segments)
+        names = ", ".join(f"%{cascade.name}" for cascade in segments)
         yield Mistake(
             left[0].span,
-            f"the segments of request {clip.id} are no chain: {names_text}",
+            f"the segments of request {clip.id} are no chain: {names}",
+            kind="no chain",
             label="beside the others",
             help="each segment but the first reads one other segment of its request, no two the same",
         )
@@ -165,12 +104,17 @@ def _request(clip: Clip, own: Sequence[Cascade], models: Sequence[str]) -> Itera
             break
     for cascade in own:
         if cascade.phase is Phase.DECODE and chain[-1].name not in cascade.inputs:
-            yield WrongDecode(cascade.span, cascade.name, clip.id, chain[-1].name)
+            last = chain[-1].name
+            yield Mistake(
+                cascade.span,
+                f"%{cascade.name} decodes request {clip.id} before its last segment %{last} has run",
+                kind="wrong decode",
+                label=f"does not read %{last}",
+                help="a decode reads the last segment of each of its requests",
+            )
 
 
-def _walk(
-    clip: Clip, chain: Sequence[Cascade], models: Sequence[str], steps: int, outcome: int
-) -> WrongStep | StepsLeft | None:
+def _walk(clip: Clip, chain: Sequence[Cascade], models: Sequence[str], steps: int, outcome: int) -> Diagnostic | None:
     """What is wrong with the steps that a chain takes at one outcome; None where nothing is."""
     following = 0
     for cascade in chain:
@@ -180,10 +124,23 @@ def _walk(
             continue
         if taken[0] != following:
             reason = "was taken before" if taken[0] < following else "comes too early"
-            return WrongStep(cascade.span, cascade.name, taken[0], clip.id, outcome, following, reason)
+            return Mistake(
+                cascade.span,
+                f"%{cascade.name} takes step {taken[0]} of request {clip.id} where {outcome} steps are before "
+                f"its switch, and {following} is next",
+                kind="wrong step",
+                label=f"step {taken[0]} {reason}",
+                help="at every outcome of the switch, a chain takes every step once, in order",
+            )
         following = taken[-1] + 1
     if following != steps:
-        return StepsLeft(chain[-1].span, clip.id, following, steps, outcome)
+        return Mistake(
+            chain[-1].span,
+            f"request {clip.id} ends before step {following} of {steps}, where {outcome} are before its switch",
+            kind="steps left",
+            label="its last segment",
+            help="at every outcome of the switch, a chain takes every step once, in order",
+        )
     return None
 
 
@@ -203,6 +160,7 @@ def _inputs(values: Values, cascade: Cascade, encoders: Mapping[int, Sequence[st
                 cascade.span,
                 f"%{cascade.name} of requests {requests} reads %{source.name}, which is of requests "
                 f"{rank_list(source.clips)}",
+                kind="other requests",
                 label="another request's",
                 help=(
                     "a segment reads the text of all of its requests, and the latents of these requests in the same "
@@ -217,12 +175,13 @@ def _inputs(values: Values, cascade: Cascade, encoders: Mapping[int, Sequence[st
                 yield Mistake(
                     cascade.span,
                     f"%{cascade.name} reads {counts[stage]} cascades of @{stage} instead of one",
+                    kind="text not read once",
                     label=f"its requests are {requests}",
                     help="where an encoder runs for a request, each segment reads that from one cascade of it",
                 )
 
 
-def _runs(values: Values) -> Iterator[WrongSegmentRuns | WrongSegmentGroup]:
+def _runs(values: Values) -> Iterator[Diagnostic]:
     """Every rank of a cascade's group runs it exactly once, as that group."""
     ops = {phases[0]: op for op, phases in PHASES.items() if phases[0] in SAMPLING}
     counts: Counter[tuple[str, int]] = Counter()
@@ -236,14 +195,24 @@ def _runs(values: Values) -> Iterator[WrongSegmentRuns | WrongSegmentGroup]:
             spans[cascade.name, program.rank] = instruction.span
             if instruction.peers and instruction.peers != cascade.ranks:
                 ranks = rank_list(cascade.ranks)
-                yield WrongSegmentGroup(instruction.span, program.rank, written(instruction), cascade.name, ranks)
-    for cascade in values.module.cascades if values.module.programs else ():
-        for rank in cascade.ranks if cascade.phase in ops else ():
-            count = counts.pop((cascade.name, rank), 0)
-            if count != 1:
-                where = spans.get((cascade.name, rank), cascade.span), rank, ops[cascade.phase], cascade.name
-                yield WrongSegmentRuns(*where, count, 1, rank_list(cascade.ranks))
-    for (name, rank), count in counts.items():
-        cascade = values.cascades[name]
-        where = spans[name, rank], rank, ops[cascade.phase], name
-        yield WrongSegmentRuns(*where, count, 0, rank_list(cascade.ranks))
+                yield Mistake(
+                    instruction.span,
+                    f"rank {program.rank} runs `{written(instruction)}`, and %{cascade.name} is placed on {ranks}",
+                    kind="wrong segment group",
+                    label="not the cascade's ranks",
+                    help=f"write `on {ranks}`, or place the cascade there",
+                )
+    sampled = [own for own in values.module.cascades if own.phase in ops] if values.module.programs else []
+    wanted = dict.fromkeys((own.name, rank) for own in sampled for rank in own.ranks)
+    for key in dict.fromkeys((*wanted, *counts)):
+        name, rank = key
+        cascade, count, right = values.cascades[name], counts[key], int(key in wanted)
+        if count != right:
+            op, ranks = ops[cascade.phase], rank_list(cascade.ranks)
+            yield Mistake(
+                spans.get(key, cascade.span),
+                f"rank {rank} runs `{op} %{name}` {count} times instead of {right}",
+                kind="wrong segment runs",
+                label=f"its ranks are {ranks}",
+                help="every rank of a cascade runs it exactly once, as that group, and no other rank does",
+            )

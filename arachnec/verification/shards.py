@@ -29,78 +29,14 @@ OPS = ("forward", "backward", "weight")
 COMPARED = ("gather", "release", "scatter", "held")
 
 
-@dataclass(frozen=True)
-class NotGathered(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} is not whole there"
-    label = "reads layer {layer}"
-    help = "name layer {layer} in its `gather`, or release it later"
-    rank: int
-    instruction: str
-    layer: int
-    stage: str
-
-
-@dataclass(frozen=True)
-class GatheredTwice(Diagnostic):
-    title = "rank {rank} has `{instruction}` gather layer {layer} of @{stage}, which is whole already"
-    label = "gathers layer {layer} again"
-    help = "release layer {layer} where it was read last, or do not gather it here"
-    rank: int
-    instruction: str
-    layer: int
-    stage: str
-
-
-@dataclass(frozen=True)
-class NotReleased(Diagnostic):
-    title = "rank {rank} ends its step with layer {layer} of @{stage} whole, since `{instruction}`"
-    label = "layer {layer} is not released"
-    help = "release layer {layer} where it was read last: the next step would read it as it was before"
-    rank: int
-    instruction: str
-    layer: int
-    stage: str
-
-
-@dataclass(frozen=True)
-class UnequalGathers(Diagnostic):
-    title = (
-        "ranks {rank} and {other} are one cell of @{stage} and gather differently: `{instruction}` has {what} = "
-        "{found}, and {expected} on rank {rank}"
-    )
-    label = "other layers, or another order"
-    help = "the members of a cell gather, release and reduce-scatter the same layers in the same order"
-    rank: int
-    other: int
-    stage: str
-    instruction: str
-    what: str
-    found: str
-    expected: str
-
-
 def not_the_cell_error(span: Span | None, rank: int, instruction: str, reason: str, stage: str, cell: str) -> Mistake:
     return Mistake(
         span,
         f"rank {rank} has `{instruction}` with {reason}",
+        kind="not the cell",
         label=reason,
         help=f"its parameters of @{stage} are dealt out over ranks {cell}: write `cell = {cell}`",
     )
-
-
-@dataclass(frozen=True)
-class NotScattered(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and the gradients of layer {layer} of @{stage} {reason}"
-    label = "layer {layer}"
-    help = (
-        "each backward reduce-scatters every layer that trains, once, where it is split its `weight` does: name it in "
-        "`scatter`"
-    )
-    rank: int
-    instruction: str
-    layer: int
-    stage: str
-    reason: str
 
 
 @dataclass(frozen=True)
@@ -154,15 +90,28 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
     for step, one in steps:
         if step.op not in OPS:
             continue
-        name, where = one.stage.name, (step.span, program.rank, written(step))
+        name = one.stage.name
         here = whole.setdefault(name, {})
         for layer in layers_listed(step, "gather"):
             if layer in here:
-                yield GatheredTwice(*where, layer, name)
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} has `{written(step)}` gather layer {layer} of @{name}, which is whole "
+                    "already",
+                    kind="gathered twice",
+                    label=f"gathers layer {layer} again",
+                    help=f"release layer {layer} where it was read last, or do not gather it here",
+                )
             here[layer] = step
         for layer in range(one.layers) if step.op != "weight" else ():  # which reads no parameter
             if layer not in here:
-                yield NotGathered(*where, layer, name)
+                yield Mistake(
+                    step.span,
+                    f"rank {program.rank} has `{written(step)}`, and layer {layer} of @{name} is not whole there",
+                    kind="not gathered",
+                    label=f"reads layer {layer}",
+                    help=f"name layer {layer} in its `gather`, or release it later",
+                )
                 here[layer] = step  # one message for one mistake
         for layer in layers_listed(step, "release"):
             if layer not in here:
@@ -170,6 +119,7 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                     step.span,
                     f"rank {program.rank} has `{written(step)}` release layer {layer} of @{name}, which is not whole "
                     "there",
+                    kind="released twice",
                     label=f"releases layer {layer}",
                     help="a layer is released once after each gather",
                 )
@@ -181,10 +131,26 @@ def _whole(program: Program, steps: Steps, split: Set[str]) -> Iterator[Diagnost
                 if counts[layer] != (layer in trained):
                     times = f"are reduce-scattered {counts[layer]} times"
                     reason = times if counts[layer] else "are not reduce-scattered"
-                    yield NotScattered(*where, layer, name, reason)
+                    yield Mistake(
+                        step.span,
+                        f"rank {program.rank} has `{written(step)}`, and the gradients of layer {layer} of "
+                        f"@{name} {reason}",
+                        kind="not scattered",
+                        label=f"layer {layer}",
+                        help=(
+                            "each backward reduce-scatters every layer that trains, once, where it is split its "
+                            "`weight` does: name it in `scatter`"
+                        ),
+                    )
     for name, left in whole.items():
         for layer, step in left.items():
-            yield NotReleased(step.span, program.rank, written(step), layer, name)
+            yield Mistake(
+                step.span,
+                f"rank {program.rank} ends its step with layer {layer} of @{name} whole, since `{written(step)}`",
+                kind="not released",
+                label=f"layer {layer} is not released",
+                help=f"release layer {layer} where it was read last: the next step would read it as it was before",
+            )
 
 
 def _groups(program: Program, steps: Steps, holders: Mapping[str, tuple[int, ...]]) -> Iterator[Diagnostic]:
@@ -202,12 +168,13 @@ def _groups(program: Program, steps: Steps, holders: Mapping[str, tuple[int, ...
         elif step.op == "reduce":
             ranks = replicas(program.rank % one.cell, one.cell, holders[name])
             if step.peers != ranks:
-                ranks_text = rank_list(ranks)
+                holding = rank_list(ranks)
                 yield Mistake(
                     step.span,
-                    f"rank {program.rank} has `{written(step)}`, and its shard of @{name} lies on ranks {ranks_text}",
+                    f"rank {program.rank} has `{written(step)}`, and its shard of @{name} lies on ranks {holding}",
+                    kind="other shard",
                     label="not the ranks that hold this shard",
-                    help=f"shards are all-reduced between cells: write `on {ranks_text}`",
+                    help=f"shards are all-reduced between cells: write `on {holding}`",
                 )
 
 
@@ -225,8 +192,15 @@ def _alike(rank: int, expected: Steps, program: Program, steps: Steps) -> Iterat
             continue
         for word in COMPARED:
             if a.attrs.get(word) != b.attrs.get(word):
-                texts = (_text(step.attrs, word) for step in (b, a))
-                yield UnequalGathers(b.span, rank, program.rank, one.stage.name, written(b), word, *texts)
+                found, right = (_text(step.attrs, word) for step in (b, a))
+                yield Mistake(
+                    b.span,
+                    f"ranks {rank} and {program.rank} are one cell of @{one.stage.name} and gather differently: "
+                    f"`{written(b)}` has {word} = {found}, and {right} on rank {rank}",
+                    kind="unequal gathers",
+                    label="other layers, or another order",
+                    help="the members of a cell gather, release and reduce-scatter the same layers in the same order",
+                )
                 return
 
 
@@ -236,31 +210,6 @@ def _text(attrs: Mapping[str, object], word: str) -> str:
 
 
 READING = ("forward", "backward", "weight")
-
-
-@dataclass(frozen=True)
-class NotUpdated(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and layer {layer} of @{stage} {reason}"
-    label = "layer {layer}"
-    help = (
-        "a program of each of ranks {ranks} gathers every layer that trains once, before the first forward of @{stage}"
-    )
-    rank: int
-    instruction: str
-    layer: int
-    stage: str
-    reason: str
-    ranks: str
-
-
-@dataclass(frozen=True)
-class WrongGather(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and {reason}"
-    label = "{reason}"
-    help = "what an optimizer that is dealt out has updated of a stage is gathered over the ranks of its `reduce`"
-    rank: int
-    instruction: str
-    reason: str
 
 
 def check_updated_parameters(values: Values) -> Iterator[Diagnostic]:
@@ -294,7 +243,7 @@ def _places(values: Values) -> dict[str, tuple[int, ...]]:
 
 def _gathers_named(
     program: Program, places: Mapping[str, tuple[int, ...]], layers: Mapping[str, tuple[int, ...]]
-) -> Iterator[WrongGather]:
+) -> Iterator[Diagnostic]:
     """Every gather is of a dealt-out stage, over its ranks, and of layers that train."""
     for step in program.instructions:
         if step.op != "gather":
@@ -309,17 +258,34 @@ def _gathers_named(
             reason = f"layer {unknown[0]} is not one of those that train"
         else:
             continue
-        yield WrongGather(step.span, program.rank, written(step), reason)
+        yield Mistake(
+            step.span,
+            f"rank {program.rank} has `{written(step)}`, and {reason}",
+            kind="wrong gather",
+            label=reason,
+            help=(
+                "what an optimizer that is dealt out has updated of a stage is gathered over the ranks of its `reduce`"
+            ),
+        )
 
 
 def _gathered(
     values: Values, program: Program, stage: Stage, layers: tuple[int, ...], ranks: tuple[int, ...]
-) -> Iterator[NotUpdated]:
+) -> Iterator[Diagnostic]:
     """Each layer once, before it is read, and before the next update."""
     counts: Counter[int] = Counter()
 
-    def wrong(step: Instruction, layer: int, reason: str) -> NotUpdated:
-        return NotUpdated(step.span, program.rank, written(step), layer, stage.name, reason, rank_list(ranks))
+    def wrong(step: Instruction, layer: int, reason: str) -> Diagnostic:
+        return Mistake(
+            step.span,
+            f"rank {program.rank} has `{written(step)}`, and layer {layer} of @{stage.name} {reason}",
+            kind="not updated",
+            label=f"layer {layer}",
+            help=(
+                f"a program of each of ranks {rank_list(ranks)} gathers every layer that trains once, before the "
+                f"first forward of @{stage.name}"
+            ),
+        )
 
     for step in program.instructions:
         if step.op == "gather" and step.target == stage.name:
@@ -339,31 +305,7 @@ def _gathered(
 NAMED_LAYERS = {"gather": True, "release": True, "scatter": True, "offload": False, "reload": False}
 
 
-@dataclass(frozen=True)
-class UnknownLayer(Diagnostic):
-    title = "rank {rank} has `{instruction}` {word} layer {layer}, and @{stage} has {layers} layers"
-    label = "no layer {layer}"
-    help = "write numbers of {known}"
-    rank: int
-    instruction: str
-    word: str
-    layer: int
-    stage: str
-    layers: int
-    known: str
-
-
-@dataclass(frozen=True)
-class NoneHeld(Diagnostic):
-    title = "rank {rank} has `{instruction}` with held = {held}"
-    label = "held = {held}"
-    help = "a layer that computes is whole: write 1 or more, or leave `held` out"
-    rank: int
-    instruction: str
-    held: int
-
-
-def check_listed_layers(values: Values) -> Iterator[UnknownLayer | NoneHeld]:
+def check_listed_layers(values: Values) -> Iterator[Diagnostic]:
     last = {stage.name: last_layer(stage) for stage in values.module.stages}
     for program in values.module.programs:
         for step in program.instructions:
@@ -376,10 +318,17 @@ def check_listed_layers(values: Values) -> Iterator[UnknownLayer | NoneHeld]:
                         yield from _unknown(program.rank, step, word, stage, last[stage] + NAMED_LAYERS[word])
                     elif word == "held" and integer(value) < 1:
                         span = step.attrs.span("held") or step.span
-                        yield NoneHeld(span, program.rank, written(step), integer(value))
+                        held = integer(value)
+                        yield Mistake(
+                            span,
+                            f"rank {program.rank} has `{written(step)}` with held = {held}",
+                            kind="none held",
+                            label=f"held = {held}",
+                            help="a layer that computes is whole: write 1 or more, or leave `held` out",
+                        )
 
 
-def _unknown(rank: int, step: Instruction, word: str, stage: str, end: int) -> Iterator[UnknownLayer]:
+def _unknown(rank: int, step: Instruction, word: str, stage: str, end: int) -> Iterator[Diagnostic]:
     """The first layer of a list from ``end`` on."""
     listed = layers_listed(step, word)
     if listed and not 0 <= min(listed) <= max(listed) < end:
@@ -387,21 +336,16 @@ def _unknown(rank: int, step: Instruction, word: str, stage: str, end: int) -> I
         known = f"0 to {end - 1}" if end else "layers that there are: it has none"
         span = step.attrs.span(word) or step.span
         verb = word if word != "layers" else "of"
-        yield UnknownLayer(span, rank, written(step), verb, layer, stage, end, known)
+        yield Mistake(
+            span,
+            f"rank {rank} has `{written(step)}` {verb} layer {layer}, and @{stage} has {end} layers",
+            kind="unknown layer",
+            label=f"no layer {layer}",
+            help=f"write numbers of {known}",
+        )
 
 
 TOLERANCE = 1e-6  # of a sum that was printed
-
-
-@dataclass(frozen=True)
-class StateTooLow(Diagnostic):
-    title = "program rank {rank} claims {claimed:.3f} GiB of state, its stages hold {right:.3f} GiB"
-    label = "state = {claimed:.3f} GiB"
-    help = "`state` is the sum over the stages on the rank, {stages}: write `state = {right:.6g} GiB`"
-    rank: int
-    claimed: float
-    right: float
-    stages: str
 
 
 def check_residency(values: Values) -> Iterator[Diagnostic]:
@@ -413,4 +357,10 @@ def check_residency(values: Values) -> Iterator[Diagnostic]:
         right, claimed = resident_gib(here, "state"), state_of(program)
         if claimed < right * (1 - TOLERANCE):
             names = ", ".join(f"@{stage.name}" for stage in here)
-            yield StateTooLow(program.span, program.rank, claimed, right, names)
+            yield Mistake(
+                program.span,
+                f"program rank {program.rank} claims {claimed:.3f} GiB of state, its stages hold {right:.3f} GiB",
+                kind="state too low",
+                label=f"state = {claimed:.3f} GiB",
+                help=f"`state` is the sum over the stages on the rank, {names}: write `state = {right:.6g} GiB`",
+            )

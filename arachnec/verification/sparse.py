@@ -9,7 +9,6 @@ aside, and divides heads by number.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 
 from arachnec.analysis.uses import Values, rank_list, written
@@ -21,31 +20,14 @@ from arachnec.ir.nodes import Cascade, Program, integer
 from arachnec.sparsity.clip_grid import clip_cubes
 
 
-@dataclass(frozen=True)
-class GroupsNotComputed(Diagnostic):
-    title = "no rank of {cascade} computes query groups {first} to {last} of head {head} in layer {layer}"
-    label = "has {groups} groups"
-    help = "give them to a place in `heads`; a part is head, place, first group, and the end behind the last"
-    cascade: str
-    first: int
-    last: int
-    head: int
-    layer: int
-    groups: int
-
-
-@dataclass(frozen=True)
-class GroupsComputedTwice(Diagnostic):
-    title = "{cascade} computes query groups {first} to {last} of head {head} in layer {layer} twice"
-    label = "at places {one} and {other}"
-    help = "the keys' gradients would count them twice: take them from one of the places"
-    cascade: str
-    first: int
-    last: int
-    head: int
-    layer: int
-    one: int
-    other: int
+def _not_computed(cascade: Cascade, layer: int, head: int, first: int, end: int) -> Mistake:
+    return Mistake(
+        _span(cascade),
+        f"no rank of {label(cascade)} computes query groups {first} to {end - 1} of head {head} in layer {layer}",
+        kind="groups not computed",
+        label=f"has {integer(cascade.attrs['groups'])} groups",
+        help="give them to a place in `heads`; a part is head, place, first group, and the end behind the last",
+    )
 
 
 def check_heads(values: Values) -> Iterator[Diagnostic]:
@@ -59,6 +41,7 @@ def check_heads(values: Values) -> Iterator[Diagnostic]:
                     cascade.span,
                     f"{label(cascade)} is sparse on {cascade.degree} ranks, and does not say which of them computes "
                     "which heads",
+                    kind="heads not divided",
                     label="has no `heads`",
                     help="lower the placed module again: `lower` divides the heads",
                 )
@@ -69,6 +52,7 @@ def check_heads(values: Values) -> Iterator[Diagnostic]:
             yield Mistake(
                 cascade.attrs.span("groups"),
                 f"{label(cascade)} divides its heads by {groups} query groups, and its clip has {of_clip}",
+                kind="other groups",
                 label="does not follow from the clip's size and the stage's `query_group`",
                 help="leave `heads` and `groups` out of the placed module: `lower` divides the heads",
             )
@@ -85,7 +69,6 @@ def _head_counts(cascade: Cascade) -> dict[int, int]:
 
 
 def _layer(cascade: Cascade, layer: int, parts: tuple[HeadPart, ...], heads: int) -> Iterator[Diagnostic]:
-    span, name = _span(cascade), label(cascade)
     groups = integer(cascade.attrs["groups"])
     by_head = {
         head: sorted(own, key=lambda part: part.start)
@@ -95,14 +78,21 @@ def _layer(cascade: Cascade, layer: int, parts: tuple[HeadPart, ...], heads: int
         done = owner = 0
         for part in by_head.get(head, []):
             if part.start > done:
-                yield GroupsNotComputed(span, name, done, part.start - 1, head, layer, groups)
+                yield _not_computed(cascade, layer, head, done, part.start)
             elif part.start < done:
                 last = min(done, part.stop) - 1
-                yield GroupsComputedTwice(span, name, part.start, last, head, layer, owner, part.place)
+                yield Mistake(
+                    _span(cascade),
+                    f"{label(cascade)} computes query groups {part.start} to {last} of head {head} in layer "
+                    f"{layer} twice",
+                    kind="groups computed twice",
+                    label=f"at places {owner} and {part.place}",
+                    help="the keys' gradients would count them twice: take them from one of the places",
+                )
             if part.stop > done:
                 done, owner = part.stop, part.place
         if done < groups:
-            yield GroupsNotComputed(span, name, done, groups - 1, head, layer, groups)
+            yield _not_computed(cascade, layer, head, done, groups)
 
 
 def _span(cascade: Cascade) -> Span | None:
@@ -146,19 +136,7 @@ def _learn(
 
 def _not_learned(span: Span | None, rank: int, reason: str, remedy: str) -> Mistake:
     title = f"rank {rank} does not learn which keys matter as the others do: {reason}"
-    return Mistake(span, title, label=reason, help=remedy)
-
-
-@dataclass(frozen=True)
-class OtherPath(Diagnostic):
-    title = "{cascade} has layer {layer} {path}, which takes less time {right} by the times and densities of @{stage}"
-    label = "layer {layer} is {path}"
-    help = "plan again: `annotate` chooses the sparse layers of every length, the same in every plan"
-    cascade: str
-    layer: int
-    path: str
-    right: str
-    stage: str
+    return Mistake(span, title, kind="not learned", label=reason, help=remedy)
 
 
 def check_sparse_paths(values: Values) -> Iterator[Diagnostic]:
@@ -172,6 +150,14 @@ def check_sparse_paths(values: Values) -> Iterator[Diagnostic]:
             faster[key] = frozenset(faster_sparse(stages[cascade.stage], cascade.tokens, cascade.text))
         others = faster[key].symmetric_difference(sparse_layers(cascade))
         if others:
-            paths = ("dense", "sparse") if min(others) in faster[key] else ("sparse", "dense")
+            layer = min(others)
+            path, right = ("dense", "sparse") if layer in faster[key] else ("sparse", "dense")
             span = cascade.attrs.span("sparse") or cascade.span
-            yield OtherPath(span, label(cascade), min(others), *paths, cascade.stage)
+            yield Mistake(
+                span,
+                f"{label(cascade)} has layer {layer} {path}, which takes less time {right} by the times and "
+                f"densities of @{cascade.stage}",
+                kind="other path",
+                label=f"layer {layer} is {path}",
+                help="plan again: `annotate` chooses the sparse layers of every length, the same in every plan",
+            )

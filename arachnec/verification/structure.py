@@ -4,53 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from arachnec.analysis.uses import COMPUTE, PHASES, Values, rank_list, written
-from arachnec.ir.diagnostic import Diagnostic
+from arachnec.ir.diagnostic import Diagnostic, Mistake
 from arachnec.ir.nodes import STAGE_OPS, Instruction
-
-
-@dataclass(frozen=True)
-class ProgramCount(Diagnostic):
-    title = "rank {rank} has {count} programs"
-    label = "every rank of the cluster has exactly one"
-    help = "the cluster has ranks 0 to {last}"
-    rank: int
-    count: int
-    last: int
-
-
-@dataclass(frozen=True)
-class UnknownTarget(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and there is no such {kind}"
-    label = "unknown {kind}"
-    help = "name a {kind} of this module"
-    rank: int
-    instruction: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class WrongPhase(Diagnostic):
-    title = "rank {rank} has `{instruction}`, and %{cascade} is a cascade of phase {phase}"
-    label = "not what this cascade does"
-    help = "a cascade of phase {phase} is run by {ops}"
-    rank: int
-    instruction: str
-    cascade: str
-    phase: str
-    ops: str
-
-
-@dataclass(frozen=True)
-class BadPeers(Diagnostic):
-    title = "rank {rank} has `{instruction}`: {reason}"
-    label = "{reason}"
-    help = "send and receive name one other rank; every other group names this rank and each of its ranks once"
-    rank: int
-    instruction: str
-    reason: str
 
 
 def check_structure(values: Values) -> Iterator[Diagnostic]:
@@ -60,27 +17,54 @@ def check_structure(values: Values) -> Iterator[Diagnostic]:
     counts = Counter(program.rank for program in module.programs)
     for rank in sorted({*counts, *range(world)}):
         if counts[rank] != int(rank < world):
-            yield ProgramCount(module.span, rank, counts[rank], world - 1)
+            yield Mistake(
+                module.span,
+                f"rank {rank} has {counts[rank]} programs",
+                kind="program count",
+                label="every rank of the cluster has exactly one",
+                help=f"the cluster has ranks 0 to {world - 1}",
+            )
     stages = {stage.name for stage in module.stages}
     sound: set[tuple[int, ...]] = set()
     for program in module.programs:
         for instruction in program.instructions:
             kind = "stage" if instruction.op in STAGE_OPS else "cascade"
             if instruction.target not in (stages if kind == "stage" else values.cascades):
-                yield UnknownTarget(instruction.span, program.rank, written(instruction), kind)
+                yield Mistake(
+                    instruction.span,
+                    f"rank {program.rank} has `{written(instruction)}`, and there is no such {kind}",
+                    kind="unknown target",
+                    label=f"unknown {kind}",
+                    help=f"name a {kind} of this module",
+                )
                 continue
             if instruction.op in COMPUTE:
                 yield from _phase(values, program.rank, instruction)
             reason = _peers(program.rank, instruction, world, sound)
             if reason:
-                yield BadPeers(instruction.span, program.rank, written(instruction), reason)
+                yield Mistake(
+                    instruction.span,
+                    f"rank {program.rank} has `{written(instruction)}`: {reason}",
+                    kind="bad peers",
+                    label=reason,
+                    help=(
+                        "send and receive name one other rank; every other group names this rank and each of its "
+                        "ranks once"
+                    ),
+                )
 
 
 def _phase(values: Values, rank: int, instruction: Instruction) -> Iterator[Diagnostic]:
     phase = values.cascades[instruction.target].phase
     if phase not in PHASES[instruction.op]:
         ops = " and ".join(f"`{op}`" for op, phases in PHASES.items() if phase in phases)
-        yield WrongPhase(instruction.span, rank, written(instruction), instruction.target, phase.value, ops)
+        yield Mistake(
+            instruction.span,
+            f"rank {rank} has `{written(instruction)}`, and %{instruction.target} is a cascade of phase {phase.value}",
+            kind="wrong phase",
+            label="not what this cascade does",
+            help=f"a cascade of phase {phase.value} is run by {ops}",
+        )
 
 
 def _peers(rank: int, instruction: Instruction, world: int, sound: set[tuple[int, ...]]) -> str | None:

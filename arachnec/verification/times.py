@@ -24,6 +24,7 @@ BACKWARDS = (Phase.TRAIN, Phase.BACKWARD, Phase.WEIGHT)
 
 @dataclass(frozen=True)
 class TimeTooLong(Diagnostic):
+    kind = "time too long"
     title = "rank {rank} plans {claimed:.6g} ms for `{instruction}`, the formulas of @{stage} say {right:.6g} ms"
     label = "{claimed:.6g} ms"
     help = "a run waits as long as the plan says before it calls a rank silent; write at most `time = {most:.6g} ms`"
@@ -37,6 +38,7 @@ class TimeTooLong(Diagnostic):
 
 @dataclass(frozen=True)
 class StartsTooLate(Diagnostic):
+    kind = "starts too late"
     title = "rank {rank} plans `{instruction}` at {start:.6g} ms, when all cascades in turn would long have ended"
     label = "starts at {start:.6g} ms"
     help = "one after another they take {total:.6g} ms; write at most `start = {most:.6g} ms`"

@@ -11,7 +11,7 @@ import pytest
 from arachnec.commands.program_file import read_program
 from arachnec.driver import plan_iteration, plan_model
 from arachnec.equivalence import execution
-from arachnec.equivalence.compare import DidNotRun, NotEquivalent, demand_equivalent
+from arachnec.equivalence.compare import demand_equivalent
 from arachnec.equivalence.small_program import small
 from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Instruction, Module, Program, integer
@@ -134,9 +134,8 @@ def test_what_check_refuses_of_cells_and_stages_hangs_aborts_or_computes_somethi
     """On gloo ranks, past ``check``: so that the rules are not stricter than what happens."""
     module = broken_program(kind)
     assert find_problems(module)
-    with pytest.raises(UserError) as seen:
+    with pytest.raises(UserError, match=r"does not (compute what|run to its end)"):
         demand_equivalent(module, seconds=8.0)
-    assert isinstance(seen.value.diagnostics[0], NotEquivalent | DidNotRun)
 
 
 # stands on rank 2 as well, below
@@ -184,9 +183,8 @@ def test_collectives_in_two_orders_hang_or_abort(name: str) -> None:
 def seen_not_to_run(module: Module) -> None:
     assert not verify(module)
     assert find_problems(module)
-    with pytest.raises(UserError) as seen:
+    with pytest.raises(UserError, match=r"does not (compute what|run to its end)"):
         demand_equivalent(module, seconds=5.0)
-    assert isinstance(seen.value.diagnostics[0], NotEquivalent | DidNotRun), seen.value
 
 
 @pytest.mark.parametrize("schedule", ["schedule=1f1b", "schedule=zb-h1"])

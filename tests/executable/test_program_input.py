@@ -10,8 +10,8 @@ import pytest
 
 from arachnec.cost.profile import LinkProfile, Profile
 from arachnec.executable.folder import read_executable
-from arachnec.executable.program_input import OtherClips, OtherFigure, OtherStages, demand_own_input
-from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.executable.program_input import demand_own_input
+from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module
 from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import with_measured_links
@@ -71,28 +71,25 @@ def a_stage_in_cells(module: Module) -> Module:
 
 
 @pytest.mark.parametrize(
-    ("broken", "kind"),
+    ("broken", "message"),
     [
-        (one_clip_less, OtherClips),
-        (a_clip_more, OtherClips),
-        (a_shorter_clip, OtherClips),
-        (a_frozen_stage, OtherFigure),
-        (no_stage, OtherStages),
-        (less_state, OtherFigure),
-        (more_memory, OtherFigure),
-        (memory_of_a_host, OtherFigure),
-        (a_stage_in_cells, OtherFigure),
+        (one_clip_less, "of iteration 0 leaves out clip"),
+        (a_clip_more, "of iteration 0 has clip"),
+        (a_shorter_clip, "of iteration 0 has clip"),
+        (a_frozen_stage, "has phase = "),
+        (no_stage, "has stages"),
+        (less_state, "has state = "),
+        (more_memory, "has memory = "),
+        (memory_of_a_host, "has host_memory = "),
+        (a_stage_in_cells, "has cell = "),
     ],
 )
-def test_a_program_for_other_input_is_refused(
-    folder: Path, broken: Callable[[Module], Module], kind: type[Diagnostic]
-) -> None:
+def test_a_program_for_other_input_is_refused(folder: Path, broken: Callable[[Module], Module], message: str) -> None:
     compiled = read_executable(folder)
     demand_own_input(compiled, compiled.program, 0)
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=message) as caught:
         demand_own_input(compiled, broken(compiled.program), 0)
-    assert [type(problem) for problem in caught.value.diagnostics] == [kind]
-    assert render(caught.value.diagnostics[0])
+    assert len(caught.value.diagnostics) == 1
 
 
 def test_the_program_of_another_iteration_is_refused(folder: Path) -> None:

@@ -13,7 +13,7 @@ from arachnec.ir.diagnostic import UserError
 from arachnec.ir.nodes import Module, Phase, Stage
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.lowering.buckets import with_buckets
-from arachnec.lowering.order import TOLERANCE_MS, InputNotReady, depths, global_order
+from arachnec.lowering.order import TOLERANCE_MS, depths, global_order
 from tests.passes.plans import DIT, cluster, equal_clips, module_of, timed
 
 LAYERS = (("blocks.0", 1000), ("blocks.1", 1000))
@@ -54,9 +54,8 @@ def test_what_starts_at_once_but_for_rounding_comes_in_order_of_what_it_reads_an
 def test_an_input_that_is_later_than_rounding_is_refused() -> None:
     reader = timed("a", Phase.TRAIN, 0, 1000, ("e",), (0.0, 1.0), (0,))
     encoder = timed("e", Phase.ENCODE, 0, 1000, (), (1.5 * TOLERANCE_MS, 1.0), (0,))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="before its input %"):
         global_order((reader, encoder))
-    assert isinstance(caught.value.diagnostics[0], InputNotReady)
 
 
 def trained_on(gpus: int, **reduce: Quantity | int) -> Module:

@@ -14,7 +14,6 @@ from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Stage,
 from arachnec.ir.values import Attributes, Quantity
 from arachnec.ir.verify import verify
 from arachnec.lowering.gathers import updated_parameters
-from arachnec.lowering.order import CyclicInputs, InputNotReady, SavedElsewhere
 from arachnec.lowering.programs import instructions_of, lower
 from arachnec.passes.check import find_problems
 from arachnec.passes.lower import Lower
@@ -160,17 +159,15 @@ def test_rounding_of_starts_does_not_put_a_consumer_before_its_producer(module: 
 def test_a_consumer_before_its_input_is_refused() -> None:
     module = one_encode_one_train((1,))
     early = replace(module.cascades[0].with_attrs(start=Quantity(40.0, "ms"), end=Quantity(42.0, "ms")))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="before its input %"):
         lower(replace(module, cascades=(early, module.cascades[1])))
-    assert isinstance(caught.value.diagnostics[0], InputNotReady)
 
 
 def test_cascades_that_wait_for_each_other_are_refused() -> None:
     module = one_encode_one_train((1,))
     circle = replace(module.cascades[0], inputs=("t",))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="waits for itself"):
         lower(replace(module, cascades=(circle, module.cascades[1])))
-    assert isinstance(caught.value.diagnostics[0], CyclicInputs)
 
 
 def test_a_backward_away_from_its_forward_is_refused() -> None:
@@ -178,9 +175,8 @@ def test_a_backward_away_from_its_forward_is_refused() -> None:
     forward = replace(module.cascades[1], name="f", phase=Phase.FORWARD)
     backward = replace(forward, name="b", phase=Phase.BACKWARD, inputs=("f",))
     moved = backward.with_attrs(start=Quantity(40.0, "ms"), end=Quantity(60.0, "ms"), ranks=(2,))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match="saved for it lies on ranks"):
         lower(replace(module, cascades=(module.cascades[0], forward, moved)))
-    assert isinstance(caught.value.diagnostics[0], SavedElsewhere)
 
 
 def test_lowering_is_a_pass_from_placed_to_lowered() -> None:

@@ -99,7 +99,7 @@ def serial_plans(costed: Module, reader: Cascade) -> Iterator[Module]:
 
 
 def holds_memory(placed: Module) -> bool:
-    return not any(type(problem).__name__ == "OutOfMemory" for problem in find_problems(lower(placed)))
+    return not any(problem.kind == "out of memory" for problem in find_problems(lower(placed)))
 
 
 @settings(max_examples=60, deadline=None)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from arachnec.analysis.uses import Values
-from arachnec.ir.diagnostic import Diagnostic, UserError, render
+from arachnec.ir.diagnostic import UserError, render
 from arachnec.ir.nodes import Clip, Instruction, Module, Phase, Program
 from arachnec.ir.stage_sizes import uneven
 from arachnec.ir.values import Quantity, Value
@@ -19,7 +19,6 @@ from arachnec.lowering.programs import lower
 from arachnec.passes.check import Check, find_problems
 from arachnec.verification import deadlock as deadlock
 from arachnec.verification import gradient as gradient
-from arachnec.verification import gradient_sync as sync
 from arachnec.verification import handoffs as handoffs
 from arachnec.verification import inputs as inputs
 from arachnec.verification import memory as memory
@@ -44,11 +43,11 @@ def places(lists: Lists, *ops: str) -> Places:
     return [(rank, at, i) for rank, items in lists.items() for at, i in enumerate(items) if i.op in ops]
 
 
-def kinds(module: Module) -> set[type[Diagnostic]]:
+def kinds(module: Module) -> set[str]:
     problems = find_problems(module)
     for problem in problems:
-        assert render(problem)  # every text has its fields
-    return {type(problem) for problem in problems}
+        assert problem.kind and render(problem)
+    return {problem.kind for problem in problems}
 
 
 def pick(data: st.DataObject, candidates: Places) -> tuple[int, int, Instruction]:
@@ -178,27 +177,27 @@ SPLITS: tuple[tuple[str, Value], ...] = (
     ("side", 7),
 )  # fmt: skip
 MUTATIONS = [
-    *((split_otherwise(name, value), {inputs.SplitUnlikeCascade}) for name, value in SPLITS),
-    (leave_an_idle_rank_out, {sync.LeftOut}),
-    (drop("receive"), {handoffs.UnmatchedSend}),
-    (drop("send"), {handoffs.UnmatchedReceive}),
-    (swap_sends, {handoffs.SwappedHandoff}),
-    (drop("forward"), {gradient.WrongRunCount}),
-    (drop("backward"), {gradient.WrongRunCount}),
-    (drop_everywhere("forward"), {gradient.WrongRunCount}),
-    (drop_everywhere("backward"), {gradient.WrongRunCount}),
-    (repeat_everywhere("forward"), {gradient.WrongRunCount}),
-    (repeat_everywhere("backward"), {gradient.WrongRunCount}),
-    (drop_everywhere("reduce"), {sync.NotReduced}),
-    (repeat_everywhere("reduce"), {sync.NotReduced}),
-    (drop("step"), {sync.NotStepped}),
-    (remove_a_rank_from_a_group, {gradient.WrongGroup, gradient.WrongRunCount}),
-    (shrink_a_group_on_one_rank, {gradient.WrongGroup, structure.BadPeers}),
-    (change_a_weight, {gradient.WrongWeight}),
-    (backward_after_the_reduce, {sync.NotReduced}),
-    (free_too_early, {inputs.UsedAfterFree}),
-    (receive_too_late, {inputs.MissingInput}),
-    (start_too_early, {inputs.Overlap}),
+    *((split_otherwise(name, value), {"split unlike cascade"}) for name, value in SPLITS),
+    (leave_an_idle_rank_out, {"left out"}),
+    (drop("receive"), {"unmatched send"}),
+    (drop("send"), {"unmatched receive"}),
+    (swap_sends, {"swapped handoff"}),
+    (drop("forward"), {"wrong run count"}),
+    (drop("backward"), {"wrong run count"}),
+    (drop_everywhere("forward"), {"wrong run count"}),
+    (drop_everywhere("backward"), {"wrong run count"}),
+    (repeat_everywhere("forward"), {"wrong run count"}),
+    (repeat_everywhere("backward"), {"wrong run count"}),
+    (drop_everywhere("reduce"), {"not reduced"}),
+    (repeat_everywhere("reduce"), {"not reduced"}),
+    (drop("step"), {"not stepped"}),
+    (remove_a_rank_from_a_group, {"wrong group", "wrong run count"}),
+    (shrink_a_group_on_one_rank, {"wrong group", "bad peers"}),
+    (change_a_weight, {"wrong weight"}),
+    (backward_after_the_reduce, {"not reduced"}),
+    (free_too_early, {"used after free"}),
+    (receive_too_late, {"missing input"}),
+    (start_too_early, {"overlap"}),
     (drop("free"), set()),
 ]
 
@@ -207,7 +206,7 @@ MUTATIONS = [
 @settings(suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_a_broken_program_is_found_by_its_rule(
-    mutate: Callable[[Lists, st.DataObject], None], expected: set[type[Diagnostic]], data: st.DataObject
+    mutate: Callable[[Lists, st.DataObject], None], expected: set[str], data: st.DataObject
 ) -> None:
     module = lower(data.draw(placed_modules()))
     lists = lists_of(module)
@@ -228,18 +227,18 @@ def test_a_device_one_byte_too_small_is_found_and_one_that_just_fits_passes(modu
         return replace(lowered, cluster=replace(pod, attrs=pod.attrs.updated(memory=Quantity(size, "GiB"))))
 
     assert not kinds(on(need))
-    assert kinds(on(need - 2**-20)) == {memory.OutOfMemory}
+    assert kinds(on(need - 2**-20)) == {"out of memory"}
 
 
 @given(placed_modules(), st.data())
 def test_a_clip_left_out_or_counted_twice_is_found(module: Module, data: st.DataObject) -> None:
     lowered = lower(module)
     extra = Clip(len(lowered.clips), 17, 480, 832, 0, 400)
-    assert gradient.ClipNotTrained in kinds(replace(lowered, clips=(*lowered.clips, extra)))
+    assert "clip not trained" in kinds(replace(lowered, clips=(*lowered.clips, extra)))
     trained = [c for c in lowered.cascades if c.phase is Phase.TRAIN]
     chosen = data.draw(st.sampled_from(trained))
     doubled = tuple(replace(c, clips=c.clips * 2) if c is chosen else c for c in lowered.cascades)
-    assert gradient.ClipTrainedTwice in kinds(replace(lowered, cascades=doubled))
+    assert "clip trained twice" in kinds(replace(lowered, cascades=doubled))
 
 
 @given(placed_modules(), st.data())
@@ -253,7 +252,7 @@ def test_a_train_cascade_reads_the_encodings_of_its_own_clips(module: Module, da
     of_another = replace(encoded, clips=(max(clip.id for clip in lowered.clips) + 1,))
     for broken, original in ((without, chosen), (of_another, encoded)):
         cascades = tuple(broken if c is original else c for c in lowered.cascades)
-        assert inputs.NotItsEncoding in kinds(replace(lowered, cascades=cascades))
+        assert "not its encoding" in kinds(replace(lowered, cascades=cascades))
 
 
 @given(placed_modules(), st.data())
@@ -261,7 +260,7 @@ def test_a_cascade_is_as_long_as_its_clips(module: Module, data: st.DataObject) 
     lowered = lower(module)
     chosen = data.draw(st.sampled_from(lowered.cascades))
     shorter = tuple(replace(c, tokens=c.tokens - 1) if c is chosen else c for c in lowered.cascades)
-    assert inputs.NotItsClips in kinds(replace(lowered, cascades=shorter))
+    assert "not its clips" in kinds(replace(lowered, cascades=shorter))
 
 
 @given(placed_modules(), st.data())
@@ -270,7 +269,7 @@ def test_a_rank_holds_the_state_of_its_stages_whatever_its_program_claims(module
     chosen = data.draw(st.sampled_from(lowered.programs))
     free = Quantity(data.draw(st.floats(0.0, 11.9)), "GiB")
     programs = tuple(replace(p, attrs=p.attrs.updated(state=free)) if p is chosen else p for p in lowered.programs)
-    assert shards.StateTooLow in kinds(replace(lowered, programs=programs))
+    assert "state too low" in kinds(replace(lowered, programs=programs))
 
 
 @given(placed_modules(), st.data())
@@ -283,13 +282,13 @@ def test_an_instruction_holds_what_its_stage_says_whatever_it_claims(module: Mod
     lowered = lower(replace(module, stages=saving))
     lists = lists_of(lowered)
     rank, at, chosen = pick(data, places(lists, "forward", "encode"))
-    assert memory.MemoryTooLow not in kinds(lowered)
+    assert "memory too low" not in kinds(lowered)
     stage, cascade = saving[-1 if chosen.op == "forward" else 0], Values(lowered).cascades[chosen.target]
     need = cascade.tokens * (2e-4 * uneven(cascade.tokens, cascade.degree) if stage.trained else 1e-6)
     for share, refused in ((0.0, True), (0.9, True), (1.001, False)):
         claim = Quantity(need * share, "GiB")
         lists[rank][at] = replace(chosen, attrs=chosen.attrs.updated(memory=claim, workspace=None))
-        assert (memory.MemoryTooLow in kinds(with_lists(lowered, lists))) == refused
+        assert ("memory too low" in kinds(with_lists(lowered, lists))) == refused
 
 
 def two_cascades_on(ranks: tuple[int, ...]) -> Module:
@@ -305,10 +304,10 @@ def test_collectives_in_another_order_on_one_rank_deadlock_and_the_cycle_is_name
     module = two_cascades_on((1, 2))
     lists = lists_of(module)
     lists[2] = [*lists[2][2:4], *lists[2][:2], *lists[2][4:]]
-    problem = next(p for p in find_problems(with_lists(module, lists)) if isinstance(p, deadlock.Deadlock))
-    assert problem.ranks == "[1, 2]"
-    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in problem.cycle
-    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in problem.cycle
+    problem = next(p for p in find_problems(with_lists(module, lists)) if p.kind == "deadlock")
+    assert problem.message == "deadlock: ranks [1, 2] wait for each other"
+    assert "rank 1 has `backward %a on [1, 2]` before `forward %b on [1, 2]`" in problem.help
+    assert "rank 2 has `forward %b on [1, 2]` before `backward %a on [1, 2]`" in problem.help
 
 
 def test_ranks_that_send_to_each_other_first_deadlock() -> None:
@@ -324,7 +323,7 @@ def test_ranks_that_send_to_each_other_first_deadlock() -> None:
     lists = lists_of(module)
     for rank in (0, 1):
         lists[rank][1:3] = sorted(lists[rank][1:3], key=lambda i: i.op == "receive")
-    assert kinds(with_lists(module, lists)) == {deadlock.Deadlock}
+    assert kinds(with_lists(module, lists)) == {"deadlock"}
 
 
 def test_check_returns_the_module_itself_or_raises_one_diagnostic_per_kind() -> None:
@@ -334,7 +333,7 @@ def test_check_returns_the_module_itself_or_raises_one_diagnostic_per_kind() -> 
     lists[1] = [i for i in lists[1] if i.op != "backward"]
     with pytest.raises(UserError) as caught:
         Check().run(with_lists(module, lists))
-    kinds_of = [type(problem) for problem in caught.value.diagnostics]
+    kinds_of = [problem.kind for problem in caught.value.diagnostics]
     assert len(kinds_of) == len(set(kinds_of))
 
 
@@ -342,10 +341,10 @@ def test_a_program_with_unknown_names_is_refused_before_the_rules_are_asked() ->
     module = two_cascades_on((1, 2))
     lists = lists_of(module)
     lists[1].insert(0, Instruction("free", "nothing"))
-    assert kinds(with_lists(module, lists)) == {structure.UnknownTarget}
+    assert kinds(with_lists(module, lists)) == {"unknown target"}
     lists[1][0] = Instruction("encode", "a")
-    assert kinds(with_lists(module, lists)) == {structure.WrongPhase}
-    assert kinds(replace(module, programs=module.programs[1:])) == {structure.ProgramCount}
+    assert kinds(with_lists(module, lists)) == {"wrong phase"}
+    assert kinds(replace(module, programs=module.programs[1:])) == {"program count"}
 
 
 def test_a_thousand_ranks_are_lowered_and_pass_check() -> None:

@@ -10,19 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from arachnec.analysis.uses import Values, rank_list
+from arachnec.analysis.uses import Values, rank_list, written
+from arachnec.ir.diagnostic import Diagnostic
 from arachnec.ir.nodes import Cascade, Clip, Instruction, Level, Module, Phase, Program, Span
 from arachnec.ir.values import Attributes
 from arachnec.planning.sampling.requests import chain, segments_of
-from arachnec.verification.sampling import (
-    StepsLeft,
-    WrongDecode,
-    WrongSegmentGroup,
-    WrongStep,
-    _rounds,
-    _runs,
-    check_sampling,
-)
+from arachnec.verification.sampling import _rounds, _runs, check_sampling
 
 MODELS = ("large", "small")
 
@@ -74,7 +67,7 @@ def test_a_chain_is_accepted_where_every_outcome_takes_every_step_once(
     segments = [(c.stage, tuple(c.attrs["steps"])) for c in mutated]  # type: ignore[arg-type]
     problems = list(check_sampling(Values(module_of(clip, mutated))))
     assert bool(problems) != right(clip, segments)  # type: ignore[arg-type]
-    assert {type(problem) for problem in problems} <= {WrongStep, StepsLeft}
+    assert {problem.kind for problem in problems} <= {"wrong step", "steps left"}
 
 
 @pytest.mark.parametrize(
@@ -104,9 +97,9 @@ def test_a_rank_comes_to_every_round_in_turn_and_runs_its_cascades_in_theirs(
     before = Cascade("b", Phase.DENOISE, "large", (0,), 1, 4, 0)
     module = replace(module_of(clip, (before, cascade)), programs=(Program(0, instructions),))
     told = list(_rounds(Values(module)))
-    assert [problem.reason for problem in told] == problems
-    assert {problem.instruction.split()[0] for problem in told} <= {"replan", "denoise"}
-    assert all("large" in problem.instruction for problem in told if "ends there" in problem.reason)
+    assert [problem.message.split(", and ")[1] for problem in told] == problems
+    assert {problem.message.split("`")[1].split()[0] for problem in told} <= {"replan", "denoise"}
+    assert all("large" in problem.message for problem in told if "ends there" in problem.message)
     assert not list(_rounds(Values(replace(module, cascades=(), programs=(Program(0, ()),)))))
 
 
@@ -131,21 +124,17 @@ def test_every_rank_of_a_segment_runs_it_once_as_its_group_and_no_other_rank_doe
             steps.append(Instruction(op, f"c{number}", peers, span=at(100 * (rank + 1) + line)))
         lists.append(Program(rank, tuple(steps)))
     module = replace(module_of(Clip(0, 1, 16, 16, 0, 4), cascades), programs=tuple(lists))
-    right: list[tuple[object, ...]] = []
+    right: list[tuple[object, str]] = []
     for rank in range(3 if programs else 0):
         for n, (op, ranks) in enumerate(drawn):
             own = [s for s in lists[rank].instructions if (s.op, s.target) == (op, f"c{n}")] if op != "train" else []
-            right += [(step.span, rank, f"c{n}") for step in own if step.peers not in ((), ranks)]
+            placed = f"`, and %c{n} is placed on {rank_list(ranks)}"
+            right += [(s.span, f"rank {rank} runs `{written(s)}{placed}") for s in own if s.peers not in ((), ranks)]
             wanted = int(rank in ranks and op != "train")
             if len(own) != wanted:
                 span = own[-1].span if own else cascades[n].span
-                right.append((span, rank, op, f"c{n}", len(own), wanted, rank_list(ranks)))
-    told = [
-        (one.span, one.rank, one.cascade)
-        if isinstance(one, WrongSegmentGroup)
-        else (one.span, one.rank, one.op, one.cascade, one.count, one.right, one.ranks)
-        for one in _runs(Values(module))
-    ]
+                right.append((span, f"rank {rank} runs `{op} %c{n}` {len(own)} times instead of {wanted}"))
+    told = [(one.span, one.message) for one in _runs(Values(module))]
     assert Counter(told) == Counter(right)
 
 
@@ -158,12 +147,14 @@ def test_a_decode_reads_the_last_segment_of_its_request() -> None:
     segments = tuple(chain(module_of(clip, ()), [clip], list(segments_of(clip, 2, 2))))
     assert len(segments) > 2
 
-    def problems(read: str) -> list[object]:
+    def problems(read: str) -> list[Diagnostic]:
         decode = Cascade("decode", Phase.DECODE, "vae", (0,), 1, 4, 0, (read,))
         return list(check_sampling(Values(module_of(clip, (*segments, decode)))))
 
     assert problems(segments[-1].name) == []
-    assert problems(segments[-2].name) == [WrongDecode(None, "decode", 0, segments[-1].name)]
+    assert [(one.span, one.message) for one in problems(segments[-2].name)] == [
+        (None, f"%decode decodes request 0 before its last segment %{segments[-1].name} has run")
+    ]
 
 
 def test_segments_cut_a_window_and_leave_the_rest_whole() -> None:

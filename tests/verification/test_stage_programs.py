@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 
 from arachnec.analysis.gathers import layers_listed
 from arachnec.analysis.stage_handoffs import between_stages, ranges_from, ranges_to, shards_of
-from arachnec.ir.diagnostic import Diagnostic, render
+from arachnec.ir.diagnostic import render
 from arachnec.ir.nodes import Cascade, Instruction, Module, Phase, Program, integers
 from arachnec.ir.values import Attributes
 from arachnec.passes.check import find_problems
-from arachnec.verification import gradient_sync, handoffs, host_memory, shards
 from tests.distributed.executor_cases import clip
 from tests.distributed.pipeline_cases import pipeline_of, planned
 
@@ -40,10 +39,10 @@ def program(name: str) -> Module:
     return planned(4, CLIPS, pipeline_of(stages, schedule, cell=2, host=host))
 
 
-def problem_kinds(module: Module) -> set[type[Diagnostic]]:
+def problem_kinds(module: Module) -> set[str]:
     problems = find_problems(module)
     assert all(map(render, problems))
-    return {type(problem) for problem in problems}
+    return {problem.kind for problem in problems}
 
 
 @pytest.mark.parametrize("degrees", ["degree=2", "degrees=[2,2]", "degrees=[1,3]", "degrees=[3,1]"])
@@ -105,7 +104,7 @@ def test_a_part_of_the_tokens_that_never_goes_is_found(degrees: str, data: st.Da
     for own, op, peer in ((rank, "receive", source), (source, "send", rank)):
         left = [s for s in module.programs[own].instructions if (s.op, s.target, s.peers) != (op, name, (peer,))]
         module = _with_steps(module, own, left)
-    assert handoffs.PartMissing in problem_kinds(module)
+    assert "part missing" in problem_kinds(module)
 
 
 @cache
@@ -176,9 +175,9 @@ def test_clips_side_by_side_keep_what_lies_outside_the_blocks_of_their_own_alone
 def test_a_layer_left_out_of_a_list_is_found(name: str, data: st.DataObject) -> None:
     module = program(name)
     expected = {
-        "gather": shards.NotGathered,
-        "scatter": shards.NotScattered,
-        "release": shards.UnequalGathers,
+        "gather": "not gathered",
+        "scatter": "not scattered",
+        "release": "unequal gathers",
     }
     word = data.draw(st.sampled_from(sorted(expected)))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=word)))
@@ -191,7 +190,7 @@ def test_members_of_a_cell_in_two_orders_are_found(name: str, data: st.DataObjec
     module = program(name)
     word = data.draw(st.sampled_from(["gather", "scatter"]))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=word)))
-    assert shards.UnequalGathers in problem_kinds(changed(module, place, reordered(word, data)))
+    assert "unequal gathers" in problem_kinds(changed(module, place, reordered(word, data)))
 
 
 @settings(max_examples=12)
@@ -213,7 +212,7 @@ def test_a_release_that_all_members_of_a_cell_lack_is_found(name: str, data: st.
         module = changed(module, (member, index), kept)
     later = [s for s in module.programs[rank].instructions[at + 1 :] if "gather" in s.attrs]
     again = any(layer in layers_listed(s, "gather") for s in later if _stage(module, s) == _stage(module, step))
-    assert (shards.GatheredTwice if again else shards.NotReleased) in problem_kinds(module)
+    assert ("gathered twice" if again else "not released") in problem_kinds(module)
 
 
 def _stage(module: Module, step: Instruction) -> str:
@@ -243,7 +242,7 @@ def test_a_part_of_a_gradient_from_another_rank_is_found(name: str, data: st.Dat
     for own in module.programs:
         steps = tuple(_swapped(other, step.target) for other in own.instructions)
         programs.append(replace(own, instructions=steps))
-    assert handoffs.WrongSource in problem_kinds(replace(module, programs=tuple(programs)))
+    assert "wrong source" in problem_kinds(replace(module, programs=tuple(programs)))
 
 
 def _swapped(step: Instruction, value: str) -> Instruction:
@@ -259,11 +258,11 @@ def test_layers_from_another_place_and_copies_that_are_too_small_are_found(data:
     module = program("host-zb-h1")
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute="place")))
     moved = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(place=None)))
-    assert host_memory.WrongPlace in problem_kinds(moved)
+    assert "wrong place" in problem_kinds(moved)
     name = data.draw(st.sampled_from(["from_host", "to_host"]))
     place = data.draw(st.sampled_from(places(module, "forward", "backward", "weight", attribute=name)))
     less = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(**{name: 1})))
-    assert host_memory.HostCopyTooSmall in problem_kinds(less)
+    assert "host copy too small" in problem_kinds(less)
 
 
 @settings(max_examples=6)
@@ -273,10 +272,10 @@ def test_inputs_that_do_not_come_back_are_found(data: st.DataObject) -> None:
     word, op = data.draw(st.sampled_from([("offload", "forward"), ("reload", "backward")]))
     place = data.draw(st.sampled_from(places(module, op, attribute=word)))
     stays = changed(module, place, lambda step: replace(step, attrs=step.attrs.updated(**{word: None})))
-    assert host_memory.WrongInputs in problem_kinds(stays)
+    assert "wrong inputs" in problem_kinds(stays)
 
 
 def test_an_optimizer_dealt_out_over_other_ranks_than_the_sums_is_found() -> None:
     module = planned(4, CLIPS, pipeline_of("p=2", "schedule=1f1b"))
     stages = tuple(replace(s, attrs=s.attrs.updated(sharded=4)) if s.trained else s for s in module.stages)
-    assert gradient_sync.WrongShare in problem_kinds(replace(module, stages=stages))
+    assert "wrong share" in problem_kinds(replace(module, stages=stages))

@@ -16,7 +16,7 @@ from arachnec.analysis.uses import Values, rank_list
 from arachnec.ir.nodes import Cascade, Instruction, Level, Module, Phase, Program, Span, Stage, integers
 from arachnec.ir.values import Attributes
 from arachnec.passes.check import find_problems
-from arachnec.verification.shards import NotUpdated, WrongGather, check_updated_parameters
+from arachnec.verification.shards import check_updated_parameters
 from tests.distributed.executor_cases import Work, clip, lowered, traced
 from tests.emulator.machine import Machine, Standstill
 from tests.emulator.translate import Backend, actions_of
@@ -158,15 +158,17 @@ def test_what_a_list_gathers_is_what_the_ranks_with_its_parts_have_updated_once_
         for step in own.instructions if own.rank in place and len(place) > 1 else ():
             if (step.op, step.target) == ("gather", "dealt"):
                 for layer in integers(step.attrs["layers"]):
-                    right += [(step.span, f"{layer}: is gathered a second time")] * (gathered.count(layer) == 1)
+                    right += [(step.span, f"layer {layer} of @dealt is gathered a second time")] * (
+                        gathered.count(layer) == 1
+                    )
                     gathered.append(layer)
             missing = [layer for layer in training if layer not in gathered]
             if missing and (step.target == "c_dealt" or (step.op, step.target) == ("step", "dealt")):
-                right.append((step.span, f"{missing[0]}: is not whole yet"))
+                right.append((step.span, f"layer {missing[0]} of @dealt is not whole yet"))
                 break
     told = [
-        (one.span, one.reason if isinstance(one, WrongGather) else f"{one.layer}: {one.reason}")
+        (one.span, one.message.split(", and ")[1])
         for one in check_updated_parameters(Values(module))
-        if isinstance(one, WrongGather | NotUpdated)
+        if one.kind in ("wrong gather", "not updated")
     ]
     assert Counter(told) == Counter(right)
