@@ -24,7 +24,7 @@ from tests.house.features import (
 # Lower a ceiling when its figure falls. None rises.
 CEILINGS: dict[Callable[[], list[str]], int] = {
     core_to_feature: 191,
-    upward_among_features: 27,
+    upward_among_features: 26,
     functions_naming_two: 52,
 }
 
