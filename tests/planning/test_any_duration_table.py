@@ -18,6 +18,7 @@ from arachnec.passes.infra.pipeline import Pipeline
 from arachnec.planning.duration_table import read_table
 from arachnec.planning.family_placement import PRICE
 from arachnec.solver.bound import NEGLIGIBLE
+from tests.slow import quick
 
 CLUSTERS = ("1:cpu", "3:cpu", "5:cpu", "12:cpu", "2x4:h20", "3x4:h20", "2x8:h20", "100:cpu", "2x72:h20")
 TIMES = st.one_of(
@@ -89,7 +90,7 @@ def makespan(module: Module) -> float:
     return quantity(module.attrs["makespan"])
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS)
+@pytest.mark.parametrize("cluster", quick(CLUSTERS, "1:cpu", "3:cpu", "3x4:h20", "2x72:h20"))
 @pytest.mark.parametrize("budget", ["budget=0ms", "steps=40"])
 def test_any_table_gets_a_valid_plan_and_a_schedule_no_longer_than_one_degree_for_all(
     cluster: str, budget: str

@@ -25,11 +25,12 @@ from benchmarks.kernels.compile_estimate import Recorder
 from tests.codegen.regions.generated_cases import CASES, sized
 from tests.codegen.regions.generated_cases import region as case_region
 from tests.kernels.triton_interpreter import in_interpreter
+from tests.slow import quick
 
 ROUNDING = {"fp64": 1e-14, "fp32": 4e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 
-@pytest.mark.parametrize("part", ["0/4", "1/4", "2/4", "3/4", "narrow", "blocks"])
+@pytest.mark.parametrize("part", quick(["0/4", "1/4", "2/4", "3/4", "narrow", "blocks"], "0/4", "narrow", "blocks"))
 def test_outputs_and_gradients_are_those_of_float64_to_rounding(part: str, tmp_path: Path) -> None:
     by_case = in_interpreter("tests.codegen.regions.interpreted_generated", part, str(tmp_path))
     assert len(by_case) >= 6
