@@ -117,7 +117,9 @@ def shown(value: object) -> object:
 
 def shown_text(text: str) -> str:
     """A complete text as a terminal may have it: of a long one its beginning and its end."""
-    return printable(text if len(text) <= LONGEST_TEXT else f"{text[: LONGEST_TEXT // 2]}...{text[-LONGEST_FIELD:]}")
+    if len(text) > LONGEST_TEXT:
+        text = f"{text[: LONGEST_FIELD // 2]}...{text[-LONGEST_FIELD // 3 :]}"
+    return printable(text)
 
 
 def printable(text: str) -> str:

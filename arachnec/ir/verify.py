@@ -10,7 +10,7 @@ from itertools import islice
 from typing import TypeAlias
 
 from arachnec.ir import kinds, tables
-from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, close_to
+from arachnec.ir.diagnostic import Diagnostic, Mistake, Span, UserError, close_to, shown
 from arachnec.ir.kinds import out_of_bounds
 from arachnec.ir.limits import MOST_MISTAKES
 from arachnec.ir.names import NAME_RULES, index_of, label
@@ -142,7 +142,7 @@ def _unknown(
 ) -> Diagnostic:
     known = [row.name for row in table.values() if row.since <= level]
     listed = f"its attributes are {', '.join(known)}" if known else "it has no attributes"
-    remedy = f"did you mean `{close[0]}`?" if close else listed
+    remedy = f"did you mean `{close[0]}`?" if close else str(shown(listed))
     return Mistake(
         _place(node, name), f"{label(node)} has no attribute `{name}`", label="no such attribute", help=remedy
     )

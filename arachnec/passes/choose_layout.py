@@ -25,8 +25,7 @@ from arachnec.ir.values import Quantity
 from arachnec.passes.annotate import Annotate
 from arachnec.passes.bucket import Bucket
 from arachnec.passes.infra.base import CountFromZero, InformedPass, Pass, Scope
-from arachnec.passes.infra.named_pipelines import OUR_SCHEDULER
-from arachnec.passes.infra.pipeline import plan_for_comparison
+from arachnec.passes.infra.pipeline import follows_layout, plan_for_comparison
 from arachnec.passes.lower import Lower
 from arachnec.passes.offload import Offload
 from arachnec.passes.partition import Partition
@@ -125,7 +124,7 @@ class ChooseLayout(InformedPass):
     def _chosen(self, module: Module, reporter: Reporter, rows: Rows) -> Choice | None:
         """The layout with the shortest sample; None where some clip fits in none."""
         assert module.cluster is not None
-        any_layout = any(step.name == OUR_SCHEDULER for step in self._passes)
+        any_layout = any(follows_layout(step) for step in self._passes)
         stages = any_layout and not divided_encoders(module)  # a pipeline's encoders run on a rank each
         table = [layout for layout in layouts(module) if layout.stages == 1 or stages]
         candidates, left = [], BOUNDED * self.steps

@@ -18,7 +18,9 @@ from arachnec.passes.infra.base import Duration, Pass, Registry, Scope, builtin,
 from arachnec.passes.infra.bisect import command_predicate, first_bad
 from arachnec.passes.infra.instruments import Dump, Instrument, Moment, PrintAfter, Reproducer, Timing, pipeline_of
 from arachnec.passes.infra.named_pipelines import NAMED, PIPELINES
-from arachnec.passes.infra.pipeline import BrokenPass, Pipeline
+from arachnec.passes.infra.pipeline import BrokenPass, Pipeline, pass_in_layout
+from arachnec.passes.schedule_stages import ScheduleStages
+from arachnec.passes.schedule_z3 import ScheduleZ3
 
 
 @dataclass(frozen=True)
@@ -481,3 +483,16 @@ def test_bisect_runs_passes_as_the_pipeline_does() -> None:
 def test_bisect_may_be_told_by_a_command_what_is_good() -> None:
     verdict = first_bad(MODULE, parse("keep,cut,keep"), command_predicate("grep -q '\"traced\"'"))
     assert verdict.index == 1
+
+
+def test_a_users_own_scheduler_runs_as_it_is_on_the_stages_of_a_layout() -> None:
+    @dataclass(frozen=True)
+    class Own(ScheduleZ3):
+        pass
+
+    plain = Module("m", Level.COSTED)
+    module = replace(plain, attrs=plain.attrs.updated(schedule="1f1b"))
+    own = Own()
+    assert pass_in_layout(own, module) is own
+    assert pass_in_layout(ScheduleZ3(steps=3), module) == ScheduleStages(steps=3)
+    assert pass_in_layout(ScheduleZ3(steps=3), plain) == ScheduleZ3(steps=3)

@@ -110,10 +110,15 @@ class Pipeline:
         return Pipeline(self.passes[index:])
 
 
+def follows_layout(step: Pass) -> bool:
+    """Whether it is the default's own scheduler: another pass of its name, or one derived from it, runs as it is."""
+    return type(step) is builtin().get(OUR_SCHEDULER)
+
+
 def pass_in_layout(step: Pass, module: Module) -> Pass:
     """The pass that runs where a pipeline says ``step``: for the default's scheduler the one of the module's layout."""
     own = next(name for attribute, name in LAYOUT_SCHEDULERS if attribute is None or attribute in module.attrs)
-    if step.name != OUR_SCHEDULER or own == OUR_SCHEDULER:
+    if own == OUR_SCHEDULER or not follows_layout(step):
         return step
     kind = builtin().get(own)
     both = options.option_types(kind).keys() & options.option_types(type(step)).keys()
