@@ -71,7 +71,7 @@ def test_the_large_neighbourhood_search_keeps_every_job_once_and_is_never_longer
     while search.run(clock):
         packing = search.packing()
         assert sorted(placed.job for placed in packing.placed) == list(range(len(problem.jobs)))
-        assert max(packing.load) < max(first.load)
+        assert max(packing.load) <= max(first.load)
         schedule = realize(problem, packing)
         assert violations(problem, schedule) == []
 
