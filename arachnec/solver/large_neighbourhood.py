@@ -46,6 +46,7 @@ class LargeNeighbourhood:
         self.widths = [width for width in widths if width <= min(widest, problem.gpus)] or [1]
         self.failed = 0
         self.halvings = 1  # of the gap, to where the horizon is
+        self.reached = max(self.load, default=0)
         self._aim()
 
     def packing(self) -> Packing:
@@ -70,7 +71,8 @@ class LargeNeighbourhood:
         return False
 
     def _aim(self) -> None:
-        self.reached = max(self.load, default=0)
+        # A move that leaves as much above the horizon may raise the longest load: what was reached before counts.
+        self.reached = min(self.reached, max(self.load, default=0))
         self.horizon = self.reached - max(1, (self.reached - self.bound) >> self.halvings)
         self.over = [gpu for gpu, ticks in enumerate(self.load) if ticks > self.horizon]
 

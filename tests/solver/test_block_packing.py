@@ -3,7 +3,7 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from arachnec.solver.block_packing import options_of, pack, packings, realize
@@ -58,7 +58,20 @@ def test_every_packing_is_a_valid_schedule(problem: Problem, factor: float) -> N
             assert schedule.makespan(problem) == max(packing.load)
 
 
+# A move that leaves as much above the horizon raises the longest load from 21 to 23.
+RAISED_BY_A_MOVE = Problem(
+    (
+        Job((Choice(1, 1),)),
+        Job((Choice(1, 14),)),
+        Job((Choice(3, 12),)),
+        Job((Choice(2, 9), Choice(3, 1)), before=(0, 2)),
+    ),
+    6,
+)
+
+
 @settings(max_examples=100, deadline=None)
+@example(RAISED_BY_A_MOVE, 0)
 @given(problems(most_jobs=20), st.integers(0, 5))
 def test_the_large_neighbourhood_search_keeps_every_job_once_and_is_never_longer(problem: Problem, seed: int) -> None:
     options = options_of(problem)
@@ -71,7 +84,7 @@ def test_the_large_neighbourhood_search_keeps_every_job_once_and_is_never_longer
     while search.run(clock):
         packing = search.packing()
         assert sorted(placed.job for placed in packing.placed) == list(range(len(problem.jobs)))
-        assert max(packing.load) <= max(first.load)
+        assert max(packing.load) < max(first.load)
         schedule = realize(problem, packing)
         assert violations(problem, schedule) == []
 
